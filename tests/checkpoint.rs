@@ -53,7 +53,7 @@ fn every_epoch_restores(load: GuestLoad, epochs: usize) {
     assert_eq!(achieved["epochs"], epochs, "{achieved}");
     assert!(achieved["pause"]["p99_us"].as_u64() > Some(0), "{achieved}");
     let copied_after: u64 =
-        lines[..epochs].iter().filter_map(|l| l["behind_frames"].as_u64()).sum();
+        lines[..epochs].iter().filter_map(|l| l["copied_after_frames"].as_u64()).sum();
     assert_eq!(
         copied_after > 0,
         has_copy_before_write(),

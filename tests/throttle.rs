@@ -42,7 +42,7 @@ fn send_in_background(source: &Driftline, link: &MigrationProxy) -> Child {
 
 /// Returns for how long each vCPU has been throttled so far, ms.
 fn throttled_ms(vm: &Driftline) -> Option<Vec<u64>> {
-    vm.info()?["vcpu"].as_array()?.iter().map(|v| v["held_ms"].as_u64()).collect()
+    vm.info()?["vcpu"].as_array()?.iter().map(|v| v["throttled_ms"].as_u64()).collect()
 }
 
 /// Returns the rate of `figure` between two reports of a vCPU, per ms.
@@ -90,7 +90,7 @@ fn only_a_throttled_guest_converges_on_slow_link() {
     assert!(fits.iter().any(|fits| reason.contains(fits)), "{report}");
     let vcpu = &report["throttle"][0];
     let figure = |name: &str| vcpu[name].as_f64().expect("a figure");
-    assert!(figure("held_ms") > 100.0 && figure("held_percent") > 1.0, "{report}");
+    assert!(figure("throttled_ms") > 100.0 && figure("throttled_percent") > 1.0, "{report}");
     assert!(figure("most_bytes_per_s") < RATE as f64, "{report}");
     // Two passes send the whole working set before the throttle starts; later passes send less.
     let frames: Vec<u64> = report["passes"]

@@ -334,7 +334,7 @@ impl Checkpointer {
                     frames,
                     disk_blocks: published.blocks,
                     pause_us,
-                    behind_frames: taken.behind,
+                    copied_after_frames: taken.copied_after,
                     waits: taken.waits,
                     waited_us: taken.waited.as_micros() as u64,
                     write_ms: write.as_micros() as f64 / 1000.0,

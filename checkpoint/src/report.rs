@@ -146,7 +146,7 @@ pub struct EpochReport {
     /// Time from the pause request until the guest had resumed, in microseconds.
     pub pause_us: u64,
     /// Frames of it that were copied after the pause, while the guest ran.
-    pub behind_frames: u64,
+    pub copied_after_frames: u64,
     /// Number of times a write waited for a write-protected frame, before the pause or after it.
     pub waits: u64,
     /// Time for which writes waited, in microseconds, as far as it is known; simultaneous waits

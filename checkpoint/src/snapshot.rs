@@ -53,7 +53,7 @@ pub(crate) struct EpochCopy {
     /// Frames, and blocks of drives, that were copied in the pause.
     pub(crate) in_pause: u64,
     /// Frames copied while the guest ran.
-    pub(crate) behind: u64,
+    pub(crate) copied_after: u64,
     /// Number of times a write waited, before the pause or after it.
     pub(crate) waits: u64,
     /// Time for which writes waited.
@@ -93,7 +93,7 @@ impl Snapshot<'_> {
             changed,
             staged: memory.staged,
             in_pause,
-            behind: memory.saved.frames,
+            copied_after: memory.saved.frames,
             waits: memory.saved.waits + waits.times,
             waited: memory.saved.waited + waits.time,
             pause,

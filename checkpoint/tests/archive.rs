@@ -101,7 +101,10 @@ fn every_archived_epoch_restores() {
         let (copy, report) = restored(&bytes).unwrap();
         copy.verify().unwrap();
         assert_eq!((report.epoch, report.vm_id), (info.epoch, info.vm_id));
-        assert_eq!((report.frames, report.epochs, report.late_frames), (exported.frames, 1, 0));
+        assert_eq!(
+            (report.frames, report.epochs, report.unfetched_frames),
+            (exported.frames, 1, 0)
+        );
         assert!(copy.writes() > writes, "epochs follow each other");
         writes = copy.writes();
     }

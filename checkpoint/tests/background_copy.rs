@@ -34,7 +34,7 @@ proptest! {
     fn each_epoch_is_what_memory_was(
         script in writes(),
         staged in 2u64..80,
-        behind_from in 1u64..20,
+        background_from in 1u64..20,
         saved in 0u64..300,
     ) {
         let guest = MemoryGuest::new(VmId::random(), MemoryConfig::still()).unwrap();
@@ -43,10 +43,10 @@ proptest! {
         let store = Store::with_backend(Box::new(MemoryDisk::default()), true).unwrap();
         let scripted_guest = Arc::new(ScriptedGuest(scripted.clone()));
         let mut checkpointer = Checkpointer::with_staging(scripted_guest, store, limits(staged)).unwrap();
-        checkpointer.background_copy_from(behind_from);
+        checkpointer.background_copy_from(background_from);
         for _ in 0..4 {
             let report = checkpointer.take().unwrap();
-            BEHIND.fetch_add(report.behind_frames, Ordering::Relaxed);
+            COPIED_AFTER.fetch_add(report.copied_after_frames, Ordering::Relaxed);
             prop_assert_eq!(scripted.protected_and_waiting(), (0, 0), "a writer still waits after the epoch");
             let factory = MemoryGuestFactory::default();
             let (copy, _) = restore(checkpointer.store(), None, &factory, Clock::Continue).unwrap();
@@ -60,12 +60,12 @@ proptest! {
 #[test]
 fn background_copy_equals_memory_of_the_pause() {
     each_epoch_is_what_memory_was();
-    let behind = BEHIND.load(Ordering::Relaxed);
-    assert!(behind >= u64::from(cases()), "{behind} frames copied in the background");
+    let copied_after = COPIED_AFTER.load(Ordering::Relaxed);
+    assert!(copied_after >= u64::from(cases()), "{copied_after} frames copied in the background");
 }
 
 /// Frames that all cases of the property copied after the guest had resumed.
-static BEHIND: AtomicU64 = AtomicU64::new(0);
+static COPIED_AFTER: AtomicU64 = AtomicU64::new(0);
 
 fn cases() -> u32 {
     if full() { 2000 } else { 100 }
@@ -98,17 +98,20 @@ fn epochs_of_a_fast_writer_are_whole() {
     let store = Store::with_backend(Box::new(disk), true).unwrap();
     let mut checkpointer = Checkpointer::with_staging(guest.clone(), store, limits(200)).unwrap();
     checkpointer.background_copy_from(16);
-    let (mut behind, mut waits) = (0, 0);
+    let (mut copied_after, mut waits) = (0, 0);
     for _ in 0..if full() { 300 } else { 30 } {
         let report = checkpointer.take().unwrap();
-        (behind, waits) = (behind + report.behind_frames, waits + report.waits);
+        (copied_after, waits) = (copied_after + report.copied_after_frames, waits + report.waits);
         continues(&guest);
         let factory = MemoryGuestFactory::default();
         let (copy, _) = restore(checkpointer.store(), None, &factory, Clock::Continue).unwrap();
         copy.verify().unwrap();
     }
     guest.verify().unwrap();
-    assert!(behind > 0 && waits > 0, "{behind} frames copied in the background, {waits} waits");
+    assert!(
+        copied_after > 0 && waits > 0,
+        "{copied_after} frames copied in the background, {waits} waits"
+    );
 }
 
 #[test]
@@ -149,7 +152,7 @@ fn failed_copy_stalls_no_writer_and_loses_nothing() {
         whole(&mut checkpointer);
         // This checkpointer does not use write protection for a while; another one does.
         continues(&guest);
-        assert_eq!(checkpointer.take().unwrap().behind_frames, 0);
+        assert_eq!(checkpointer.take().unwrap().copied_after_frames, 0);
         drop(checkpointer);
         let store = Store::with_backend(Box::new(MemoryDisk::default()), true).unwrap();
         checkpointer = Checkpointer::with_staging(guest.clone(), store, limits(200)).unwrap();
@@ -170,9 +173,9 @@ fn dead_copy_thread_leaves_nothing_protected() {
     let scripted_guest = Arc::new(ScriptedGuest(scripted.clone()));
     let mut checkpointer = Checkpointer::with_staging(scripted_guest, store, limits(200)).unwrap();
     checkpointer.background_copy_from(1);
-    let mut behind = checkpointer.take().unwrap().behind_frames;
-    behind += checkpointer.take().unwrap().behind_frames;
-    assert!(behind > 0);
+    let mut copied_after = checkpointer.take().unwrap().copied_after_frames;
+    copied_after += checkpointer.take().unwrap().copied_after_frames;
+    assert!(copied_after > 0);
     scripted.fail_next_query();
     let e = checkpointer.take().unwrap_err();
     assert_eq!((e.phase, e.guest), (EpochStep::CopyInBackground, RunState::Running), "{e}");
@@ -200,12 +203,12 @@ fn failed_write_protection_is_retried_later() {
     assert_eq!(checkpointer.take().unwrap_err().phase, EpochStep::Protect);
     // At first, write protection cannot be set up.
     guest.faults().fail_next(Op::WriteProtection, 1);
-    let behind = (0..202).map(|n| {
+    let copied_after = (0..202).map(|n| {
         write(n).unwrap();
-        checkpointer.take().unwrap().behind_frames
+        checkpointer.take().unwrap().copied_after_frames
     });
-    let behind: Vec<u64> = behind.collect();
-    assert_eq!((behind[..201].iter().sum::<u64>(), behind[201]), (0, 1));
+    let copied_after: Vec<u64> = copied_after.collect();
+    assert_eq!((copied_after[..201].iter().sum::<u64>(), copied_after[201]), (0, 1));
 }
 
 #[test]
@@ -217,6 +220,6 @@ fn unprotectable_guest_is_copied_in_the_pause() {
     checkpointer.background_copy_from(1);
     for _ in 0..3 {
         continues(&guest);
-        assert_eq!(checkpointer.take().unwrap().behind_frames, 0);
+        assert_eq!(checkpointer.take().unwrap().copied_after_frames, 0);
     }
 }

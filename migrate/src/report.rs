@@ -43,9 +43,9 @@ pub struct VcpuThrottle {
     /// Upper bound on its dirty rate, bytes/s of whole frames; `None` without a throttle.
     pub most_bytes_per_s: Option<u64>,
     /// Time for which it was throttled up to the end of the last complete pass, ms.
-    pub held_ms: f64,
+    pub throttled_ms: f64,
     /// That time as a percentage of the time since the throttle began.
-    pub held_percent: f64,
+    pub throttled_percent: f64,
 }
 
 /// Report of `send`. The names are those of `send-migration --json`.

@@ -46,7 +46,7 @@ fn fast_writer_converges_when_throttled() {
     assert!(fits.iter().any(|fits| report.converged.contains(fits)), "{report:?}");
     assert_eq!(report.throttle.len(), 2, "{report:?}");
     for vcpu in &report.throttle {
-        assert!(vcpu.held_ms > 0.0 && vcpu.held_percent > 0.0, "{report:?}");
+        assert!(vcpu.throttled_ms > 0.0 && vcpu.throttled_percent > 0.0, "{report:?}");
         assert!(vcpu.most_bytes_per_s.is_some_and(|most| most < 8 * MIN_BANDWIDTH), "{report:?}");
     }
     assert_eq!(guest.throttled(), None);
@@ -61,7 +61,7 @@ fn converging_guest_is_not_throttled() {
     let sent = Sender::start(&guest, &there.to, &slow_send(&hosts)).result();
     let report = sent.as_ref().unwrap();
     assert_eq!(report.throttle.len(), 2, "{report:?}");
-    assert!(report.throttle.iter().all(|v| v.held_ms == 0.0), "{report:?}");
+    assert!(report.throttle.iter().all(|v| v.throttled_ms == 0.0), "{report:?}");
     exactly_one_runs(&hosts, &guest, &sent, there, "not throttled");
 }
 

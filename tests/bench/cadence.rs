@@ -49,8 +49,8 @@ fn main() {
         ("after the pause from 128 frames on", Some(128), short),
         ("all in the pause", Some(u64::MAX), short),
     ];
-    for (way, behind_from, time) in ways {
-        checkpointed(&guest, way, behind_from, time);
+    for (way, background_from, time) in ways {
+        checkpointed(&guest, way, background_from, time);
     }
 }
 
@@ -83,7 +83,7 @@ fn idle_write_protection(time: Duration) {
     );
 }
 
-fn checkpointed(guest: &BenchGuest, way: &str, behind_from: Option<u64>, time: Duration) {
+fn checkpointed(guest: &BenchGuest, way: &str, background_from: Option<u64>, time: Duration) {
     let parent = std::env::var_os("DRIFTLINE_BENCH_STORE").map(tempfile::tempdir_in);
     let parent = parent.map(|dir| dir.expect("a directory for the store"));
     let dir = parent.as_ref().map_or(guest.dir.path(), |dir| dir.path()).join(way);
@@ -93,7 +93,7 @@ fn checkpointed(guest: &BenchGuest, way: &str, behind_from: Option<u64>, time: D
     };
     let store = open(&dir).unwrap();
     let mut checkpointer = Checkpointer::new(guest.machine.clone(), store).unwrap();
-    if let Some(frames) = behind_from {
+    if let Some(frames) = background_from {
         checkpointer.background_copy_from(frames);
     }
     checkpointer.keep(Some(20));
@@ -116,7 +116,7 @@ fn checkpointed(guest: &BenchGuest, way: &str, behind_from: Option<u64>, time: D
             let report = taken.outcome.as_ref().unwrap();
             (frames, waits) = (frames + report.frames, waits + report.waits);
             (waited_us, copied_after) =
-                (waited_us + report.waited_us, copied_after + report.behind_frames);
+                (waited_us + report.waited_us, copied_after + report.copied_after_frames);
             if half_way.is_none() && begun.elapsed() >= half {
                 half_way = Some(size());
             }

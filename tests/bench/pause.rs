@@ -36,20 +36,20 @@ fn main() {
     );
     println!("|{}", " ---: |".repeat(13));
     for frames in FRAMES {
-        for (way, behind_from) in WAYS {
-            row(frames, way, behind_from, epochs, vcpus);
+        for (way, background_from) in WAYS {
+            row(frames, way, background_from, epochs, vcpus);
         }
     }
 }
 
-fn row(frames: u64, way: &str, behind_from: Option<u64>, epochs: usize, vcpus: u8) {
+fn row(frames: u64, way: &str, background_from: Option<u64>, epochs: usize, vcpus: u8) {
     // Nearly no writes: a guest without any does not report progress.
     let (set, rate) = if frames == 0 { (2, "rate=8K") } else { (frames.max(2), "rate=max") };
     let spec = format!("payload,ws={}K,{rate},pattern=random", set * 4);
     let guest = BenchGuest::start(&spec, vcpus);
     let store = Store::create_or_open(&guest.dir.path().join("store")).unwrap();
     let mut checkpointer = Checkpointer::new(guest.machine.clone(), store).unwrap();
-    if let Some(frames) = behind_from {
+    if let Some(frames) = background_from {
         checkpointer.background_copy_from(frames);
     }
     let full = checkpointer.take().unwrap();
@@ -79,7 +79,7 @@ fn row(frames: u64, way: &str, behind_from: Option<u64>, epochs: usize, vcpus: u
         of(|r| r.pause_us as f64 / 1e3, 0.99),
         of(|r| r.write_ms, 0.5),
         of(|r| r.written_bytes as f64, 0.5) / f64::from(1 << 20),
-        of(|r| r.behind_frames as f64, 0.5),
+        of(|r| r.copied_after_frames as f64, 0.5),
         of(|r| r.waits as f64, 0.5),
         percentile(&mut gaps, 0.5),
         percentile(&mut gaps, 1.0),

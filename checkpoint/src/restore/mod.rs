@@ -42,7 +42,7 @@ pub struct RestoreReport {
     /// Frames that are not zeros, read or still to be fetched.
     pub frames: u64,
     /// Frames of those that are still to be fetched.
-    pub late_frames: u64,
+    pub unfetched_frames: u64,
     /// Drives that were overwritten: all that the guest can write to, or none if the epoch has
     /// none.
     pub drives: u32,
@@ -63,7 +63,7 @@ impl RestoreReport {
             created_unix_ms: info.created_unix_ms,
             epochs: 0,
             frames: 0,
-            late_frames: 0,
+            unfetched_frames: 0,
             drives: 0,
             disk_blocks: 0,
             read_bytes: 0,
@@ -274,7 +274,7 @@ fn lazily<G: GuestContents + Populate + ?Sized>(
     report.read_bytes = frames.log_bytes();
     let begun = guest.fetch_lazily(Box::new(frames));
     let Some(mut source) = begun.map_err(|cause| RestoreError::Guest { epoch, cause })? else {
-        report.late_frames = report.frames;
+        report.unfetched_frames = report.frames;
         return Ok(());
     };
     let mut buffer = vec![0; (AT_ONCE * PAGE_SIZE) as usize];

@@ -18,7 +18,7 @@ fn is_of_one_instant(blocks: u64, epochs: u32, background_copy_from: u64) {
         guest.ram().read_slice(&mut memory[..], GuestAddress(5 * PAGE_SIZE)).unwrap();
         (u64::from_le_bytes(memory), disk.contents().unwrap())
     };
-    let (mut taken, mut behind) = (Vec::<u64>::new(), 0);
+    let (mut taken, mut copied_after) = (Vec::<u64>::new(), 0);
     thread::scope(|scope| {
         scope.spawn(|| {
             for n in 1..=u64::MAX {
@@ -35,19 +35,24 @@ fn is_of_one_instant(blocks: u64, epochs: u32, background_copy_from: u64) {
         let mut checkpointer = Checkpointer::new(guest.clone(), on(&disk, true)).unwrap();
         checkpointer.background_copy_from(background_copy_from);
         // On a busy host the guest may write nothing in many of them.
-        let enough = |taken: &Vec<u64>, behind| match behind > 0 || background_copy_from >= 40 {
-            true => taken.len() as u32 >= epochs,
-            false => taken.len() as u32 >= 100 * epochs,
-        };
-        while !enough(&taken, behind) {
+        let enough =
+            |taken: &Vec<u64>, copied_after| match copied_after > 0 || background_copy_from >= 40 {
+                true => taken.len() as u32 >= epochs,
+                false => taken.len() as u32 >= 100 * epochs,
+            };
+        while !enough(&taken, copied_after) {
             thread::sleep(Duration::from_millis(3));
             let report = checkpointer.take().unwrap();
-            behind += report.behind_frames;
+            copied_after += report.copied_after_frames;
             taken.push(report.epoch);
         }
         over.store(true, Ordering::Relaxed);
     });
-    assert_eq!(behind > 0, background_copy_from < 40, "{behind} frames copied in the background");
+    assert_eq!(
+        copied_after > 0,
+        background_copy_from < 40,
+        "{copied_after} frames copied in the background"
+    );
     for epoch in taken {
         let factory = MemoryGuestFactory { disks: numbered(), ..Default::default() };
         let (copy, _) = restore(&on(&disk, false), Some(epoch), &factory, Clock::Continue).unwrap();

@@ -67,8 +67,8 @@ impl<'g, G: GuestIdentity + WriteThrottle + ?Sized> GuestThrottle<'g, G> {
                 VcpuThrottle {
                     vcpu,
                     dirty_rate_bytes_per_s: per_second(dirtied.saturating_mul(PAGE_SIZE), window),
-                    held_ms: ms(throttled),
-                    held_percent: self.percent(throttled),
+                    throttled_ms: ms(throttled),
+                    throttled_percent: self.percent(throttled),
                     most_bytes_per_s: None,
                 }
             });

@@ -278,7 +278,7 @@ fn describe(line: &EpochLine) -> String {
         0 => String::new(),
         blocks => format!(" and {} of disks", output::count(blocks, "block")),
     };
-    let behind = match line.behind_frames {
+    let copied_after = match line.copied_after_frames {
         0 => String::new(),
         pages => format!(" ({pages} copied after it)"),
     };
@@ -292,7 +292,7 @@ fn describe(line: &EpochLine) -> String {
         }
     };
     format!(
-        "checkpoint {}: {}{disks}, pause {:.2} ms{behind}, durable after {:.1} ms, {}{late}",
+        "checkpoint {}: {}{disks}, pause {:.2} ms{copied_after}, durable after {:.1} ms, {}{late}",
         line.epoch,
         output::count(line.frames, "page"),
         line.pause_us as f64 / 1e3,
@@ -333,7 +333,7 @@ mod tests {
                 frames: 2,
                 disk_blocks: 0,
                 pause_us: 1_500,
-                behind_frames: 0,
+                copied_after_frames: 0,
                 waits: 0,
                 waited_us: 0,
                 write_ms: 2.0,

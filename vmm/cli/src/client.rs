@@ -79,8 +79,10 @@ fn checkpointing(info: &Info) -> String {
 }
 
 fn vcpu_line(v: &VcpuInfo) -> String {
-    let VcpuInfo { exits, ring_full_exits, held_ms, .. } = v;
-    format!("{exits} exits, {ring_full_exits} for a full dirty ring, throttled for {held_ms} ms")
+    let VcpuInfo { exits, ring_full_exits, throttled_ms, .. } = v;
+    format!(
+        "{exits} exits, {ring_full_exits} for a full dirty ring, throttled for {throttled_ms} ms"
+    )
 }
 
 fn device_line(figures: &DeviceStats) -> (&str, String) {

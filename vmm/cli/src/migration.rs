@@ -155,8 +155,9 @@ fn report_table(report: &SendReport) -> String {
 
 /// Says, after a migration, which vCPUs were throttled and for how long.
 fn throttle_summary(vcpus: &[VcpuThrottle]) -> String {
-    let throttled = |v: &VcpuThrottle| format!("vCPU {} for {:.0} ms", v.vcpu, v.held_ms);
-    let throttled: Vec<String> = vcpus.iter().filter(|v| v.held_ms > 0.0).map(throttled).collect();
+    let throttled = |v: &VcpuThrottle| format!("vCPU {} for {:.0} ms", v.vcpu, v.throttled_ms);
+    let throttled: Vec<String> =
+        vcpus.iter().filter(|v| v.throttled_ms > 0.0).map(throttled).collect();
     match throttled.is_empty() {
         true => "none".to_owned(),
         false => throttled.join(", "),

@@ -72,9 +72,10 @@ pub(super) fn progress_line(p: &Progress) -> String {
 /// Lists the throttled vCPUs, with their degree of throttling.
 fn throttle_list(vcpus: &[VcpuThrottle]) -> String {
     let Some(most) = vcpus.iter().find_map(|v| v.most_bytes_per_s) else { return String::new() };
-    let throttled = |v: &VcpuThrottle| format!("vCPU {} throttled {:.0} %", v.vcpu, v.held_percent);
+    let throttled =
+        |v: &VcpuThrottle| format!("vCPU {} throttled {:.0} %", v.vcpu, v.throttled_percent);
     let throttled: Vec<String> =
-        vcpus.iter().filter(|v| v.held_percent >= 0.5).map(throttled).collect();
+        vcpus.iter().filter(|v| v.throttled_percent >= 0.5).map(throttled).collect();
     let all = [format!(", vCPUs throttled to {}/s each", output::bytes(most))];
     all.into_iter().chain(throttled).collect::<Vec<_>>().join(", ")
 }

@@ -126,7 +126,7 @@ fn resume(vm: &dyn Vm, source: &CheckpointSource) -> Result<(), Failure> {
 
 /// Describes a restore. `of` names the guest in the checkpoint if it is another one.
 fn describe(report: &RestoreReport, of: &str) -> String {
-    let pages = match report.late_frames {
+    let pages = match report.unfetched_frames {
         0 => format!("{} read", count(report.frames, "page")),
         1 => "1 page follows on demand".to_owned(),
         pages => format!("{pages} pages follow on demand"),

@@ -21,7 +21,7 @@ pub struct VcpuInfo {
     pub ring_full_exits: u64,
     /// Time for which the vCPU was throttled for migrations to converge, in ms.
     #[serde(default)]
-    pub held_ms: u64,
+    pub throttled_ms: u64,
     /// Highest number of entries found in the vCPU's dirty ring when it was harvested, in the last
     /// second; `None` without a ring.
     #[serde(default, skip_serializing_if = "Option::is_none")]

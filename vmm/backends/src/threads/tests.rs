@@ -108,24 +108,24 @@ fn restored_state_continues_without_errors() {
 }
 
 #[test]
-fn epochs_copied_behind_the_workers_restore_correctly() {
+fn epochs_copied_in_background_restore_correctly() {
     let dir = tempfile::tempdir().unwrap();
     // Each worker checks all its pages at its end.
     let guest = machine("payload,ws=16M,rate=max,pattern=random,seconds=4", 2, SerialSink::Null);
     if guest.write_protection().unwrap().is_none() {
-        let name = "epochs_copied_behind_the_workers_restore_correctly";
+        let name = "epochs_copied_in_background_restore_correctly";
         return skip(name, "this host has no userfaultfd that protects");
     }
     guest.resume().unwrap();
     let store = Store::create_or_open(&dir.path().join("store")).unwrap();
     let mut checkpointer = Checkpointer::new(guest.clone(), store).unwrap();
     checkpointer.background_copy_from(64);
-    let mut behind = 0;
+    let mut copied_after = 0;
     for _ in 0..6 {
         std::thread::sleep(Duration::from_millis(30));
-        behind += checkpointer.take().unwrap().behind_frames;
+        copied_after += checkpointer.take().unwrap().copied_after_frames;
     }
-    assert!(behind > 64, "{behind} frames copied behind them");
+    assert!(copied_after > 64, "{copied_after} frames copied after the pauses");
     guest.stop("there are copies");
     for epoch in [2, 4, 6] {
         let log = dir.path().join(format!("of{epoch}"));

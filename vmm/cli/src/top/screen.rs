@@ -239,19 +239,19 @@ fn figures(page: &WatchPage, name: &str, vcpu: &VcpuWindow, full: u64) -> String
         bytes.unwrap_or_else(unknown),
         fill.unwrap_or_else(unknown),
         rate(vcpu.exits),
-        (vcpu.held_ms as f64 / page.window_ms.max(1.0) * 100.0).min(100.0),
+        (vcpu.throttled_ms as f64 / page.window_ms.max(1.0) * 100.0).min(100.0),
     )
 }
 
 /// Combines several vCPUs: rates add up, the fullest ring counts, and throttling is averaged.
 fn sum(vcpus: &[VcpuWindow]) -> VcpuWindow {
-    let held: u64 = vcpus.iter().map(|v| v.held_ms).sum();
+    let throttled: u64 = vcpus.iter().map(|v| v.throttled_ms).sum();
     VcpuWindow {
         dirtied_frames: vcpus.iter().map(|v| v.dirtied_frames).sum(),
         exits: vcpus.iter().map(|v| v.exits).sum(),
         ring_full_exits: vcpus.iter().map(|v| v.ring_full_exits).sum(),
         ring_peak_entries: vcpus.iter().filter_map(|v| v.ring_peak_entries).max(),
-        held_ms: held / vcpus.len().max(1) as u64,
+        throttled_ms: throttled / vcpus.len().max(1) as u64,
     }
 }
 

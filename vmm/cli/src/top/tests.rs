@@ -76,7 +76,7 @@ fn vcpu(dirtied: u64) -> VcpuWindow {
         exits: 50,
         ring_full_exits: 0,
         ring_peak_entries: Some(16_384),
-        held_ms: 0,
+        throttled_ms: 0,
     }
 }
 
@@ -142,7 +142,7 @@ fn only_written_cells_are_hot() {
 #[test]
 fn figures_are_under_their_headings() {
     let mut page =
-        page(vec![vcpu(4000), VcpuWindow { ring_full_exits: 2, held_ms: 125, ..vcpu(100) }]);
+        page(vec![vcpu(4000), VcpuWindow { ring_full_exits: 2, throttled_ms: 125, ..vcpu(100) }]);
     page.info.dirty.subscribers = 2;
     let view = view(page);
     let lines = lines(&drawn(&view, 80, 24));
@@ -244,10 +244,10 @@ fn arriving_guest_has_its_own_screen() {
 }
 
 fn migrating(state: MigrationState, phase: Phase) -> MigrationPage {
-    let held = VcpuThrottle {
+    let throttled = VcpuThrottle {
         vcpu: 0,
         most_bytes_per_s: Some(9 << 20),
-        held_percent: 91.0,
+        throttled_percent: 91.0,
         ..VcpuThrottle::default()
     };
     let progress = Progress {
@@ -258,7 +258,7 @@ fn migrating(state: MigrationState, phase: Phase) -> MigrationPage {
         dirty_rate_bytes_per_s: 17 << 20,
         link_rate_bytes_per_s: 30 << 20,
         expected_downtime_ms: 1261.0,
-        throttle: vec![held],
+        throttle: vec![throttled],
         ..Progress::default()
     };
     let (to, report, failure) = ("10.0.0.2:7000".to_owned(), None, None);
@@ -304,7 +304,7 @@ fn checkpoints_show_pauses_and_failures() {
         frames: 4100,
         disk_blocks: 0,
         pause_us: 900,
-        behind_frames: 0,
+        copied_after_frames: 0,
         waits: 0,
         waited_us: 0,
         write_ms: 1.3,

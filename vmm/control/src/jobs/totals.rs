@@ -105,7 +105,7 @@ impl CheckpointTotals {
         };
         sum.taken += 1;
         sum.pages += report.frames;
-        sum.background_pages += report.behind_frames;
+        sum.background_pages += report.copied_after_frames;
         sum.disk_blocks += report.disk_blocks;
         sum.written_bytes += report.written_bytes;
         sum.write_waits += report.waits;

@@ -175,7 +175,7 @@ impl DirtyWatch {
             exits: now.exits.saturating_sub(then.exits),
             ring_full_exits: now.ring_full_exits.saturating_sub(then.ring_full_exits),
             ring_peak_entries: now.ring_peak_entries,
-            held_ms: now.held_ms.saturating_sub(then.held_ms),
+            throttled_ms: now.throttled_ms.saturating_sub(then.throttled_ms),
         };
         infos.iter().zip(&before).enumerate().map(one).collect()
     }

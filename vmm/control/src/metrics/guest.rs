@@ -54,7 +54,7 @@ fn write_vcpus(page: &mut MetricsPage<'_>, vcpus: &[VcpuInfo]) -> fmt::Result {
     )?;
     page.counters(
         seconds("driftline_vcpu_throttled", "Time for which the vCPU was throttled."),
-        each().map(|(labels, vcpu)| (labels, vcpu.held_ms as f64 / 1e3)),
+        each().map(|(labels, vcpu)| (labels, vcpu.throttled_ms as f64 / 1e3)),
     )?;
     page.gauges(
         number("driftline_vcpu_ring_peak_entries", "Fullest dirty ring of the last second."),

@@ -118,7 +118,7 @@ pub struct EpochLine {
     /// Duration of the pause, in µs.
     pub pause_us: u64,
     /// Number of its frames that were copied after the guest resumed.
-    pub behind_frames: u64,
+    pub copied_after_frames: u64,
     /// Number of times the guest or one of its devices waited to write to a frame whose old
     /// content had to be saved first.
     pub waits: u64,
@@ -146,7 +146,7 @@ impl EpochLine {
             frames: report.frames,
             disk_blocks: report.disk_blocks,
             pause_us: report.pause_us,
-            behind_frames: report.behind_frames,
+            copied_after_frames: report.copied_after_frames,
             waits: report.waits,
             waited_us: report.waited_us,
             write_ms: report.write_ms,

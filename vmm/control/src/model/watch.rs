@@ -89,7 +89,7 @@ pub struct VcpuWindow {
     /// if the vCPU has a ring.
     pub ring_peak_entries: Option<u64>,
     /// How long the vCPU was throttled, in ms.
-    pub held_ms: u64,
+    pub throttled_ms: u64,
 }
 
 /// Summary of a checkpoint run for an observer.

@@ -93,7 +93,7 @@ impl Counters {
         VcpuInfo {
             exits: self.exits.load(Ordering::Relaxed),
             ring_full_exits: self.ring_full_exits.load(Ordering::Relaxed),
-            held_ms: u64::try_from(self.throttled.stalled().as_millis()).unwrap_or(u64::MAX),
+            throttled_ms: u64::try_from(self.throttled.stalled().as_millis()).unwrap_or(u64::MAX),
             ring_peak_entries: None,
         }
     }
