@@ -188,9 +188,9 @@ fn working_set_is_prefetched_at_the_next_restore() {
         });
         vm.console().wait_reports(2, 1, SOON);
         vm.console().assert_clean();
-        ["waits=", "foreseen="].map(|figure| vm.figure(figure).expect("a figure") as u64)
+        ["waits=", "prefetched="].map(|figure| vm.figure(figure).expect("a figure") as u64)
     };
-    let working_set = store.join("touched");
+    let working_set = store.join("working-set");
     // With a read-only store no working set is recorded, without a message.
     let elsewhere = scratch.path("elsewhere");
     std::fs::create_dir(&elsewhere).expect("a directory");
@@ -198,15 +198,15 @@ fn working_set_is_prefetched_at_the_next_restore() {
     assert_eq!(restored("aside", &["--allow-path", elsewhere])[1], 0);
     assert!(!working_set.exists());
 
-    let [waits, foreseen] = restored("first", &[]);
-    assert!(waits > 10 && foreseen == 0, "{waits} waits, {foreseen} foreseen");
+    let [waits, prefetched] = restored("first", &[]);
+    assert!(waits > 10 && prefetched == 0, "{waits} waits, {prefetched} prefetched");
     tests::wait_for("the recorded working set", SOON, || working_set.exists().then_some(()));
     // Which other pages the guest touches before all have arrived depends on chance and on the
     // host.
     let fewer = ["second", "third", "fourth"].iter().any(|name| {
-        let [again, foreseen] = restored(name, &[]);
+        let [again, prefetched] = restored(name, &[]);
         println!("{waits} waits the first time, {again} the {name}");
-        assert!(foreseen >= waits, "{foreseen} foreseen of {waits}");
+        assert!(prefetched >= waits, "{prefetched} prefetched of {waits}");
         again < waits
     });
     assert!(fewer, "{waits} waits the first time, and no fewer after");

@@ -477,11 +477,11 @@ fn working_set_stays_and_its_temporary_file_goes() {
     let dir = tempfile::tempdir().unwrap();
     let store = Store::create_or_open(dir.path()).unwrap();
     Checkpointer::new(still(), store).unwrap().take().unwrap();
-    let [noted, left] = ["touched", "touched.tmp-7"].map(|name| dir.path().join(name));
+    let [noted, left] = ["working-set", "working-set.tmp-7"].map(|name| dir.path().join(name));
     std::fs::write(&noted, "whatever").unwrap();
     std::fs::write(&left, "").unwrap();
     let listing = Store::open(dir.path()).unwrap().list().unwrap();
-    assert_eq!(listing.unfinished, ["touched.tmp-7"]);
+    assert_eq!(listing.unfinished, ["working-set.tmp-7"]);
     assert!(listing.foreign.is_empty(), "{:?}", listing.foreign);
     Store::create_or_open(dir.path()).unwrap();
     assert!(noted.exists() && !left.exists());

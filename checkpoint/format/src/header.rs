@@ -43,14 +43,14 @@ pub const MAGIC_PAGES: [u8; 8] = *b"DRIFTPAG";
 /// Magic of an archive.
 pub const MAGIC_ARCHIVE: [u8; 8] = *b"DRIFTARC";
 /// Magic of a record of a guest's working set.
-pub const MAGIC_WORKING_SET: [u8; 8] = *b"DRIFTTCH";
+pub const MAGIC_WORKING_SET: [u8; 8] = *b"DRIFTWKS";
 
 /// Returns the version of the format whose files begin with `magic`.
 const fn version_of(magic: [u8; 8]) -> u16 {
     match &magic {
         b"DRIFTMIG" => FORMAT_VERSION,
         b"DRIFTARC" => ARCHIVE_VERSION,
-        b"DRIFTTCH" => WORKING_SET_VERSION,
+        b"DRIFTWKS" => WORKING_SET_VERSION,
         _ => STORE_VERSION,
     }
 }

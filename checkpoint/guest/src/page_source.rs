@@ -15,13 +15,13 @@ pub trait PageSource: Send {
     /// Returns the frames that have content. All other frames of the guest are zeros.
     fn frames(&self) -> &FrameSet;
 
-    /// Returns the working set: frames to prefetch while no fault waits, because the guest touched
+    /// Returns the working set: frames to prefetch while no fault waits, because the guest accessed
     /// them first after its last restore. A hint; may name frames without content, or none at all.
     fn first(&self) -> &[FrameRun];
 
-    /// Records that all frames have arrived. `touched` lists the frames that faulted, in order:
+    /// Records that all frames have arrived. `faulted` lists the frames that faulted, in order:
     /// they should be prefetched first the next time.
-    fn finish(&mut self, touched: &[FrameRun]);
+    fn finish(&mut self, faulted: &[FrameRun]);
 
     /// Reads the contents of `run`, which is within [`frames`](Self::frames), into `contents` of
     /// the same length. Checks them: an error names what is damaged.
@@ -71,9 +71,9 @@ pub struct LazyRestoreProgress {
     /// Frames that have arrived, including those that faulted.
     pub fetched: u64,
     /// Frames of those that arrived by prefetch of the working set, before any fault.
-    pub foreseen: u64,
+    pub prefetched: u64,
     /// Frames that faulted, in order.
-    pub touched: Vec<FrameRun>,
+    pub faulted: Vec<FrameRun>,
     /// Why a frame cannot be read: the guest has ended, or is about to.
     pub lost: Option<String>,
     /// Duration, once all frames have arrived.

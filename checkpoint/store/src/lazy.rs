@@ -63,9 +63,9 @@ impl PageSource for LazyFrames {
         self.working_set.as_ref().map_or(&[], WorkingSetFile::runs)
     }
 
-    fn finish(&mut self, touched: &[FrameRun]) {
+    fn finish(&mut self, faulted: &[FrameRun]) {
         if let Some(working_set) = &self.working_set {
-            working_set.record(touched);
+            working_set.record(faulted);
         }
     }
 

@@ -8,8 +8,8 @@ pub(crate) const MANIFEST: &str = "manifest";
 pub(crate) const MANIFEST_NEW: &str = "manifest.tmp";
 pub(crate) const LOG: &str = "log-";
 pub(crate) const PAGES: &str = "pages-";
-pub(crate) const WORKING_SET: &str = "touched";
-pub(crate) const WORKING_SET_NEW: &str = "touched.tmp-";
+pub(crate) const WORKING_SET: &str = "working-set";
+pub(crate) const WORKING_SET_NEW: &str = "working-set.tmp-";
 /// Prefix of the names of files that a repair has kept: `damaged-1.log-2`.
 const ASIDE: &str = "damaged-";
 /// Suffix of the name of a list of files that a repair is to keep: `damaged-1.names`.
@@ -88,8 +88,8 @@ mod tests {
         assert_eq!(parse_name(&pages_name(u64::MAX)), Named::Foreign);
         assert_eq!(parse_name(&aside_name(2, &log_name(1))), Named::Aside(2));
         assert_eq!(parse_name(&list_name(3)), Named::AsideList(3));
-        assert_eq!(parse_name("touched"), Named::WorkingSet);
-        assert_eq!(parse_name("touched.tmp-1"), Named::WorkingSetNew);
+        assert_eq!(parse_name("working-set"), Named::WorkingSet);
+        assert_eq!(parse_name("working-set.tmp-1"), Named::WorkingSetNew);
         for foreign in
             ["log-", "log-0", "log-01", "log-+1", "pages-1.bak", "epoch-7.dl", "notes.txt", ""]
         {

@@ -1,4 +1,4 @@
-//! The working set: the frames that a guest touched first in its last lazy restore. The next lazy
+//! The working set: the frames that a guest accessed first in its last lazy restore. The next lazy
 //! restore reads these first. It is a small file beside the epochs, and only a hint: nothing
 //! depends on it, it is not synced, and a damaged one is reported and ignored.
 
@@ -19,7 +19,7 @@ use crate::names::{WORKING_SET, WORKING_SET_NEW};
 use crate::records::table;
 use crate::store::Store;
 
-/// Tag of the record: runs of frames, in the order in which they were touched.
+/// Tag of the record: runs of frames, in the order in which they were accessed.
 const TAG_WORKING_SET: u16 = 0x8040;
 /// Maximum number of runs: 1 MiB.
 const MAX_WORKING_SET_RUNS: usize = 1 << 16;
@@ -73,15 +73,15 @@ impl WorkingSetFile {
         &self.runs
     }
 
-    /// Records `touched` for the next restore, behind the runs that were recorded before. Those
+    /// Records `faulted` for the next restore, behind the runs that were recorded before. Those
     /// were prefetched in this restore, so the guest waited for the runs that follow. Records
     /// nothing in a directory that cannot be written to.
-    pub(crate) fn record(&self, touched: &[FrameRun]) {
-        if touched.is_empty() {
+    pub(crate) fn record(&self, faulted: &[FrameRun]) {
+        if faulted.is_empty() {
             return;
         }
         let mut seen = HashSet::new();
-        let all = self.runs.iter().chain(touched);
+        let all = self.runs.iter().chain(faulted);
         let runs: Vec<FrameRun> =
             all.filter(|run| seen.insert(run.start)).copied().take(MAX_WORKING_SET_RUNS).collect();
         match self.write(&runs) {
@@ -301,8 +301,8 @@ mod tests {
     #[test]
     fn unwritable_directory_records_nothing() {
         let place = WorkingSetDir::new();
-        let touched = place.open();
+        let working_set = place.open();
         place.dir.close().unwrap();
-        touched.record(&[run(1, 1)]);
+        working_set.record(&[run(1, 1)]);
     }
 }

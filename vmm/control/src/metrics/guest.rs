@@ -106,7 +106,7 @@ fn write_restore(page: &mut MetricsPage<'_>, timings: &Timings) -> fmt::Result {
     )?;
     page.counter(
         number("driftline_restore_prefetched_pages", "Pages of those prefetched."),
-        Some(restore.foreseen),
+        Some(restore.prefetched),
     )?;
     page.times(
         seconds("driftline_restore_fault", "Time from reading a page fault to answering it."),

@@ -27,7 +27,7 @@ use super::userfault::Userfault;
 
 /// Frames that one background fetch takes. A fault may have to wait while it lasts.
 const BACKGROUND_BATCH: u64 = 64;
-/// Frames that are fetched for one fault: its neighbours are likely to be touched next.
+/// Frames that are fetched for one fault: the guest is likely to access its neighbours next.
 const READAHEAD: u64 = 16;
 /// Upper bound on delaying background fetches until the guest runs, so that they do not compete
 /// with VM construction for CPU. Until then only faulted frames and the recorded working set are
@@ -44,8 +44,8 @@ const FAULT_US: &[u64] = &[
     10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000,
     500_000, 1_000_000, 5_000_000,
 ];
-/// Maximum number of first touches that are recorded.
-const MAX_RECORDED_TOUCHES: usize = 1 << 16;
+/// Maximum number of faults that are recorded.
+const MAX_RECORDED_FAULTS: usize = 1 << 16;
 
 /// The machine that owns the memory. Its guest must not continue without a frame that cannot be
 /// fetched.
@@ -81,7 +81,7 @@ pub struct RestoreFigures {
     /// Frames that have arrived.
     pub fetched: u64,
     /// Number of the arrived frames that a prefetch of the working set brought, before any fault.
-    pub foreseen: u64,
+    pub prefetched: u64,
     /// Times from reading a fault to answering it.
     pub faults: Distribution,
 }
@@ -107,7 +107,7 @@ struct LazyRestoreState {
     under_way: Option<FrameRun>,
     /// The frame that a thread waits for without touching it.
     requested: Option<Gfn>,
-    /// Whether this process has listed the frames that are left, in order to read them. Touches
+    /// Whether this process has listed the frames that are left, in order to read them. Faults
     /// after that are not the guest's.
     is_read: bool,
     fetching: LazyRestoreProgress,
@@ -171,10 +171,10 @@ impl LazyRestore {
     /// lists all faults.
     pub(super) fn figures(&self) -> RestoreFigures {
         let state = self.shared.lock();
-        let LazyRestoreProgress { fetched, foreseen, .. } = state.fetching;
+        let LazyRestoreProgress { fetched, prefetched, .. } = state.fetching;
         let left = state.left.frames();
         drop(state);
-        RestoreFigures { left, fetched, foreseen, faults: self.shared.faults.read() }
+        RestoreFigures { left, fetched, prefetched, faults: self.shared.faults.read() }
     }
 
     /// Returns the frames that have not arrived. Frames that arrive after this call are found in
@@ -356,7 +356,7 @@ impl Fetcher {
             Some(run) => {
                 let count = run.count.clamp(READAHEAD, BACKGROUND_BATCH);
                 let fetched = self.fetch(FrameRun { count, ..run });
-                self.shared.lock().fetching.foreseen += fetched;
+                self.shared.lock().fetching.prefetched += fetched;
             }
             None => {
                 self.fetch(FrameRun { count: next.count.min(BACKGROUND_BATCH), ..next });
@@ -381,12 +381,12 @@ impl Fetcher {
         }
         let mut state = self.shared.lock();
         state.fetching.time = Some(began.elapsed());
-        let LazyRestoreProgress { fetched: frames, foreseen, .. } = state.fetching;
-        let touched = state.fetching.touched.clone();
+        let LazyRestoreProgress { fetched: frames, prefetched, .. } = state.fetching;
+        let faulted = state.fetching.faulted.clone();
         drop(state);
-        let (waits, ms) = (touched.len(), began.elapsed().as_millis());
-        tracing::info!(frames, foreseen, waits, ms, "lazy restore complete");
-        self.backlog.finish(&touched);
+        let (waits, ms) = (faulted.len(), began.elapsed().as_millis());
+        tracing::info!(frames, prefetched, waits, ms, "lazy restore complete");
+        self.backlog.finish(&faulted);
     }
 
     /// Poisons lost pages, so that no thread waits for one for ever. KVM's calls then fail. If a
@@ -423,8 +423,8 @@ impl Fetcher {
         let Some(gfn) = self.shared.gfn(address) else { return };
         let mut state = self.shared.lock();
         if state.left.contains(gfn) {
-            if state.fetching.touched.len() < MAX_RECORDED_TOUCHES && !state.is_read {
-                state.fetching.touched.push(FrameRun { start: gfn, count: 1 });
+            if state.fetching.faulted.len() < MAX_RECORDED_FAULTS && !state.is_read {
+                state.fetching.faulted.push(FrameRun { start: gfn, count: 1 });
             }
             drop(state);
             self.fetch(FrameRun { start: gfn, count: READAHEAD });

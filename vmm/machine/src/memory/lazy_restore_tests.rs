@@ -41,7 +41,7 @@ struct FakePageSource {
 struct SourceCalls {
     reads: Vec<FrameRun>,
     /// The first touches that each `finish` call received.
-    touched: Vec<Vec<FrameRun>>,
+    faulted: Vec<Vec<FrameRun>>,
 }
 
 impl FakePageSource {
@@ -64,8 +64,8 @@ impl PageSource for FakePageSource {
         &self.first
     }
 
-    fn finish(&mut self, touched: &[FrameRun]) {
-        self.calls.lock().unwrap().touched.push(touched.to_vec());
+    fn finish(&mut self, faulted: &[FrameRun]) {
+        self.calls.lock().unwrap().faulted.push(faulted.to_vec());
     }
 
     fn read(&mut self, run: FrameRun, contents: &mut [u8]) -> Result<(), PageSourceError> {
@@ -210,8 +210,8 @@ fn touched_frame_has_its_stored_content() {
         assert_eq!(memory.ram().read_obj::<u8>(GuestAddress(Gfn(5100).gpa())).unwrap(), 9);
         let fetching = memory.fetching().unwrap();
         assert_eq!(fetching.fetched, FRAMES.iter().map(|run| run.count).sum::<u64>());
-        let touched: Vec<u64> = fetching.touched.iter().map(|run| run.start.0).collect();
-        assert!(touched.iter().all(|gfn| [5100, 0xb_ffff].contains(gfn)), "{touched:x?}");
+        let faulted: Vec<u64> = fetching.faulted.iter().map(|run| run.start.0).collect();
+        assert!(faulted.iter().all(|gfn| [5100, 0xb_ffff].contains(gfn)), "{faulted:x?}");
         // The restore is complete: memory can be write-protected as any other.
         assert!(memory.write_protection().unwrap().is_some());
     }
@@ -341,15 +341,15 @@ fn recorded_working_set_is_fetched_first() {
         // Includes the neighbours that are fetched along.
         let mut expected = vec![run(0xb_ffc0, 16), run(6000, 1), run(5100, 64)];
         let mut reads = calls.reads.clone();
-        let (touched, waited) = (vec![run(0x10_0003, 1)], run(0x10_0003, 1));
-        assert_eq!(fetching.touched, touched, "{options:?}");
-        assert_eq!(calls.touched, [touched], "one call {options:?}");
+        let (faulted, waited) = (vec![run(0x10_0003, 1)], run(0x10_0003, 1));
+        assert_eq!(fetching.faulted, faulted, "{options:?}");
+        assert_eq!(calls.faulted, [faulted], "one call {options:?}");
         let at = reads.iter().position(|read| *read == waited).unwrap();
         assert!(at <= 1, "{reads:?} {options:?}");
         reads.remove(at);
         // Then all remaining frames, ascending.
         expected.extend([run(5000, 64), run(5064, 36)]);
         assert_eq!(reads[..5], expected, "{options:?}");
-        assert_eq!(fetching.foreseen, 16 + 1 + 64);
+        assert_eq!(fetching.prefetched, 16 + 1 + 64);
     }
 }

@@ -163,8 +163,8 @@ impl Memory {
         Ok(opened.map(|shield| Box::new(shield) as Box<dyn WriteProtection>))
     }
 
-    /// Starts a lazy restore: the frames of `backlog` are fetched when they are touched, and the
-    /// others in the background. No thread may have touched this memory before. The restore calls
+    /// Starts a lazy restore: a fault fetches its frame from `backlog`, and the others are fetched in
+    /// the background. No thread may have accessed this memory before. The restore calls
     /// `owner` if a frame cannot be fetched.
     ///
     /// Returns the backlog if the host or this memory's pages do not support that, or if the memory
