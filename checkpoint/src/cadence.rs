@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use crate::histogram::DurationHistogram;
-use crate::{CheckpointError, Checkpointer, EpochReport, Spread};
+use crate::{CheckpointError, Checkpointer, EpochReport, Percentiles};
 
 /// Longest time that a wait continues after its cancellation.
 const CANCEL_LATENCY: Duration = Duration::from_millis(10);
@@ -50,7 +50,7 @@ pub struct TakenEpoch {
 
 /// Totals of a series of epochs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
-pub struct Achieved {
+pub struct CadenceTotals {
     /// Epochs that are durable.
     pub epochs: u64,
     /// Epochs that were not stored.
@@ -60,17 +60,17 @@ pub struct Achieved {
     /// Epochs that were skipped because an earlier one took too long.
     pub skipped: u64,
     /// Lengths of the pauses.
-    pub pause: Spread,
+    pub pause: Percentiles,
     /// Intervals from the beginning of one epoch to the beginning of the next.
-    pub interval: Spread,
+    pub interval: Percentiles,
     /// Times from the end of a pause until the epoch was durable.
-    pub write: Spread,
+    pub write: Percentiles,
 }
 
 /// Accumulates the totals of a series.
 #[derive(Clone, Debug, Default)]
 pub struct Tally {
-    achieved: Achieved,
+    achieved: CadenceTotals,
     pause: DurationHistogram,
     interval: DurationHistogram,
     write: DurationHistogram,
@@ -96,9 +96,9 @@ impl Tally {
     }
 
     /// Returns the totals so far.
-    pub fn achieved(&self) -> Achieved {
-        let (pause, interval) = (self.pause.spread(), self.interval.spread());
-        Achieved { pause, interval, write: self.write.spread(), ..self.achieved }
+    pub fn achieved(&self) -> CadenceTotals {
+        let (pause, interval) = (self.pause.percentiles(), self.interval.percentiles());
+        CadenceTotals { pause, interval, write: self.write.percentiles(), ..self.achieved }
     }
 }
 

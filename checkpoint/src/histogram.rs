@@ -24,9 +24,9 @@ impl Default for DurationHistogram {
     }
 }
 
-/// Distribution of durations, in microseconds; all zero if there are none.
+/// Percentiles of durations, in microseconds; all zero if there are none.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
-pub struct Spread {
+pub struct Percentiles {
     /// Median.
     pub p50_us: u64,
     /// 90th percentile.
@@ -69,8 +69,8 @@ impl DurationHistogram {
         found.map_or(0, |bucket| top(bucket).min(self.most_us))
     }
 
-    pub(crate) fn spread(&self) -> Spread {
-        Spread {
+    pub(crate) fn percentiles(&self) -> Percentiles {
+        Percentiles {
             p50_us: self.percentile(50),
             p90_us: self.percentile(90),
             p99_us: self.percentile(99),
@@ -93,7 +93,7 @@ mod tests {
             let mut times = DurationHistogram::default();
             all.iter().for_each(|us| times.add(Duration::from_micros(*us)));
             all.sort_unstable();
-            let Spread { p50_us, p90_us, p99_us, max_us } = times.spread();
+            let Percentiles { p50_us, p90_us, p99_us, max_us } = times.percentiles();
             prop_assert_eq!(max_us, all[all.len() - 1]);
             for (percent, found) in [(50, p50_us), (90, p90_us), (99, p99_us)] {
                 let exact = all[(all.len() * percent).div_ceil(100) - 1];
@@ -114,6 +114,6 @@ mod tests {
 
     #[test]
     fn no_durations_give_zeros() {
-        assert_eq!(DurationHistogram::default().spread(), Spread::default());
+        assert_eq!(DurationHistogram::default().percentiles(), Percentiles::default());
     }
 }

@@ -33,11 +33,11 @@ mod restore;
 mod snapshot;
 mod staging;
 
-pub use cadence::{Achieved, Cadence, TakenEpoch, Tally};
+pub use cadence::{Cadence, CadenceTotals, TakenEpoch, Tally};
 pub use checkpointer::Checkpointer;
 pub use forecast::{CadenceForecast, cadence_forecast};
 pub use guest::Checkpointable;
-pub use histogram::Spread;
+pub use histogram::Percentiles;
 pub use report::{CheckpointError, EpochFailure, EpochReport, EpochStep};
 pub use restore::{RestoreError, RestoreReport, restore, restore_archive, restore_lazily};
 pub use staging::StagingLimits;

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use driftline_checkpoint::{Checkpointer, RestoreError, restore};
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, Op};
 use driftline_guest::{
-    Clock, DriveHead, GuestError, GuestFactory, Lifecycle, Origin, RunState, VmId, WithCopies,
+    Clock, DriveHead, GuestError, GuestFactory, GuestWithCopies, Lifecycle, Origin, RunState, VmId,
 };
 use driftline_store::Store;
 
@@ -25,7 +25,7 @@ impl GuestFactory for RecordingFactory {
         vm_id: VmId,
         config: &[u8],
         drives: &[DriveHead],
-    ) -> Result<WithCopies<MemoryGuest>, GuestError> {
+    ) -> Result<GuestWithCopies<MemoryGuest>, GuestError> {
         self.inner.create_with_copies(vm_id, config, drives)
     }
 
@@ -34,7 +34,7 @@ impl GuestFactory for RecordingFactory {
         from: &Origin,
         config: &[u8],
         drives: &[DriveHead],
-    ) -> Result<WithCopies<MemoryGuest>, GuestError> {
+    ) -> Result<GuestWithCopies<MemoryGuest>, GuestError> {
         let built = self.inner.create_with_drives(from, config, drives)?;
         self.built.lock().unwrap().push(built.0.clone());
         Ok(built)

@@ -150,7 +150,7 @@ enum Harm {
     Zero(prop::sample::Index),
     Noise(prop::sample::Index, u8),
     Cut(prop::sample::Index),
-    Gone,
+    Removed,
 }
 
 fn harm() -> impl Strategy<Value = (usize, Harm)> {
@@ -160,7 +160,7 @@ fn harm() -> impl Strategy<Value = (usize, Harm)> {
         3 => any::<Index>().prop_map(Harm::Zero),
         2 => (any::<Index>(), any::<u8>()).prop_map(|(at, byte)| Harm::Noise(at, byte)),
         1 => any::<Index>().prop_map(Harm::Cut),
-        1 => Just(Harm::Gone),
+        1 => Just(Harm::Removed),
     ];
     (prop_oneof![1 => Just(0usize), 3 => Just(1), 3 => Just(2)], harm)
 }
@@ -180,7 +180,7 @@ fn do_harm(disk: &MemoryDisk, file: usize, harm: &Harm) {
         Harm::Zero(at) => bytes[sector(at, len)].fill(0),
         Harm::Noise(at, byte) => bytes[sector(at, len)].fill(*byte),
         Harm::Cut(at) => bytes.truncate(at.index(len.max(1))),
-        Harm::Gone => {
+        Harm::Removed => {
             disk.remove(name).unwrap();
             disk.sync_dir().unwrap();
             return;

@@ -15,7 +15,7 @@ use std::ops::ControlFlow;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::{Cadence, Checkpointer, Spread, Tally};
+use driftline_checkpoint::{Cadence, Checkpointer, Percentiles, Tally};
 use driftline_guest::{DirtyLog, GuestContents};
 use driftline_store::Store;
 use guest::BenchGuest;
@@ -151,8 +151,8 @@ fn checkpointed(guest: &BenchGuest, way: &str, background_from: Option<u64>, tim
 }
 
 /// Prints a row of the table.
-fn print_row(name: &str, spread: Spread) {
-    let Spread { p50_us, p90_us, p99_us, max_us } = spread;
+fn print_row(name: &str, percentiles: Percentiles) {
+    let Percentiles { p50_us, p90_us, p99_us, max_us } = percentiles;
     let [p50, p90, p99, max] = [p50_us, p90_us, p99_us, max_us].map(|us| us as f64 / 1e3);
     println!("| {name} | {p50:.2} | {p90:.2} | {p99:.2} | {max:.2} |");
 }

@@ -2,7 +2,7 @@
 
 use driftline_dirty_tracker::Subscription;
 
-use crate::collected::Collected;
+use crate::collection_report::CollectionReport;
 use crate::delegate::Delegate;
 use crate::error::GuestError;
 
@@ -22,7 +22,7 @@ pub trait DirtyLog: Send + Sync {
     /// # Errors
     ///
     /// The guest is not tracked, has ended, or the host refuses to say what was written.
-    fn collect(&self) -> Result<Collected, GuestError>;
+    fn collect(&self) -> Result<CollectionReport, GuestError>;
 }
 
 impl<T: Delegate<dyn DirtyLog>> DirtyLog for T {
@@ -30,7 +30,7 @@ impl<T: Delegate<dyn DirtyLog>> DirtyLog for T {
         self.delegate().subscribe(name)
     }
 
-    fn collect(&self) -> Result<Collected, GuestError> {
+    fn collect(&self) -> Result<CollectionReport, GuestError> {
         self.delegate().collect()
     }
 }

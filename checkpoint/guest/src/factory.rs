@@ -9,7 +9,7 @@ use crate::lineage::Origin;
 use crate::vm_id::VmId;
 
 /// A guest, and its drives or copies of them that are being filled.
-pub type WithCopies<G> = (Arc<G>, Vec<Box<dyn DriveCopy>>);
+pub type GuestWithCopies<G> = (Arc<G>, Vec<Box<dyn DriveCopy>>);
 
 /// Builds guests from what [`GuestIdentity::config`](crate::GuestIdentity::config) returned, on
 /// this host or another. A new guest is paused and has zeroed memory; its state comes later.
@@ -38,7 +38,7 @@ pub trait GuestFactory: Send + Sync {
         vm_id: VmId,
         config: &[u8],
         drives: &[DriveHead],
-    ) -> Result<WithCopies<Self::Guest>, GuestError>;
+    ) -> Result<GuestWithCopies<Self::Guest>, GuestError>;
 
     /// Builds a guest that is restored from the checkpoint `from`. The factory decides whether the
     /// guest is the one that was checkpointed, or a new one.
@@ -56,5 +56,5 @@ pub trait GuestFactory: Send + Sync {
         from: &Origin,
         config: &[u8],
         drives: &[DriveHead],
-    ) -> Result<WithCopies<Self::Guest>, GuestError>;
+    ) -> Result<GuestWithCopies<Self::Guest>, GuestError>;
 }

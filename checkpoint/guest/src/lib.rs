@@ -27,7 +27,7 @@
 #![forbid(unsafe_code)]
 
 mod blocks;
-mod collected;
+mod collection_report;
 mod contents;
 mod copy_before_write;
 mod delegate;
@@ -51,7 +51,7 @@ mod write_protect;
 mod write_throttle;
 
 pub use blocks::{block_layout, data_runs, data_within, read_blocks};
-pub use collected::Collected;
+pub use collection_report::CollectionReport;
 pub use contents::{GuestContents, GuestRam};
 pub use copy_before_write::{
     CopyBeforeWrite, CopyBeforeWriteError, FrozenBlocks, SAVED_BLOCKS_MAX, WRITE_WAIT_LIMIT,
@@ -61,7 +61,7 @@ pub use delegate::Delegate;
 pub use dirty_log::DirtyLog;
 pub use drive::{DriveCopy, DriveHead, GuestDrive};
 pub use error::{GuestError, RunState};
-pub use factory::{GuestFactory, WithCopies};
+pub use factory::{GuestFactory, GuestWithCopies};
 pub use guest::Guest;
 pub use hand_over::{HandOver, MAX_QUEUED_PACKETS};
 pub use identity::GuestIdentity;

@@ -3,14 +3,14 @@
 
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn};
 use driftline_guest::{DriveCopy, DriveHead, GuestError};
-use driftline_store::{Archive, Cell, Pinned, Sink, StoreError, place};
+use driftline_store::{Archive, FrameLocation, Pinned, Sink, StoreError, place};
 
 use super::error::RestoreError;
 
 /// The blocks of an epoch that are not zeros.
 pub(crate) enum EpochBlocks<'a> {
     /// Blocks in a store. The epoch is pinned there until this is dropped.
-    Stored(Box<Pinned>, Vec<(Gfn, Cell)>),
+    Stored(Box<Pinned>, Vec<(Gfn, FrameLocation)>),
     /// Blocks in an archive that has been unpacked and checked as a whole.
     Archived(&'a Archive, FrameSet),
 }

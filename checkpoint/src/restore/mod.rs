@@ -11,12 +11,12 @@ use std::time::Instant;
 use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
 use driftline_format::layout_hash;
 use driftline_guest::{
-    Clock, GuestContents, GuestError, GuestFactory, GuestIdentity, GuestRam, Lifecycle,
-    MemoryLoader, Origin, PageSource, PageSourceError, Populate, Stateful, VmId, WithCopies,
+    Clock, GuestContents, GuestError, GuestFactory, GuestIdentity, GuestRam, GuestWithCopies,
+    Lifecycle, MemoryLoader, Origin, PageSource, PageSourceError, Populate, Stateful, VmId,
 };
 use driftline_store::{
-    Archive, Cell, EpochInfo, LazyFrames, Machine, MachineState, Pinned, Sink, Store, StoreError,
-    place,
+    Archive, EpochInfo, FrameLocation, LazyFrames, Machine, MachineState, Pinned, Sink, Store,
+    StoreError, place,
 };
 use parking_lot::Mutex;
 use serde::Serialize;
@@ -238,12 +238,12 @@ fn lost<G: Populate + ?Sized>(guest: &G, epoch: u64, cause: GuestError) -> Resto
 /// All frames of an epoch, to be put into place.
 struct WholeRestore {
     pinned: Pinned,
-    frames: Vec<(Gfn, Cell)>,
+    frames: Vec<(Gfn, FrameLocation)>,
 }
 
 impl WholeRestore {
     fn new(mut pinned: Pinned) -> Result<(Self, MachineState), StoreError> {
-        let (frames, mapped) = pinned.read_cells()?;
+        let (frames, mapped) = pinned.read_locations()?;
         Ok((Self { pinned, frames }, mapped))
     }
 
@@ -303,7 +303,7 @@ fn build<F: GuestFactory>(
     factory: &F,
     from: &Origin,
     machine: &Machine,
-) -> Result<WithCopies<F::Guest>, RestoreError> {
+) -> Result<GuestWithCopies<F::Guest>, RestoreError> {
     let epoch = from.epoch;
     let built = factory.create_with_drives(from, &machine.config, &machine.drives);
     let (guest, drives) = built.map_err(|cause| RestoreError::Guest { epoch, cause })?;

@@ -10,7 +10,7 @@ use driftline_guest::{Section, VmId};
 use serde::Serialize;
 
 use crate::error::StoreError;
-use crate::frame_map::{Cell, FrameMap};
+use crate::frame_map::{FrameLocation, FrameMap};
 use crate::read::{Sink, fetch};
 use crate::store::Store;
 
@@ -104,7 +104,7 @@ impl Store {
         let info = pinned.log.epochs[pinned.index].info;
         let machine = pinned.read_machine()?;
         let place = begin(&machine.layout, &sections).map_err(|e| io("beginning", e))?;
-        let mut frames: Vec<(Gfn, Cell)> = map.iter().collect();
+        let mut frames: Vec<(Gfn, FrameLocation)> = map.iter().collect();
         fetch(&pinned.pages, info.epoch, &mut frames, &ExportSink { file, path, place })?;
         file.sync_all().map_err(|e| io("syncing", e))?;
         let bytes = file.metadata().map_err(|e| io("checking", e))?.len();

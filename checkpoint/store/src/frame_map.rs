@@ -14,9 +14,9 @@ use crate::records::StoredRun;
 /// Number of frames of a chunk.
 const CHUNK: u64 = 64;
 
-/// The place of one frame.
+/// Location of a frame that is not zeros: its page slot, and the checksum of its content.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Cell {
+pub struct FrameLocation {
     pub(crate) slot: u32,
     pub(crate) crc: u32,
 }
@@ -26,8 +26,8 @@ pub struct Cell {
 struct FrameChunk {
     /// One bit for each such frame.
     mask: u64,
-    /// One cell for each bit of the mask, in their order.
-    cells: Vec<Cell>,
+    /// One location for each bit of the mask, in their order.
+    locations: Vec<FrameLocation>,
 }
 
 /// Returns bits 0 to `at` - 1, of 64.
@@ -36,7 +36,8 @@ fn below(at: u64) -> u64 {
 }
 
 impl FrameChunk {
-    /// Returns the index in `cells` at which the cell of frame `at`, at most 64, is or would be.
+    /// Returns the index in `locations` at which frame `at`, at most 64, has its location or would
+    /// have it.
     fn rank(&self, at: u64) -> usize {
         (self.mask & below(at)).count_ones() as usize
     }
@@ -45,25 +46,25 @@ impl FrameChunk {
         self.mask >> at & 1 == 1
     }
 
-    /// Puts a cell, and returns the previous one.
-    fn put(&mut self, at: u64, cell: Cell) -> Option<Cell> {
+    /// Puts a location, and returns the previous one.
+    fn put(&mut self, at: u64, location: FrameLocation) -> Option<FrameLocation> {
         let rank = self.rank(at);
         if self.has(at) {
-            return Some(std::mem::replace(&mut self.cells[rank], cell));
+            return Some(std::mem::replace(&mut self.locations[rank], location));
         }
-        self.cells.insert(rank, cell);
+        self.locations.insert(rank, location);
         self.mask |= 1 << at;
         None
     }
 
-    fn iter(&self) -> impl Iterator<Item = (u64, Cell)> + Clone {
+    fn iter(&self) -> impl Iterator<Item = (u64, FrameLocation)> + Clone {
         let mut left = self.mask;
         let places = std::iter::from_fn(move || {
             let at = (left != 0).then(|| u64::from(left.trailing_zeros()));
             left &= left.wrapping_sub(1);
             at
         });
-        places.zip(self.cells.iter().copied())
+        places.zip(self.locations.iter().copied())
     }
 }
 
@@ -87,13 +88,13 @@ impl FrameMap {
             let mut next = *slot;
             for part in pieces(*frames) {
                 let chunk = self.chunks.entry(part.start.0 / CHUNK).or_default();
-                if chunk.cells.is_empty() {
-                    chunk.cells.reserve_exact(part.count as usize);
+                if chunk.locations.is_empty() {
+                    chunk.locations.reserve_exact(part.count as usize);
                 }
                 let at = part.start.0 % CHUNK;
                 for at in at..at + part.count {
-                    let cell = Cell { slot: next, crc: crcs.next().unwrap_or(0) };
-                    if let Some(old) = chunk.put(at, cell) {
+                    let location = FrameLocation { slot: next, crc: crcs.next().unwrap_or(0) };
+                    if let Some(old) = chunk.put(at, location) {
                         on_old(old.slot);
                     }
                     next += 1;
@@ -111,10 +112,10 @@ impl FrameMap {
                 let from = run.start.0.saturating_sub(number * CHUNK).min(CHUNK);
                 let to = (run.end().0 - number * CHUNK).min(CHUNK);
                 for at in (from..to).filter(|at| chunk.has(*at)) {
-                    on_old(chunk.cells[chunk.rank(at)].slot);
+                    on_old(chunk.locations[chunk.rank(at)].slot);
                 }
                 let (low, high) = (chunk.rank(from), chunk.rank(to));
-                chunk.cells.drain(low..high);
+                chunk.locations.drain(low..high);
                 chunk.mask &= below(from) | !below(to);
                 chunk.mask == 0
             });
@@ -123,46 +124,50 @@ impl FrameMap {
     }
 
     /// Returns all frames of guest memory that are not zeros, ascending.
-    pub(crate) fn iter(&self) -> impl Iterator<Item = (Gfn, Cell)> + Clone {
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (Gfn, FrameLocation)> + Clone {
         self.range(MEMORY)
     }
 
     /// Returns the frames of [`iter`](Self::iter) as a vector, with a single allocation.
-    pub(crate) fn to_vec(&self) -> Vec<(Gfn, Cell)> {
+    pub(crate) fn to_vec(&self) -> Vec<(Gfn, FrameLocation)> {
         let chunks = self.chunks.range(MEMORY.start / CHUNK..MEMORY.end / CHUNK);
-        let mut cells = Vec::with_capacity(chunks.map(|(_, chunk)| chunk.cells.len()).sum());
-        cells.extend(self.iter());
-        cells
+        let mut locations =
+            Vec::with_capacity(chunks.map(|(_, chunk)| chunk.locations.len()).sum());
+        locations.extend(self.iter());
+        locations
     }
 
     /// Returns all frames that are not zeros, including those of drives, ascending.
-    pub(crate) fn all(&self) -> impl Iterator<Item = (Gfn, Cell)> + Clone {
+    pub(crate) fn all(&self) -> impl Iterator<Item = (Gfn, FrameLocation)> + Clone {
         self.range(0..u64::MAX)
     }
 
     /// Returns the frames of drives alone.
-    pub(crate) fn blocks(&self) -> impl Iterator<Item = (Gfn, Cell)> + Clone {
+    pub(crate) fn blocks(&self) -> impl Iterator<Item = (Gfn, FrameLocation)> + Clone {
         self.range(MEMORY.end..u64::MAX)
     }
 
     /// Returns those of `frames`, which begin and end with a chunk.
-    fn range(&self, frames: std::ops::Range<u64>) -> impl Iterator<Item = (Gfn, Cell)> + Clone {
+    fn range(
+        &self,
+        frames: std::ops::Range<u64>,
+    ) -> impl Iterator<Item = (Gfn, FrameLocation)> + Clone {
         let chunks = self.chunks.range(frames.start / CHUNK..frames.end / CHUNK);
         chunks.flat_map(|(number, chunk)| {
             let first = number * CHUNK;
-            chunk.iter().map(move |(at, cell)| (Gfn(first + at), cell))
+            chunk.iter().map(move |(at, location)| (Gfn(first + at), location))
         })
     }
 
     /// Returns the place of a frame that is not zeros.
-    pub(crate) fn get(&self, gfn: Gfn) -> Option<Cell> {
+    pub(crate) fn get(&self, gfn: Gfn) -> Option<FrameLocation> {
         let (chunk, at) = (self.chunks.get(&(gfn.0 / CHUNK))?, gfn.0 % CHUNK);
-        chunk.has(at).then(|| chunk.cells[chunk.rank(at)])
+        chunk.has(at).then(|| chunk.locations[chunk.rank(at)])
     }
 
     /// Returns the slots of all frames, as ascending runs.
     pub(crate) fn slots(&self) -> Vec<SlotRun> {
-        runs_of(self.all().map(|(_, cell)| cell.slot).collect())
+        runs_of(self.all().map(|(_, location)| location.slot).collect())
     }
 }
 
@@ -208,8 +213,11 @@ mod tests {
                 let crcs: Vec<u32> = (0..frames.count as u32).map(|n| n ^ round).collect();
                 map.put(&[StoredRun { frames, slot }], &crcs, |old| heard.push(old));
                 for ((gfn, slot), crc) in frames.frames().zip(slot..).zip(crcs) {
-                    expected
-                        .extend(model.insert(gfn, Cell { slot, crc }).map(|old: Cell| old.slot));
+                    expected.extend(
+                        model
+                            .insert(gfn, FrameLocation { slot, crc })
+                            .map(|old: FrameLocation| old.slot),
+                    );
                 }
             } else {
                 map.clear_frames(&[frames], |old| heard.push(old));
@@ -218,7 +226,7 @@ mod tests {
             assert_eq!(heard, expected);
             if round % 16 == 0 {
                 assert_eq!(map.to_vec(), map.iter().collect::<Vec<_>>());
-                assert!(map.iter().eq(model.iter().map(|(gfn, cell)| (*gfn, *cell))));
+                assert!(map.iter().eq(model.iter().map(|(gfn, location)| (*gfn, *location))));
                 assert_eq!(map.get(frames.start), model.get(&frames.start).copied());
                 let chunks = model
                     .keys()

@@ -6,7 +6,7 @@ use driftline_guest::{PageSource, PageSourceError};
 
 use crate::epoch_info::EpochInfo;
 use crate::error::{Damage, StoreError};
-use crate::frame_map::Cell;
+use crate::frame_map::FrameLocation;
 use crate::page_file::PageReader;
 use crate::pin::{MachineState, Pinned};
 use crate::store::Store;
@@ -21,7 +21,7 @@ pub struct LazyFrames {
     epoch: u64,
     frames: FrameSet,
     /// Places of the frames, ascending by frame: 16 bytes each.
-    cells: Vec<(Gfn, Cell)>,
+    locations: Vec<(Gfn, FrameLocation)>,
     /// Working set, which is only a hint; `None` if the store's directory could not be opened once
     /// more.
     working_set: Option<WorkingSetFile>,
@@ -39,9 +39,9 @@ impl LazyFrames {
         let working_set = WorkingSetFile::open(store, vm_id, epoch, &layout)
             .inspect_err(|e| tracing::debug!("the working set is not known: {e}"))
             .ok();
-        let (cells, mapped) = pinned.read_cells()?;
-        let frames: FrameSet = runs_of_cells(&cells).collect();
-        Ok((Self { pinned, epoch, frames, cells, working_set }, mapped))
+        let (locations, mapped) = pinned.read_locations()?;
+        let frames: FrameSet = runs_of_locations(&locations).collect();
+        Ok((Self { pinned, epoch, frames, locations, working_set }, mapped))
     }
 
     /// Returns the number of bytes of the log that were read.
@@ -70,18 +70,22 @@ impl PageSource for LazyFrames {
     }
 
     fn read(&mut self, run: FrameRun, contents: &mut [u8]) -> Result<(), PageSourceError> {
-        let from = self.cells.partition_point(|(gfn, _)| *gfn < run.start);
-        let wanted = self.cells[from..].iter().take_while(|(gfn, _)| *gfn < run.end());
-        let wanted: &[(Gfn, Cell)] = &self.cells[from..from + wanted.count()];
+        let from = self.locations.partition_point(|(gfn, _)| *gfn < run.start);
+        let wanted = self.locations[from..].iter().take_while(|(gfn, _)| *gfn < run.end());
+        let wanted: &[(Gfn, FrameLocation)] = &self.locations[from..from + wanted.count()];
         let read = read_frames(&self.pinned.pages, self.epoch, wanted, contents);
         read.map_err(|e| PageSourceError::new(self.pinned.name_origin(e)))
     }
 }
 
-/// Returns cells, ascending by frame, as runs of frames.
-pub(super) fn runs_of_cells(cells: &[(Gfn, Cell)]) -> impl Iterator<Item = FrameRun> {
-    let follows = |(a, _): &(Gfn, Cell), (b, _): &(Gfn, Cell)| a.0.checked_add(1) == Some(b.0);
-    let runs = cells.chunk_by(follows);
+/// Returns the frames of `locations`, which are ascending, as runs.
+pub(super) fn runs_of_locations(
+    locations: &[(Gfn, FrameLocation)],
+) -> impl Iterator<Item = FrameRun> {
+    let follows = |(a, _): &(Gfn, FrameLocation), (b, _): &(Gfn, FrameLocation)| {
+        a.0.checked_add(1) == Some(b.0)
+    };
+    let runs = locations.chunk_by(follows);
     runs.map(|run| FrameRun { start: run[0].0, count: run.len() as u64 })
 }
 
@@ -89,7 +93,7 @@ pub(super) fn runs_of_cells(cells: &[(Gfn, Cell)]) -> impl Iterator<Item = Frame
 pub(super) fn read_frames(
     pages: &PageReader,
     epoch: u64,
-    wanted: &[(Gfn, Cell)],
+    wanted: &[(Gfn, FrameLocation)],
     contents: &mut [u8],
 ) -> Result<(), StoreError> {
     let mut rest = contents;
@@ -97,11 +101,11 @@ pub(super) fn read_frames(
         let (bytes, left) = rest.split_at_mut((together.len() * PAGE).min(rest.len()));
         rest = left;
         pages.read(together[0].1.slot, bytes)?;
-        for ((gfn, cell), page) in together.iter().zip(bytes.chunks_exact(PAGE)) {
+        for ((gfn, location), page) in together.iter().zip(bytes.chunks_exact(PAGE)) {
             let found = crc32c::crc32c(page);
-            if found != cell.crc {
-                let damage = Damage::Frame { gfn: *gfn, epoch, found, expected: cell.crc };
-                let offset = u64::from(cell.slot) * PAGE_SIZE;
+            if found != location.crc {
+                let damage = Damage::Frame { gfn: *gfn, epoch, found, expected: location.crc };
+                let offset = u64::from(location.slot) * PAGE_SIZE;
                 return Err(StoreError::Damaged { file: pages.path.clone(), offset, damage });
             }
         }

@@ -18,7 +18,7 @@ use crate::backend::RangeLock;
 use crate::epoch_info::EpochInfo;
 use crate::epoch_reader::Record;
 use crate::error::{Damage, StoreError};
-use crate::frame_map::{Cell, FrameMap};
+use crate::frame_map::{FrameLocation, FrameMap};
 use crate::log::{LogFile, is_not_found};
 use crate::manifest::Manifest;
 use crate::names::pages_name;
@@ -53,8 +53,8 @@ pub struct Machine {
     pub drives: Vec<DriveHead>,
 }
 
-/// Frames that are not zeros, ascending, each with the place of its content.
-pub type Cells = Vec<(Gfn, Cell)>;
+/// Frames that are not zeros, ascending, each with its location.
+pub type FrameLocations = Vec<(Gfn, FrameLocation)>;
 
 /// Findings from reading the map of an epoch's frames.
 #[derive(Debug)]
@@ -92,7 +92,7 @@ impl Pinned {
     /// # Errors
     ///
     /// Damage of the log, or an error of the system.
-    pub fn read_cells(&mut self) -> Result<(Cells, MachineState), StoreError> {
+    pub fn read_locations(&mut self) -> Result<(FrameLocations, MachineState), StoreError> {
         if self.log.base_of(self.index) == self.index
             && let Some(read) = self.read_full()?
         {
@@ -103,23 +103,24 @@ impl Pinned {
         Ok((map.to_vec(), mapped))
     }
 
-    /// Reads cells like [`read_cells`](Self::read_cells), of an epoch that builds on none: its
-    /// frames are in order already. Returns `None` if a frame is among the zeros, too, which then
-    /// win.
-    fn read_full(&mut self) -> Result<Option<(Cells, MachineState)>, StoreError> {
+    /// Reads like [`read_locations`](Self::read_locations) an epoch that builds on none: its frames
+    /// are in order already. Returns `None` if a frame is among the zeros, too, which then win.
+    fn read_full(&mut self) -> Result<Option<(FrameLocations, MachineState)>, StoreError> {
         let mut reader = self.log.epoch(self.index)?;
-        let (mut cells, mut sections): (Cells, _) = (Vec::new(), Vec::new());
+        let (mut locations, mut sections): (FrameLocations, _) = (Vec::new(), Vec::new());
         while let Some(record) = reader.next()? {
             match record {
                 Record::Frames(runs, crcs) => {
                     let runs = runs.iter().flat_map(|run| run.frames.frames().zip(run.slot..));
                     let here = runs.zip(crcs).filter(|((gfn, _), _)| MEMORY.contains(&gfn.0));
-                    cells.extend(here.map(|((gfn, slot), crc)| (gfn, Cell { slot, crc: *crc })));
+                    locations.extend(
+                        here.map(|((gfn, slot), crc)| (gfn, FrameLocation { slot, crc: *crc })),
+                    );
                 }
                 Record::Zeros(runs) => {
                     let has = |run: &FrameRun| {
-                        let at = cells.partition_point(|(gfn, _)| *gfn < run.start);
-                        cells.get(at).is_some_and(|(gfn, _)| *gfn < run.end())
+                        let at = locations.partition_point(|(gfn, _)| *gfn < run.start);
+                        locations.get(at).is_some_and(|(gfn, _)| *gfn < run.end())
                     };
                     if runs.iter().any(has) {
                         return Ok(None);
@@ -128,7 +129,7 @@ impl Pinned {
                 Record::Section(section) => sections.push(section),
             }
         }
-        Ok(Some((cells, MachineState { epochs: 1, sections })))
+        Ok(Some((locations, MachineState { epochs: 1, sections })))
     }
 
     /// Returns the places of the blocks of drives that are not zeros, ascending.
@@ -136,7 +137,7 @@ impl Pinned {
     /// # Errors
     ///
     /// Damage of the log, or an error of the system.
-    pub fn read_blocks(&mut self) -> Result<Cells, StoreError> {
+    pub fn read_blocks(&mut self) -> Result<FrameLocations, StoreError> {
         let mut map = FrameMap::default();
         self.read_map(&mut map)?;
         Ok(map.blocks().collect())
@@ -149,7 +150,11 @@ impl Pinned {
     /// # Errors
     ///
     /// The error of `sink`; damage of a frame unless `sink` accepts it.
-    pub fn fetch<S: Sink>(&self, frames: &mut [(Gfn, Cell)], sink: &S) -> Result<(), S::Error> {
+    pub fn fetch<S: Sink>(
+        &self,
+        frames: &mut [(Gfn, FrameLocation)],
+        sink: &S,
+    ) -> Result<(), S::Error> {
         fetch(&self.pages, self.info().epoch, frames, sink)
     }
 
@@ -330,7 +335,7 @@ mod tests {
     use driftline_guest::testing::{MemoryConfig, MemoryGuest, TestDisk};
     use driftline_guest::{GuestContents, VmId};
 
-    fn put_together(pinned: &mut Pinned) -> Cells {
+    fn put_together(pinned: &mut Pinned) -> FrameLocations {
         let mut map = FrameMap::default();
         pinned.read_map(&mut map).unwrap();
         map.to_vec()
@@ -355,8 +360,8 @@ mod tests {
         let mut full = 0;
         for epoch in 1..=8 {
             let mut pinned = store().pin(Some(epoch)).unwrap();
-            let (cells, mapped) = pinned.read_cells().unwrap();
-            assert_eq!(cells, put_together(&mut pinned), "epoch {epoch}");
+            let (locations, mapped) = pinned.read_locations().unwrap();
+            assert_eq!(locations, put_together(&mut pinned), "epoch {epoch}");
             assert!(!mapped.sections.is_empty());
             full += u64::from(mapped.epochs == 1);
         }
@@ -378,9 +383,9 @@ mod tests {
         drop(taker);
         let found = || {
             let mut pinned = store().pin(None).unwrap();
-            let (cells, mapped) = pinned.read_cells().unwrap();
-            assert_eq!(cells, put_together(&mut pinned));
-            (cells.iter().map(|(gfn, _)| gfn.0).collect::<Vec<_>>(), mapped.epochs)
+            let (locations, mapped) = pinned.read_locations().unwrap();
+            assert_eq!(locations, put_together(&mut pinned));
+            (locations.iter().map(|(gfn, _)| gfn.0).collect::<Vec<_>>(), mapped.epochs)
         };
         assert_eq!(found(), (vec![1], 2));
         let mut log = disk.contents("log-1").unwrap();

@@ -8,7 +8,7 @@ use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
 use parking_lot::Mutex;
 
 use crate::error::{Damage, StoreError};
-use crate::frame_map::Cell;
+use crate::frame_map::FrameLocation;
 use crate::page_file::PageReader;
 
 const PAGE: usize = PAGE_SIZE as usize;
@@ -59,15 +59,15 @@ pub trait Sink: Sync {
 pub(crate) fn fetch<S: Sink>(
     pages: &PageReader,
     epoch: u64,
-    frames: &mut [(Gfn, Cell)],
+    frames: &mut [(Gfn, FrameLocation)],
     sink: &S,
 ) -> Result<(), S::Error> {
     let in_order = sink.in_order(frames.len() as u64);
     if !in_order {
-        frames.sort_unstable_by_key(|(_, cell)| cell.slot);
+        frames.sort_unstable_by_key(|(_, location)| location.slot);
     }
-    let frames: &[(Gfn, Cell)] = frames;
-    let pieces: Vec<&[(Gfn, Cell)]> = frames.chunks(AT_ONCE).collect();
+    let frames: &[(Gfn, FrameLocation)] = frames;
+    let pieces: Vec<&[(Gfn, FrameLocation)]> = frames.chunks(AT_ONCE).collect();
     let (next, failed) = (AtomicUsize::new(0), Mutex::new(None));
     let work = || {
         let mut buffer = vec![0; AT_ONCE * PAGE];
@@ -106,8 +106,8 @@ pub(crate) fn fetch<S: Sink>(
 
 /// Asks the system to read what is not in its cache, in the order of the disk, not of memory. Ends
 /// when all is read, or when `over` returns true.
-fn read_ahead(pages: &PageReader, frames: &[(Gfn, Cell)], over: impl Fn() -> bool) {
-    let mut slots: Vec<u32> = frames.iter().map(|(_, cell)| cell.slot).collect();
+fn read_ahead(pages: &PageReader, frames: &[(Gfn, FrameLocation)], over: impl Fn() -> bool) {
+    let mut slots: Vec<u32> = frames.iter().map(|(_, location)| location.slot).collect();
     slots.sort_unstable();
     for near in slots.chunk_by(|a, b| b - a <= GAP) {
         let (Some(first), Some(last)) = (near.first(), near.last()) else { continue };
@@ -123,7 +123,7 @@ fn read_ahead(pages: &PageReader, frames: &[(Gfn, Cell)], over: impl Fn() -> boo
 fn read_piece<S: Sink>(
     pages: &PageReader,
     epoch: u64,
-    piece: &[(Gfn, Cell)],
+    piece: &[(Gfn, FrameLocation)],
     buffer: &mut [u8],
     sink: &S,
 ) -> Result<(), S::Error> {
@@ -161,7 +161,7 @@ fn read_piece<S: Sink>(
 fn check_and_deliver<S: Sink>(
     pages: &PageReader,
     epoch: u64,
-    run: &[(Gfn, Cell)],
+    run: &[(Gfn, FrameLocation)],
     bytes: &[u8],
     sink: &S,
 ) -> Result<(), S::Error> {
@@ -170,11 +170,11 @@ fn check_and_deliver<S: Sink>(
         let contents = &bytes[at..at + together.len() * PAGE];
         at += contents.len();
         let mut sound = 0;
-        for ((gfn, cell), page) in together.iter().zip(contents.chunks_exact(PAGE)) {
+        for ((gfn, location), page) in together.iter().zip(contents.chunks_exact(PAGE)) {
             let found = crc32c::crc32c(page);
-            if found != cell.crc {
-                let damage = Damage::Frame { gfn: *gfn, epoch, found, expected: cell.crc };
-                let offset = u64::from(cell.slot) * PAGE_SIZE;
+            if found != location.crc {
+                let damage = Damage::Frame { gfn: *gfn, epoch, found, expected: location.crc };
+                let offset = u64::from(location.slot) * PAGE_SIZE;
                 sink.damaged(
                     *gfn,
                     StoreError::Damaged { file: pages.path.clone(), offset, damage },
@@ -252,17 +252,18 @@ mod tests {
         EpochTaker::new(guest, store).take();
         let store = Store::with_backend(Box::new(disk.clone()), false).unwrap();
         let mut pinned = store.pin(None).unwrap();
-        let stored = pinned.read_cells().unwrap().0;
+        let stored = pinned.read_locations().unwrap().0;
         assert_eq!(stored.len() as u64, FRAMES);
-        // Frames that are adjacent, in slots that are not: the cells of each ten frames are
+        // Frames that are adjacent, in slots that are not: the locations of each ten frames are
         // reversed.
-        let mut cells: Vec<Cell> = stored.iter().map(|(_, cell)| *cell).collect();
-        cells.chunks_mut(10).for_each(<[Cell]>::reverse);
-        let frames: Vec<(Gfn, Cell)> = (100..).map(Gfn).zip(cells).collect();
+        let mut locations: Vec<FrameLocation> =
+            stored.iter().map(|(_, location)| *location).collect();
+        locations.chunks_mut(10).for_each(<[FrameLocation]>::reverse);
+        let frames: Vec<(Gfn, FrameLocation)> = (100..).map(Gfn).zip(locations).collect();
         // The checksum of one frame is wrong, and the file ends within the last of the slots.
         let mut wrong = frames.clone();
         wrong[13].1.crc ^= 1;
-        let ends = frames.iter().map(|(_, cell)| cell.slot).max().unwrap() - 4;
+        let ends = frames.iter().map(|(_, location)| location.slot).max().unwrap() - 4;
         for cut in [false, true] {
             if cut {
                 let file = disk.open_for_writing("pages-1").unwrap();
@@ -272,10 +273,13 @@ mod tests {
                 for frames in [&frames, &wrong] {
                     let seen = RecordingSink { in_order, ..RecordingSink::default() };
                     fetch(&pinned.pages, 1, &mut frames.clone(), &seen).unwrap();
-                    let expected = frames.iter().map(|(gfn, cell)| {
-                        let sound = stored.iter().find(|(_, c)| c == cell);
-                        let came = sound.filter(|_| !cut || cell.slot < ends);
-                        (gfn.0, came.map(|(gfn, _)| gfn.0 as u8 + 1).ok_or(u64::from(cell.slot)))
+                    let expected = frames.iter().map(|(gfn, location)| {
+                        let sound = stored.iter().find(|(_, c)| c == location);
+                        let came = sound.filter(|_| !cut || location.slot < ends);
+                        (
+                            gfn.0,
+                            came.map(|(gfn, _)| gfn.0 as u8 + 1).ok_or(u64::from(location.slot)),
+                        )
                     });
                     let mut expected: BTreeMap<_, _> = expected.collect();
                     let mut found = seen.frames.into_inner();

@@ -157,11 +157,11 @@ impl Space {
                     // Every frame is in a memory slot of the guest.
                     let Some(&(start, _, at)) = places.peek() else { continue };
                     let index = at + frame.0.saturating_sub(start) as usize;
-                    let Some(cell) = self.map.get_mut(index) else { continue };
-                    let (old, new) = (*cell, slot.map_or(NO_SLOT, |slot| slot + nth));
+                    let Some(entry) = self.map.get_mut(index) else { continue };
+                    let (old, new) = (*entry, slot.map_or(NO_SLOT, |slot| slot + nth));
                     // Even a write of the same value would make the system allocate memory.
                     if old != new {
-                        *cell = new;
+                        *entry = new;
                     }
                     if old != NO_SLOT {
                         on_old(old);
@@ -224,7 +224,7 @@ fn apply_noting(
 ) -> Result<Applied, StoreError> {
     let (mut old, mut new) = (Vec::new(), Vec::new());
     if log.epochs[index].front.is_whole() {
-        old.extend(map.all().map(|(_, cell)| cell.slot));
+        old.extend(map.all().map(|(_, location)| location.slot));
     }
     apply_telling(log, index, map, |slot| old.push(slot), |run| new.push(run), |_| {})?;
     // Frames ascend in an epoch, but slots may not.

@@ -17,7 +17,7 @@ use crate::commit::{Committer, LogStatus, RetainedEpoch};
 use crate::epoch_encoder::{EpochEncoder, StoredFrame, begin_log};
 use crate::epoch_reader::Record;
 use crate::error::StoreError;
-use crate::frame_map::{Cell, FrameMap};
+use crate::frame_map::{FrameLocation, FrameMap};
 use crate::limits::NO_SLOT;
 use crate::log::LogFile;
 use crate::manifest::{Manifest, ManifestNotWritten};
@@ -242,8 +242,9 @@ impl LogCopier<'_> {
 impl EpochChanges {
     /// Returns the stored frames that are not written yet. Yields to a paused guest meanwhile.
     fn stored<'c>(&'c self, gate: &'c PauseGate) -> impl Iterator<Item = StoredFrame> + 'c {
-        let new = self.map.all().filter(move |(gfn, cell)| self.written.get(*gfn) != Some(*cell));
-        (0_u64..).zip(new).map(move |(n, (gfn, Cell { slot, crc }))| {
+        let new =
+            self.map.all().filter(move |(gfn, location)| self.written.get(*gfn) != Some(*location));
+        (0_u64..).zip(new).map(move |(n, (gfn, FrameLocation { slot, crc }))| {
             if n.is_multiple_of(ENTRIES_PER_YIELD) {
                 gate.wait_until_open();
             }
@@ -346,14 +347,15 @@ impl Store {
         let mut before = None;
         for &index in chosen {
             let epoch = log.epochs[index].info.epoch;
-            let mut entries: Vec<(Gfn, Cell)> = Vec::new();
+            let mut entries: Vec<(Gfn, FrameLocation)> = Vec::new();
             if is_next(index, before) {
                 let mut reader = log.epoch(index)?;
                 while let Some(record) = reader.next()? {
                     if let Record::Frames(runs, crcs) = record {
-                        let cell =
-                            |e: StoredFrame| (Gfn(e.frame), Cell { slot: e.slot, crc: e.crc });
-                        entries.extend(entries_of(runs, crcs).map(cell));
+                        let location = |e: StoredFrame| {
+                            (Gfn(e.frame), FrameLocation { slot: e.slot, crc: e.crc })
+                        };
+                        entries.extend(entries_of(runs, crcs).map(location));
                     }
                 }
             } else {
@@ -361,8 +363,8 @@ impl Store {
             }
             before = Some(index);
             // Frames of an epoch that stands alone may have been copied for an earlier one.
-            entries.retain(|(_, cell)| {
-                let Vacant(slot) = slots.entry(cell.slot) else { return false };
+            entries.retain(|(_, location)| {
+                let Vacant(slot) = slots.entry(location.slot) else { return false };
                 slot.insert(next);
                 next += 1;
                 true
@@ -389,7 +391,7 @@ struct PageCopySink<'m> {
     name: &'m str,
     slots: &'m HashMap<u32, u32>,
     /// Frames of the epoch that is being copied, ascending.
-    entries: &'m [(Gfn, Cell)],
+    entries: &'m [(Gfn, FrameLocation)],
 }
 
 impl Sink for PageCopySink<'_> {

@@ -262,9 +262,9 @@ impl Store {
 
     /// Returns the damage of an epoch whose page file is missing; `None` if it has no stored frame.
     fn missing_page(&self, files: Files, map: &FrameMap) -> Option<StoreError> {
-        let (_, cell) = map.all().next()?;
+        let (_, location) = map.all().next()?;
         let damage = Damage::EndsEarly { length: 0, wanted: PAGE_SIZE };
-        let offset = u64::from(cell.slot) * PAGE_SIZE;
+        let offset = u64::from(location.slot) * PAGE_SIZE;
         Some(StoreError::Damaged { file: self.path(&pages_name(files.pages)), offset, damage })
     }
 

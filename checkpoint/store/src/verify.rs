@@ -10,7 +10,7 @@ use serde::Serialize;
 use crate::epoch_info::EpochInfo;
 use crate::epoch_reader::Record;
 use crate::error::{Damage, StoreError};
-use crate::frame_map::{Cell, FrameMap};
+use crate::frame_map::{FrameLocation, FrameMap};
 use crate::log::LogFile;
 use crate::page_file::PageReader;
 use crate::pin::Pinned;
@@ -101,7 +101,7 @@ impl DamagedRuns {
     fn retain_in(&mut self, map: &FrameMap) {
         for (start, run) in std::mem::take(&mut self.0) {
             for (gfn, slot) in (start..start + run.count).zip(run.slot..) {
-                if map.get(Gfn(gfn)).is_some_and(|cell| cell.slot == slot) {
+                if map.get(Gfn(gfn)).is_some_and(|location| location.slot == slot) {
                     self.add(gfn, slot, run.epoch);
                 }
             }
@@ -213,7 +213,7 @@ impl PageCheck {
         map: &FrameMap,
         all: bool,
     ) -> Result<(u64, Option<Arc<StoreError>>), StoreError> {
-        let mut new: Vec<(Gfn, Cell)> = Vec::new();
+        let mut new: Vec<(Gfn, FrameLocation)> = Vec::new();
         if all {
             new.extend(map.all());
         } else {
@@ -256,7 +256,8 @@ fn damage_of(
         Err(e @ StoreError::Damaged { .. }) => return Ok(e),
         Err(e) => return Err(e),
         Ok(()) => {
-            let (found, expected) = (crc32c::crc32c(&page), map.get(gfn).map(|cell| cell.crc));
+            let (found, expected) =
+                (crc32c::crc32c(&page), map.get(gfn).map(|location| location.crc));
             match expected.filter(|expected| *expected != found) {
                 Some(expected) => Damage::Frame { gfn, epoch: run.epoch, found, expected },
                 None => Damage::Changed,

@@ -8,8 +8,8 @@ use std::time::Duration;
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, Layout, PAGE_SIZE, Subscription};
 use driftline_guest::testing::MemoryGuest;
 use driftline_guest::{
-    Clock, Collected, DirtyLog, GuestContents, GuestDrive, GuestError, GuestIdentity, GuestRam,
-    HandOver, Lifecycle, Populate, RunState, SavedState, Section, Stateful, VcpuPauses,
+    Clock, CollectionReport, DirtyLog, GuestContents, GuestDrive, GuestError, GuestIdentity,
+    GuestRam, HandOver, Lifecycle, Populate, RunState, SavedState, Section, Stateful, VcpuPauses,
     WriteProtection, WriteThrottle,
 };
 use parking_lot::{Mutex, MutexGuard};
@@ -239,7 +239,7 @@ impl DirtyLog for ScriptedGuest {
         self.0.guest.subscribe(name)
     }
 
-    fn collect(&self) -> Result<Collected, GuestError> {
+    fn collect(&self) -> Result<CollectionReport, GuestError> {
         let mut state = self.0.lock();
         if !state.paused {
             // `collect` is the first step of an epoch.

@@ -13,10 +13,10 @@ use super::HostPair;
 use driftline_dirty_tracker::{FrameRun, Gfn, Layout, NoMemory, Subscription, Tracker};
 use driftline_guest::testing::{MemoryGuest, MemoryGuestFactory};
 use driftline_guest::{
-    Clock, Collected, CopyBeforeWrite, DirtyLog, DriveCopy, DriveHead, GuestContents, GuestDrive,
-    GuestError, GuestFactory, GuestIdentity, GuestRam, HandOver, Lifecycle, Line, Origin, Populate,
-    RunState, SavedState, Section, Stateful, VcpuPauses, VmId, WithCopies, WriteProtection,
-    WriteThrottle, block_layout,
+    Clock, CollectionReport, CopyBeforeWrite, DirtyLog, DriveCopy, DriveHead, GuestContents,
+    GuestDrive, GuestError, GuestFactory, GuestIdentity, GuestRam, GuestWithCopies, HandOver,
+    Lifecycle, Line, Origin, Populate, RunState, SavedState, Section, Stateful, VcpuPauses, VmId,
+    WriteProtection, WriteThrottle, block_layout,
 };
 
 const SECTOR: u64 = 512;
@@ -325,7 +325,7 @@ impl GuestFactory for DriveCopyFactory {
         vm_id: VmId,
         config: &[u8],
         drives: &[DriveHead],
-    ) -> Result<WithCopies<MemoryGuest>, GuestError> {
+    ) -> Result<GuestWithCopies<MemoryGuest>, GuestError> {
         if !drives.is_empty() {
             hang(&self.faults.make_hangs, &self.faults.hung);
         }
@@ -351,7 +351,7 @@ impl GuestFactory for DriveCopyFactory {
         from: &Origin,
         config: &[u8],
         drives: &[DriveHead],
-    ) -> Result<WithCopies<MemoryGuest>, GuestError> {
+    ) -> Result<GuestWithCopies<MemoryGuest>, GuestError> {
         self.guests.create_with_drives(from, config, drives)
     }
 }

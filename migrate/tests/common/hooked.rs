@@ -6,8 +6,9 @@ use std::time::Duration;
 use driftline_dirty_tracker::{FrameRun, Layout, Subscription};
 use driftline_guest::testing::MemoryGuest;
 use driftline_guest::{
-    Clock, Collected, DirtyLog, GuestContents, GuestError, GuestIdentity, GuestRam, HandOver,
-    Lifecycle, Line, Populate, RunState, Section, Stateful, VcpuWrites, VmId, WriteThrottle,
+    Clock, CollectionReport, DirtyLog, GuestContents, GuestError, GuestIdentity, GuestRam,
+    HandOver, Lifecycle, Line, Populate, RunState, Section, Stateful, VcpuWrites, VmId,
+    WriteThrottle,
 };
 
 pub struct HookedGuest {

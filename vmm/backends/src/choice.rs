@@ -1,6 +1,6 @@
 //! Chooses a guest's backend by its configuration: the KVM machine or host threads.
 
-use driftline_guest::{DriveHead, GuestError, GuestFactory, Origin, VmId, WithCopies};
+use driftline_guest::{DriveHead, GuestError, GuestFactory, GuestWithCopies, Origin, VmId};
 use driftline_machine::config::{BackendKind, HostConfig, MachineConfig, guest_span};
 use driftline_machine::machine::{EarlyVm, KvmMachine, MachineError, MachineFactory};
 use driftline_machine::vm::{SharedVm, Vm};
@@ -97,7 +97,7 @@ impl Factory {
         vm_id: VmId,
         config: MachineConfig,
         drives: &[DriveHead],
-    ) -> Result<WithCopies<dyn Vm>, GuestError> {
+    ) -> Result<GuestWithCopies<dyn Vm>, GuestError> {
         if let Some(drive) = drives.first() {
             let what = format!("disk \"{}\"", drive.id);
             let why = "a guest of the threads backend has no disks".to_owned();
@@ -116,7 +116,7 @@ impl GuestFactory for Factory {
         vm_id: VmId,
         config: &[u8],
         drives: &[DriveHead],
-    ) -> Result<WithCopies<dyn Vm>, GuestError> {
+    ) -> Result<GuestWithCopies<dyn Vm>, GuestError> {
         let decoded = MachineConfig::decode(config)?;
         if decoded.backend == BackendKind::Threads {
             return self.on_threads(vm_id, decoded.on_host(&self.host)?, drives);
@@ -130,7 +130,7 @@ impl GuestFactory for Factory {
         from: &Origin,
         config: &[u8],
         drives: &[DriveHead],
-    ) -> Result<WithCopies<dyn Vm>, GuestError> {
+    ) -> Result<GuestWithCopies<dyn Vm>, GuestError> {
         let stored = MachineConfig::decode(config)?;
         if stored.backend == BackendKind::Threads {
             let (vm_id, config) = stored.on_host(&self.host)?.restored(from, &self.host);

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::{Achieved, Spread};
+use driftline_checkpoint::{CadenceTotals, Percentiles};
 use driftline_control::api::{Client, ClientError};
 use driftline_control::model::{
     CheckpointPage, CheckpointRequest, DisksPolicy, EpochLine, EpochOutcome, JobStarted,
@@ -302,9 +302,9 @@ fn describe(line: &EpochLine) -> String {
 }
 
 /// Summarizes a run in three lines.
-fn summary(achieved: &Achieved) -> String {
-    let Achieved { epochs, failed, early, skipped, pause, interval, write } = *achieved;
-    let line = |name: &str, s: Spread| {
+fn summary(achieved: &CadenceTotals) -> String {
+    let CadenceTotals { epochs, failed, early, skipped, pause, interval, write } = *achieved;
+    let line = |name: &str, s: Percentiles| {
         let [p50, p90, p99, max] =
             [s.p50_us, s.p90_us, s.p99_us, s.max_us].map(|us| us as f64 / 1e3);
         format!(

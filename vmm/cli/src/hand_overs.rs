@@ -5,7 +5,9 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use driftline_guest::{DriveHead, GuestError, GuestFactory, Lifecycle, Origin, VmId, WithCopies};
+use driftline_guest::{
+    DriveHead, GuestError, GuestFactory, GuestWithCopies, Lifecycle, Origin, VmId,
+};
 use driftline_machine::config::DiskConfig;
 use driftline_migrate::{Pending, Records, Resolution, SourceRecord};
 use serde_json::{Value, json};
@@ -80,8 +82,8 @@ impl<F: GuestFactory> CheckedFactory<F> {
     fn check(
         &self,
         vm_id: VmId,
-        (guest, drives): WithCopies<F::Guest>,
-    ) -> Result<WithCopies<F::Guest>, GuestError> {
+        (guest, drives): GuestWithCopies<F::Guest>,
+    ) -> Result<GuestWithCopies<F::Guest>, GuestError> {
         if let Err(e) = self.pending_hand_overs.refuse(vm_id) {
             guest.stop("it may be running elsewhere");
             return Err(GuestError::System { what: "starting it here", cause: e.message().into() });
@@ -98,7 +100,7 @@ impl<F: GuestFactory> GuestFactory for CheckedFactory<F> {
         vm_id: VmId,
         config: &[u8],
         drives: &[DriveHead],
-    ) -> Result<WithCopies<F::Guest>, GuestError> {
+    ) -> Result<GuestWithCopies<F::Guest>, GuestError> {
         self.check(vm_id, self.inner.create_with_copies(vm_id, config, drives)?)
     }
 
@@ -107,7 +109,7 @@ impl<F: GuestFactory> GuestFactory for CheckedFactory<F> {
         from: &Origin,
         config: &[u8],
         drives: &[DriveHead],
-    ) -> Result<WithCopies<F::Guest>, GuestError> {
+    ) -> Result<GuestWithCopies<F::Guest>, GuestError> {
         self.check(from.vm_id, self.inner.create_with_drives(from, config, drives)?)
     }
 }

@@ -6,7 +6,9 @@ use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::ring::RingEntry;
 use driftline_dirty_tracker::{FrameRun, Slot, Subscription};
-use driftline_guest::{Collected, DirtyLog, GuestContents, GuestError, GuestIdentity, Lifecycle};
+use driftline_guest::{
+    CollectionReport, DirtyLog, GuestContents, GuestError, GuestIdentity, Lifecycle,
+};
 use driftline_images::PayloadSpec;
 use driftline_images::workload::SLICE_NS;
 use driftline_machine::HostMemory;
@@ -241,7 +243,7 @@ impl MachineBench {
     /// Runs one epoch: collects, then drains.
     fn epoch(&mut self) -> Result<EpochResult, CellError> {
         let Some(subscription) = &mut self.subscription else { return Ok(EpochResult::default()) };
-        let collected: Collected = self.machine.collect()?;
+        let collected: CollectionReport = self.machine.collect()?;
         let (cpu, begun) = (this_thread(), Instant::now());
         let (frames, epoch) = match &self.sink {
             Some(sink) => (sink.lock().drain(&mut self.runs), None),

@@ -6,7 +6,7 @@ use super::config::MemoryConfig;
 use super::drives::{TestDisk, TestDiskHandle};
 use super::faults::{ExclusiveDrive, Faults, Op};
 use super::guest::MemoryGuest;
-use crate::{DriveCopy, DriveHead, GuestError, GuestFactory, Origin, VmId, WithCopies};
+use crate::{DriveCopy, DriveHead, GuestError, GuestFactory, GuestWithCopies, Origin, VmId};
 
 /// Builds [`MemoryGuest`]s with the faults and the drive that the test chose.
 #[derive(Clone, Debug, Default)]
@@ -27,7 +27,7 @@ impl GuestFactory for MemoryGuestFactory {
         vm_id: VmId,
         config: &[u8],
         drives: &[DriveHead],
-    ) -> Result<WithCopies<MemoryGuest>, GuestError> {
+    ) -> Result<GuestWithCopies<MemoryGuest>, GuestError> {
         if let Some(drive) = drives.first() {
             let why = "no copies of drives are made here".to_owned();
             return Err(GuestError::Unsupported { what: drive.to_string(), why });
@@ -44,7 +44,7 @@ impl GuestFactory for MemoryGuestFactory {
         from: &Origin,
         config: &[u8],
         drives: &[DriveHead],
-    ) -> Result<WithCopies<MemoryGuest>, GuestError> {
+    ) -> Result<GuestWithCopies<MemoryGuest>, GuestError> {
         let mut found: Vec<Box<dyn DriveCopy>> = Vec::new();
         for head in drives {
             let disk = self.disks.iter().find(|disk| disk.head() == head);

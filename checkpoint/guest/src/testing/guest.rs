@@ -21,7 +21,7 @@ use super::memory_loader::TestMemoryLoader;
 use super::pages::{PAGE, PageSweep, WrongFrame, WrongMemory, fill, nth_frame};
 use super::write_protection::{FrameProtectionState, SoftwareWriteProtection};
 use super::writers::{PageWriter, WriterGate};
-use crate::collected::Collected;
+use crate::collection_report::CollectionReport;
 use crate::{
     DirtyLog, GuestContents, GuestDrive, GuestError, GuestIdentity, GuestRam, HandOver,
     LazyRestoreProgress, Lifecycle, Line, LineId, MemoryLoader, PageSource, Populate, RunState,
@@ -382,9 +382,9 @@ impl DirtyLog for MemoryGuest {
         Ok(self.gate.while_parked(|| self.tracker.subscribe(name))?)
     }
 
-    fn collect(&self) -> Result<Collected, GuestError> {
+    fn collect(&self) -> Result<CollectionReport, GuestError> {
         self.faults.check(Op::Collect, "collecting dirty frames")?;
-        Ok(Collected::default())
+        Ok(CollectionReport::default())
     }
 }
 

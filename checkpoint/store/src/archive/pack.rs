@@ -18,8 +18,8 @@ use crate::archive::records::{
 use crate::archive::threads::side_by_side;
 use crate::error::StoreError;
 use crate::export::ExportReport;
-use crate::frame_map::{Cell, FrameMap};
-use crate::lazy::{read_frames, runs_of_cells};
+use crate::frame_map::{FrameLocation, FrameMap};
+use crate::lazy::{read_frames, runs_of_locations};
 use crate::object::encode_drives;
 use crate::page_file::PageReader;
 use crate::pin::Machine;
@@ -54,7 +54,7 @@ impl Store {
         let (info, front) = (logged.info, logged.front);
         // In the archive, the epoch builds on nothing, even if it did in the store.
         let front = Front { rebased: front.parent.is_some(), ..front };
-        let frames: Vec<(Gfn, Cell)> = map.all().collect();
+        let frames: Vec<(Gfn, FrameLocation)> = map.all().collect();
         drop(map);
         let header = Header::new(MAGIC_ARCHIVE, info.vm_id, info.epoch, front.layout);
         let io = |cause| StoreError::Io { what: "writing", path: path.to_owned(), cause };
@@ -175,12 +175,13 @@ impl Drop for PackerPanicGuard<'_, '_> {
 fn pack<'f>(
     pages: &PageReader,
     epoch: u64,
-    frames: &[(Gfn, Cell)],
+    frames: &[(Gfn, FrameLocation)],
     out: ArchiveOutput<'f>,
     path: &Path,
 ) -> Result<ArchiveOutput<'f>, StoreError> {
     let objects = frames.chunk_by(|(a, _), (b, _)| place(*a).0 == place(*b).0);
-    let pieces: Vec<&[(Gfn, Cell)]> = objects.flat_map(|of| of.chunks(MAX_FRAMES)).collect();
+    let pieces: Vec<&[(Gfn, FrameLocation)]> =
+        objects.flat_map(|of| of.chunks(MAX_FRAMES)).collect();
     let taken = AtomicUsize::new(0);
     let turn = Mutex::new(OutputTurn { out, next: 0, failed: None, panicked: false });
     let is_next = Condvar::new();
@@ -233,7 +234,7 @@ impl PiecePacker {
         &mut self,
         pages: &PageReader,
         epoch: u64,
-        piece: &[(Gfn, Cell)],
+        piece: &[(Gfn, FrameLocation)],
         path: &Path,
     ) -> Result<(), StoreError> {
         let Self { contents, packed, payload, zstd } = self;
@@ -247,8 +248,13 @@ impl PiecePacker {
         };
         packed.resize(zstd::zstd_safe::compress_bound(MAX_CONTENTS), 0);
         let length = zstd.compress_to_buffer(contents, &mut packed[..]).map_err(io)?;
-        let runs: Vec<FrameRun> = runs_of_cells(piece).collect();
-        encode_contents(&runs, piece.iter().map(|(_, cell)| cell.crc), &packed[..length], payload);
+        let runs: Vec<FrameRun> = runs_of_locations(piece).collect();
+        encode_contents(
+            &runs,
+            piece.iter().map(|(_, location)| location.crc),
+            &packed[..length],
+            payload,
+        );
         Ok(())
     }
 }

@@ -148,7 +148,7 @@ impl GuestFactory for HookedCopyFactory {
         vm_id: VmId,
         config: &[u8],
         _: &[DriveHead],
-    ) -> Result<driftline_guest::WithCopies<MemoryGuest>, driftline_guest::GuestError> {
+    ) -> Result<driftline_guest::GuestWithCopies<MemoryGuest>, driftline_guest::GuestError> {
         Ok((self.0.create(vm_id, config)?, vec![Box::new(RemovalHookCopy(self.1.clone()))]))
     }
 
@@ -157,7 +157,7 @@ impl GuestFactory for HookedCopyFactory {
         from: &driftline_guest::Origin,
         config: &[u8],
         drives: &[DriveHead],
-    ) -> Result<driftline_guest::WithCopies<MemoryGuest>, driftline_guest::GuestError> {
+    ) -> Result<driftline_guest::GuestWithCopies<MemoryGuest>, driftline_guest::GuestError> {
         self.0.create_with_drives(from, config, drives)
     }
 }

@@ -1,13 +1,13 @@
 //! The source's state machine.
 //!
 //! ```text
-//! Streaming -Converged-> Recording -Recorded-> Recorded -Prepared-> Committed -Running-> Gone
+//! Streaming -Converged-> Recording -Recorded-> Recorded -Prepared-> Committed -Running-> Ended
 //!     |                      |                    |                   |  \
 //!     +----------------------+--------------------+                 Lost  Discarded
 //!                    Lost    v                                        v     v
-//!                           Here                           InDoubt <--+    Here
-//!                                                             |  Running, or Discard -> Gone
-//!                                                             |  Discarded, or Run   -> Here
+//!                         Aborted                          InDoubt <--+  Aborted
+//!                                                             |  Running, or Discard -> Ended
+//!                                                             |  Discarded, or Run   -> Aborted
 //! ```
 //!
 //! Run and Discard are the operator's decisions.
@@ -31,10 +31,10 @@ pub(crate) enum Source {
     Committed,
     /// No answer has arrived.
     InDoubt,
-    /// The guest is here again. Final.
-    Here,
-    /// The guest here has ended. Final.
-    Gone,
+    /// The hand-over was aborted: the guest is at the source. Final.
+    Aborted,
+    /// The guest at the source has ended. Final.
+    Ended,
 }
 
 /// An event at the source.
@@ -87,8 +87,8 @@ impl Source {
     pub(crate) fn on(self, event: SourceEvent) -> (Self, SourceOrder) {
         use SourceEvent as E;
         use SourceOrder as O;
-        let take_back = (Self::Here, O::TakeBack(MayRunHere(())));
-        let end = (Self::Gone, O::End(MayEnd(())));
+        let take_back = (Self::Aborted, O::TakeBack(MayRunHere(())));
+        let end = (Self::Ended, O::End(MayEnd(())));
         match (self, event) {
             (Self::Streaming, E::Converged) => (Self::Recording, O::Record),
             (Self::Recording, E::Recorded) => (Self::Recorded, O::Wait),

@@ -22,9 +22,10 @@ use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::{FrameRun, Layout, Subscription};
 use driftline_guest::{
-    Clock, Collected, DirtyLog, GuestContents, GuestDrive, GuestError, GuestIdentity, GuestRam,
-    HandOver, LazyRestoreProgress, Lifecycle, Line, MemoryLoader, PageSource, Populate, RunState,
-    SavedState, Section, Stateful, VcpuPauses, VcpuWrites, VmId, WriteProtection, WriteThrottle,
+    Clock, CollectionReport, DirtyLog, GuestContents, GuestDrive, GuestError, GuestIdentity,
+    GuestRam, HandOver, LazyRestoreProgress, Lifecycle, Line, MemoryLoader, PageSource, Populate,
+    RunState, SavedState, Section, Stateful, VcpuPauses, VcpuWrites, VmId, WriteProtection,
+    WriteThrottle,
 };
 use driftline_images::PayloadSpec;
 use driftline_images::workload::{WorkingSetPlacement, ready_line};
@@ -237,10 +238,10 @@ impl Populate for ThreadMachine {
 
     fn fetch_lazily(
         &self,
-        backlog: Box<dyn PageSource>,
+        source: Box<dyn PageSource>,
     ) -> Result<Option<Box<dyn PageSource>>, GuestError> {
         // Lazy restore is unsupported.
-        Ok(Some(backlog))
+        Ok(Some(source))
     }
 
     fn fetching(&self) -> Option<LazyRestoreProgress> {
@@ -256,10 +257,13 @@ impl DirtyLog for ThreadMachine {
         Ok(self.memory.tracker().subscribe(name)?)
     }
 
-    fn collect(&self) -> Result<Collected, GuestError> {
+    fn collect(&self) -> Result<CollectionReport, GuestError> {
         let marked = self.memory.tracker().stats().marked_frames;
         let before = self.reported_frames.swap(marked, Ordering::Relaxed);
-        Ok(Collected { frames: marked.saturating_sub(before), ..Collected::default() })
+        Ok(CollectionReport {
+            frames: marked.saturating_sub(before),
+            ..CollectionReport::default()
+        })
     }
 }
 

@@ -1,6 +1,6 @@
 //! Describes a guest's migration and its checkpoints for `top`, in a few sentences each.
 
-use driftline_checkpoint::Spread;
+use driftline_checkpoint::Percentiles;
 use driftline_control::model::{
     CheckpointSummary, EpochOutcome, MigrationPage, MigrationState, WatchPage,
 };
@@ -48,7 +48,8 @@ fn migration(page: &MigrationPage) -> Sentence {
 fn checkpoints(run: &CheckpointSummary) -> Sentence {
     let done = &run.achieved;
     let ms = |us: u64| us as f64 / 1e3;
-    let spread = |s: &Spread| format!("p50 {:.1} p99 {:.1} ms", ms(s.p50_us), ms(s.p99_us));
+    let percentiles =
+        |s: &Percentiles| format!("p50 {:.1} p99 {:.1} ms", ms(s.p50_us), ms(s.p99_us));
     let head = if run.running { "checkpoints" } else { "checkpoints, over" };
     let mut text = format!("{head}: ");
     let mut alarming = done.failed > 0 && run.running;
@@ -67,7 +68,11 @@ fn checkpoints(run: &CheckpointSummary) -> Sentence {
         }
     }
     if done.epochs > 0 {
-        text += &format!("; pause {}, durable after {}", spread(&done.pause), spread(&done.write));
+        text += &format!(
+            "; pause {}, durable after {}",
+            percentiles(&done.pause),
+            percentiles(&done.write)
+        );
         // A single checkpoint has no interval.
         if done.interval.p50_us > 0 {
             text += &format!(", every {:.0} ms", ms(done.interval.p50_us));

@@ -319,11 +319,11 @@ fn checkpoints_show_pauses_and_failures() {
         job: 1,
         running: true,
         store: "/var/store".into(),
-        achieved: driftline_checkpoint::Achieved { epochs: 813, ..Default::default() },
+        achieved: driftline_checkpoint::CadenceTotals { epochs: 813, ..Default::default() },
         last: Some(EpochOutcome::Stored(line)),
     };
     summary.achieved.pause =
-        driftline_checkpoint::Spread { p50_us: 910, p99_us: 4400, ..Default::default() };
+        driftline_checkpoint::Percentiles { p50_us: 910, p99_us: 4400, ..Default::default() };
     summary.achieved.write.p50_us = 1300;
     summary.achieved.interval.p50_us = 100_000;
     window.checkpoints = Some(summary);

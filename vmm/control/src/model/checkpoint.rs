@@ -3,7 +3,7 @@
 use std::num::NonZeroU64;
 use std::path::PathBuf;
 
-use driftline_checkpoint::{Achieved, EpochReport, TakenEpoch};
+use driftline_checkpoint::{CadenceTotals, EpochReport, TakenEpoch};
 use serde::{Deserialize, Serialize};
 
 use super::limit::UnknownName;
@@ -85,7 +85,7 @@ pub struct CheckpointPage {
     /// The outcome of each attempted epoch.
     pub epochs: Vec<EpochOutcome>,
     /// Totals of the run so far.
-    pub achieved: Achieved,
+    pub achieved: CadenceTotals,
     /// The requested interval, in ms; none for a single checkpoint.
     pub every_ms: Option<NonZeroU64>,
     /// Number of checkpoints that the store keeps; none if it keeps all.

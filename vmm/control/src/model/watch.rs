@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use driftline_checkpoint::Achieved;
+use driftline_checkpoint::CadenceTotals;
 use driftline_machine::vm::EndReason;
 use serde::{Deserialize, Serialize};
 
@@ -102,7 +102,7 @@ pub struct CheckpointSummary {
     /// The store's directory.
     pub store: PathBuf,
     /// Totals of the run so far.
-    pub achieved: Achieved,
+    pub achieved: CadenceTotals,
     /// The outcome of the last epoch.
     pub last: Option<EpochOutcome>,
 }

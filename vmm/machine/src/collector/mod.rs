@@ -16,7 +16,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::{NoMemory, Subscription, Tracker};
-use driftline_guest::{Collected, GuestError};
+use driftline_guest::{CollectionReport, GuestError};
 
 use crate::actor::{self, CallError, Handle, Inbox, Next};
 use crate::histogram::{Distribution, Histogram};
@@ -97,7 +97,7 @@ impl Collector {
             tracker,
             many,
             caught: CaughtWrites::Nothing,
-            unreported: Collected::default(),
+            unreported: CollectionReport::default(),
             period: PERIOD_MOST,
             overruns: overruns.clone(),
             dirtied: dirtied.clone(),
@@ -114,7 +114,7 @@ impl Collector {
         self.ask("begin to track the guest's writes", |state| state.subscribe(name))
     }
 
-    pub(crate) fn collect(&self) -> Result<Collected, CollectorError> {
+    pub(crate) fn collect(&self) -> Result<CollectionReport, CollectorError> {
         self.ask("collect what the guest has written", CollectorState::report)
     }
 
@@ -183,7 +183,7 @@ pub(crate) struct CollectorState {
     many: u64,
     caught: CaughtWrites,
     /// Results of collections that were not requested; part of the next reply.
-    unreported: Collected,
+    unreported: CollectionReport,
     period: Duration,
     overruns: Arc<AtomicU64>,
     /// A copy of the source's counts that other threads can read.
@@ -226,7 +226,7 @@ impl CollectorState {
             self.caught = CaughtWrites::Partial;
             self.source.start()?;
             self.caught = CaughtWrites::Everything;
-            self.unreported = Collected::default();
+            self.unreported = CollectionReport::default();
             self.period = PERIOD_LEAST;
         }
         // The source already catches writes, so no write between the two calls is missed.
@@ -259,7 +259,7 @@ impl CollectorState {
         Ok(now.frames)
     }
 
-    fn report(&mut self) -> Result<Collected, CollectorError> {
+    fn report(&mut self) -> Result<CollectionReport, CollectorError> {
         if self.caught == CaughtWrites::Everything {
             self.collect()?;
         }
@@ -369,8 +369,8 @@ mod tests {
             switch(&mut s.logging, false, &mut s.failing_stops)
         }
 
-        fn collect(&mut self, tracker: &Tracker) -> Result<Collected, SourceError> {
-            let mut out = Collected::default();
+        fn collect(&mut self, tracker: &Tracker) -> Result<CollectionReport, SourceError> {
+            let mut out = CollectionReport::default();
             for (id, _) in (0..).zip(self.0.lock().unwrap().logging).filter(|(_, on)| *on) {
                 tracker.mark(FrameRun { start: slot(id).base, count: 1 }).unwrap();
                 out.frames += 1;

@@ -35,7 +35,8 @@ use crate::sources::DirtySource;
 use crate::throttle::{ThrottleHandle, ThrottleState};
 use crate::vcpu::{self, Counters, StateContext, Vcpu, cpu_compat, cpuid, msrs, tsc};
 
-/// Collected frames from which on the next collection follows sooner; at most a quarter of a ring.
+/// Number of collected frames from which on the next collection follows sooner, but at most a
+/// quarter of a ring.
 const MANY_FRAMES: u64 = 4096;
 
 /// Bytes of guest memory from which on the threads of rayon's pool absorb a bitmap.

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use driftline_guest::{DriveHead, GuestError, GuestFactory, Origin, VmId, WithCopies};
+use driftline_guest::{DriveHead, GuestError, GuestFactory, GuestWithCopies, Origin, VmId};
 use parking_lot::Mutex;
 
 use super::{EarlyVm, KvmMachine};
@@ -52,7 +52,7 @@ impl GuestFactory for MachineFactory {
         vm_id: VmId,
         config: &[u8],
         drives: &[DriveHead],
-    ) -> Result<WithCopies<KvmMachine>, GuestError> {
+    ) -> Result<GuestWithCopies<KvmMachine>, GuestError> {
         let host = self.host.with_copies_of(drives);
         let config = MachineConfig::decode(config)?.on_host(&host)?;
         let copies = make_copies(vm_id, &config, drives)?;
@@ -64,7 +64,7 @@ impl GuestFactory for MachineFactory {
         from: &Origin,
         config: &[u8],
         drives: &[DriveHead],
-    ) -> Result<WithCopies<KvmMachine>, GuestError> {
+    ) -> Result<GuestWithCopies<KvmMachine>, GuestError> {
         let host = self.host.writing_over(drives);
         let stored = MachineConfig::decode(config)?;
         let (vm_id, config) = stored.clone().on_host(&host)?.restored(from, &host);

@@ -44,9 +44,10 @@ use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::{FrameRun, FrameSet, Layout, Subscription};
 use driftline_guest::{
-    Clock, Collected, DirtyLog, GuestContents, GuestDrive, GuestError, GuestIdentity, GuestRam,
-    HandOver, LazyRestoreProgress, Lifecycle, Line, MemoryLoader, PageSource, Populate, RunState,
-    SavedState, Section, Stateful, VcpuPauses, VcpuWrites, VmId, WriteProtection, WriteThrottle,
+    Clock, CollectionReport, DirtyLog, GuestContents, GuestDrive, GuestError, GuestIdentity,
+    GuestRam, HandOver, LazyRestoreProgress, Lifecycle, Line, MemoryLoader, PageSource, Populate,
+    RunState, SavedState, Section, Stateful, VcpuPauses, VcpuWrites, VmId, WriteProtection,
+    WriteThrottle,
 };
 
 use crate::actor::Handle;
@@ -199,18 +200,18 @@ impl Populate for KvmMachine {
 
     fn fetch_lazily(
         &self,
-        backlog: Box<dyn PageSource>,
+        source: Box<dyn PageSource>,
     ) -> Result<Option<Box<dyn PageSource>>, GuestError> {
         if self.config.tracking == TrackingMode::UserfaultWp {
             tracing::info!(
                 "no lazy restore: --tracking userfault-wp uses the one userfaultfd of this memory; all \
                  pages are read first"
             );
-            return Ok(Some(backlog));
+            return Ok(Some(source));
         }
         let (status, supervisor) = (self.status.clone(), self.supervisor.clone());
         let owner = MachineRestoreOwner { end: EndReporter { status, supervisor } };
-        self.memory.fetch_lazily(backlog, Box::new(owner))
+        self.memory.fetch_lazily(source, Box::new(owner))
     }
 
     fn fetching(&self) -> Option<LazyRestoreProgress> {
@@ -223,7 +224,7 @@ impl DirtyLog for KvmMachine {
         Ok(self.collector()?.subscribe(name)?)
     }
 
-    fn collect(&self) -> Result<Collected, GuestError> {
+    fn collect(&self) -> Result<CollectionReport, GuestError> {
         Ok(self.collector()?.collect()?)
     }
 }

@@ -114,31 +114,31 @@ struct LazyRestoreState {
 }
 
 impl LazyRestore {
-    /// Starts fetching the frames of `backlog` into `ram`, which nothing may have touched yet.
-    /// Returns the backlog if the memory's pages or the host do not support that.
+    /// Starts fetching the frames of `source` into `ram`, which nothing may have accessed yet.
+    /// Returns the source if the memory's pages or the host do not support that.
     pub(super) fn begin(
         ram: &GuestRam,
-        backlog: Box<dyn PageSource>,
+        source: Box<dyn PageSource>,
         owner: Box<dyn RestoreOwner>,
     ) -> io::Result<Result<Self, Box<dyn PageSource>>> {
         if ram.iter().any(is_pooled) {
             tracing::info!(
                 "no lazy restore with huge pages from the pool: all pages are read first"
             );
-            return Ok(Err(backlog));
+            return Ok(Err(source));
         }
         let userfault = match Userfault::open_for_missing() {
             Ok(userfault) => userfault,
             Err(e) => {
                 tracing::info!("no userfaultfd: {e}; all pages are read first");
-                return Ok(Err(backlog));
+                return Ok(Err(source));
             }
         };
         for region in ram.iter() {
             userfault.register_missing(region.as_ptr() as u64, region.len())?;
         }
         let state =
-            LazyRestoreState { left: backlog.frames().clone(), ..LazyRestoreState::default() };
+            LazyRestoreState { left: source.frames().clone(), ..LazyRestoreState::default() };
         let shared = Arc::new(LazyRestoreShared {
             userfault,
             ram: ram.clone(),
@@ -150,7 +150,7 @@ impl LazyRestore {
         let buffer = vec![0; (BACKGROUND_BATCH * PAGE_SIZE) as usize];
         let fetcher = Fetcher {
             shared: shared.clone(),
-            backlog,
+            source,
             buffer,
             owner,
             is_lost: false,
@@ -276,7 +276,7 @@ impl LazyRestoreShared {
 /// The state that the fetching thread owns.
 struct Fetcher {
     shared: Arc<LazyRestoreShared>,
-    backlog: Box<dyn PageSource>,
+    source: Box<dyn PageSource>,
     buffer: Vec<u8>,
     owner: Box<dyn RestoreOwner>,
     is_lost: bool,
@@ -300,7 +300,7 @@ impl Fetcher {
     fn run(mut self) {
         let began = Instant::now();
         let mut faults: Vec<u64> = Vec::new();
-        let mut working_set = self.backlog.first().to_vec().into_iter();
+        let mut working_set = self.source.first().to_vec().into_iter();
         let mut in_grace = true;
         while !self.shared.over.load(Ordering::Acquire) {
             in_grace &= !self.owner.runs() && began.elapsed() < BOOT_GRACE;
@@ -386,7 +386,7 @@ impl Fetcher {
         drop(state);
         let (waits, ms) = (faulted.len(), began.elapsed().as_millis());
         tracing::info!(frames, prefetched, waits, ms, "lazy restore complete");
-        self.backlog.finish(&faulted);
+        self.source.finish(&faulted);
     }
 
     /// Poisons lost pages, so that no thread waits for one for ever. KVM's calls then fail. If a
@@ -481,7 +481,7 @@ impl Fetcher {
             }
             Err(why) => {
                 self.lost.push(address);
-                let epoch = self.backlog.epoch();
+                let epoch = self.source.epoch();
                 self.lose(format!("page {:#x} of checkpoint {epoch} is lost: {why}", run.start.0));
             }
         }
@@ -489,7 +489,7 @@ impl Fetcher {
 
     fn copy(&mut self, address: u64, run: FrameRun) -> io::Result<()> {
         let contents = &mut self.buffer[..(run.count * PAGE_SIZE) as usize];
-        self.backlog.read(run, contents).map_err(io::Error::other)?;
+        self.source.read(run, contents).map_err(io::Error::other)?;
         let copied = self.shared.userfault.copy(address, contents);
         copied.map_err(|e| {
             io::Error::new(e.kind(), format!("placing page {:#x} in memory: {e}", run.start.0))

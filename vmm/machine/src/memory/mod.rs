@@ -163,24 +163,24 @@ impl Memory {
         Ok(opened.map(|shield| Box::new(shield) as Box<dyn WriteProtection>))
     }
 
-    /// Starts a lazy restore: a fault fetches its frame from `backlog`, and the others are fetched in
-    /// the background. No thread may have accessed this memory before. The restore calls
+    /// Starts a lazy restore: a fault fetches its frame from `source`, and the background copy the
+    /// others. No thread may have accessed this memory before. The restore calls
     /// `owner` if a frame cannot be fetched.
     ///
-    /// Returns the backlog if the host or this memory's pages do not support that, or if the memory
+    /// Returns the source if the host or this memory's pages do not support that, or if the memory
     /// was prefaulted. The caller must then read all frames before the guest runs.
     pub(crate) fn fetch_lazily(
         &self,
-        backlog: Box<dyn PageSource>,
+        source: Box<dyn PageSource>,
         owner: Box<dyn RestoreOwner>,
     ) -> Result<Option<Box<dyn PageSource>>, GuestError> {
         let failed = |cause| GuestError::System { what: "starting a lazy restore", cause };
         if self.options.prefault {
             tracing::info!("no lazy restore of prefaulted memory: all pages are read first");
-            return Ok(Some(backlog));
+            return Ok(Some(source));
         }
-        match LazyRestore::begin(&self.ram, backlog, owner).map_err(|e| failed(e.into()))? {
-            Err(backlog) => Ok(Some(backlog)),
+        match LazyRestore::begin(&self.ram, source, owner).map_err(|e| failed(e.into()))? {
+            Err(source) => Ok(Some(source)),
             Ok(restore) => match self.protected.set_lazy_restore(restore) {
                 Ok(()) => Ok(None),
                 Err(_) => Err(failed("this memory has one already".into())),

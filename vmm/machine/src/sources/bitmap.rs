@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use driftline_dirty_tracker::{OutOfSlot, SlotId, Tracker};
-use driftline_guest::Collected;
+use driftline_guest::CollectionReport;
 
 use super::lap;
 use super::slot_bitmaps::SlotBitmaps;
@@ -39,7 +39,7 @@ impl DirtySource for BitmapSource {
         self.log.stop()
     }
 
-    fn collect(&mut self, tracker: &Tracker) -> Result<Collected, SourceError> {
+    fn collect(&mut self, tracker: &Tracker) -> Result<CollectionReport, SourceError> {
         self.collect_by(|slot, bitmap| {
             tracker.absorb_bitmap(slot, bitmap).inspect_err(|_| tracker.mark_all())
         })
@@ -52,8 +52,8 @@ impl BitmapSource {
     pub(super) fn collect_by(
         &mut self,
         mut insert: impl FnMut(SlotId, &[u64]) -> Result<u64, OutOfSlot>,
-    ) -> Result<Collected, SourceError> {
-        let mut out = Collected::default();
+    ) -> Result<CollectionReport, SourceError> {
+        let mut out = CollectionReport::default();
         let vm = self.log.vm().clone();
         for slot in vm.memory().layout().slots() {
             let mut at = Instant::now();

@@ -10,7 +10,7 @@ use super::source::{DirtySource, SourceError};
 use crate::tracking::TrackingMode;
 
 use driftline_dirty_tracker::{FrameRun, NoMemory, Subscription, Tracker};
-use driftline_guest::Collected;
+use driftline_guest::CollectionReport;
 
 /// Frames reported to all sources of this kind, counted over all machines. Machines share the
 /// counter so that a guest that moves too often for any one machine to see a million frames still
@@ -52,7 +52,7 @@ impl DirtySource for BrokenSource {
         self.inner.stop()
     }
 
-    fn collect(&mut self, tracker: &Tracker) -> Result<Collected, SourceError> {
+    fn collect(&mut self, tracker: &Tracker) -> Result<CollectionReport, SourceError> {
         let collected = self.inner.collect(&self.reported)?;
         let epoch = self.subscription.drain();
         for start in epoch.runs().flat_map(FrameRun::frames) {

@@ -2,7 +2,7 @@
 //! decides what it catches and when it write-protects.
 
 use driftline_dirty_tracker::Tracker;
-use driftline_guest::Collected;
+use driftline_guest::CollectionReport;
 
 use super::source::{DirtySource, SourceError};
 use super::{BitmapSource, RingSource};
@@ -25,11 +25,11 @@ impl<S> Diverted<S> {
 /// A source whose frames can go to a sink.
 pub(crate) trait Divert: DirtySource {
     /// Collects like [`DirtySource::collect`], into `sink`.
-    fn collect_into(&mut self, sink: &SharedSink) -> Result<Collected, SourceError>;
+    fn collect_into(&mut self, sink: &SharedSink) -> Result<CollectionReport, SourceError>;
 }
 
 impl Divert for RingSource {
-    fn collect_into(&mut self, sink: &SharedSink) -> Result<Collected, SourceError> {
+    fn collect_into(&mut self, sink: &SharedSink) -> Result<CollectionReport, SourceError> {
         self.collect_by(|frames| {
             let mut sink = sink.lock();
             let absorbed = match &mut *sink {
@@ -45,7 +45,7 @@ impl Divert for RingSource {
 }
 
 impl Divert for BitmapSource {
-    fn collect_into(&mut self, sink: &SharedSink) -> Result<Collected, SourceError> {
+    fn collect_into(&mut self, sink: &SharedSink) -> Result<CollectionReport, SourceError> {
         self.collect_by(|slot, bitmap| {
             let mut sink = sink.lock();
             sink.insert_bitmap(slot, bitmap).inspect_err(|_| sink.insert_all())
@@ -66,7 +66,7 @@ impl<S: Divert> DirtySource for Diverted<S> {
         self.source.stop()
     }
 
-    fn collect(&mut self, _: &Tracker) -> Result<Collected, SourceError> {
+    fn collect(&mut self, _: &Tracker) -> Result<CollectionReport, SourceError> {
         self.source.collect_into(&self.sink)
     }
 }

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use driftline_dirty_tracker::Tracker;
-use driftline_guest::Collected;
+use driftline_guest::CollectionReport;
 
 use super::lap;
 use super::slot_bitmaps::SlotBitmaps;
@@ -100,8 +100,8 @@ impl DirtySource for ManualSource {
         self.log.stop()
     }
 
-    fn collect(&mut self, tracker: &Tracker) -> Result<Collected, SourceError> {
-        let mut out = Collected::default();
+    fn collect(&mut self, tracker: &Tracker) -> Result<CollectionReport, SourceError> {
+        let mut out = CollectionReport::default();
         let vm = self.log.vm().clone();
         for slot in vm.memory().layout().slots() {
             let mut at = Instant::now();

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use driftline_dirty_tracker::Tracker;
 use driftline_dirty_tracker::ring::{Harvester, Inserted, Readable, RingFull};
-use driftline_guest::Collected;
+use driftline_guest::CollectionReport;
 
 use super::source::{DirtySource, SourceError};
 use super::{lap, set_logging};
@@ -46,7 +46,7 @@ impl RingSource {
     pub(super) fn collect_by(
         &mut self,
         insert: impl FnOnce(Readable<'_>) -> Inserted,
-    ) -> Result<Collected, SourceError> {
+    ) -> Result<CollectionReport, SourceError> {
         let mut at = Instant::now();
         let harvest = self.harvester.harvest(self.rings.iter().map(RingMap::entries));
         let harvest_ns = lap(&mut at);
@@ -76,7 +76,7 @@ impl RingSource {
         if absorbed.foreign > 0 {
             tracing::warn!("{} dirty pages are in no memory slot", absorbed.foreign);
         }
-        Ok(Collected {
+        Ok(CollectionReport {
             frames: absorbed.frames,
             overruns,
             marked_all: absorbed.marked_all,
@@ -111,7 +111,7 @@ impl DirtySource for RingSource {
         self.discard()
     }
 
-    fn collect(&mut self, tracker: &Tracker) -> Result<Collected, SourceError> {
+    fn collect(&mut self, tracker: &Tracker) -> Result<CollectionReport, SourceError> {
         self.collect_by(|frames| frames.insert_into(tracker))
     }
 

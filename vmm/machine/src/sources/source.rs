@@ -3,7 +3,7 @@
 use std::io;
 
 use driftline_dirty_tracker::Tracker;
-use driftline_guest::Collected;
+use driftline_guest::CollectionReport;
 
 use crate::tracking::TrackingMode;
 
@@ -45,7 +45,7 @@ pub trait DirtySource: Send {
     ///
     /// # Errors
     /// Returns an error if a system call fails. No frame is lost: the next call reports it.
-    fn collect(&mut self, tracker: &Tracker) -> Result<Collected, SourceError>;
+    fn collect(&mut self, tracker: &Tracker) -> Result<CollectionReport, SourceError>;
 
     /// Returns the number of frames that each vCPU has made dirty so far, see
     /// [`Harvester::dirtied`](driftline_dirty_tracker::ring::Harvester::dirtied). Empty by

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use driftline_dirty_tracker::Tracker;
-use driftline_guest::Collected;
+use driftline_guest::CollectionReport;
 
 use super::lap;
 use super::source::{DirtySource, SourceError};
@@ -54,8 +54,8 @@ impl DirtySource for UserfaultWpSource {
         self.watch.end().map_err(failed("UFFDIO_UNREGISTER"))
     }
 
-    fn collect(&mut self, tracker: &Tracker) -> Result<Collected, SourceError> {
-        let mut out = Collected::default();
+    fn collect(&mut self, tracker: &Tracker) -> Result<CollectionReport, SourceError> {
+        let mut out = CollectionReport::default();
         let (begun, mut insert_ns, mut foreign) = (Instant::now(), 0, false);
         // Stays set until a scan has completed.
         let was_incomplete = std::mem::replace(&mut self.is_incomplete, true);

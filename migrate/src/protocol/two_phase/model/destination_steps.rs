@@ -48,8 +48,8 @@ impl ModelState {
         }
         // ENDED. Another process of the site may receive it as well, but it had no guest and
         // removes nothing.
-        let is_resolved =
-            matches!(self.source, Source::Here | Source::Gone) && self.source_todo == ToDo::Nothing;
+        let is_resolved = matches!(self.source, Source::Aborted | Source::Ended)
+            && self.source_todo == ToDo::Nothing;
         if is_resolved && self.disk.is_some() && self.destination.may_forget() {
             // The host may crash between the two removals.
             let w = Self { prepared: false, ..self.clone() };

@@ -69,7 +69,7 @@ fn explore(names_boot: bool) {
     let stuck = seen.iter().filter(honest).filter(both).find(|w| !resolvable.contains(w));
     assert!(stuck.is_none(), "only an operator resolves {stuck:#?}");
     assert!(seen.len() > 1_000, "only {} states were visited", seen.len());
-    for wanted in [Source::Here, Source::Gone, Source::InDoubt] {
+    for wanted in [Source::Aborted, Source::Ended, Source::InDoubt] {
         assert!(seen.iter().any(|w| w.source == wanted), "{wanted:?} was never reached");
     }
     println!("{} states (records name a boot: {names_boot})", seen.len());
@@ -82,12 +82,12 @@ fn without_faults_the_guest_arrives() {
         // Deadlines and lost connections count as good steps; this run takes none of them.
         let late = next.source == Source::InDoubt
             || next.destination == Destination::Discarding
-            || (next.source_hung_up && next.source != Source::Gone);
+            || (next.source_hung_up && next.source != Source::Ended);
         *kind == StepKind::Good && !late
     }) {
         state = next;
     }
-    assert_eq!((state.source, state.destination), (Source::Gone, Destination::Running));
+    assert_eq!((state.source, state.destination), (Source::Ended, Destination::Running));
     assert!(state.destination_runs && !state.source_runs);
 }
 
@@ -95,7 +95,7 @@ fn without_faults_the_guest_arrives() {
 fn only_failure_before_commit_resumes_the_guest() {
     for state in [Source::Streaming, Source::Recording, Source::Recorded] {
         let (next, order) = state.on(SourceEvent::Lost);
-        assert!(next == Source::Here && matches!(order, SourceOrder::TakeBack(_)), "{state:?}");
+        assert!(next == Source::Aborted && matches!(order, SourceOrder::TakeBack(_)), "{state:?}");
     }
     for state in [Source::Committed, Source::InDoubt] {
         assert_eq!(state.on(SourceEvent::Lost), (Source::InDoubt, SourceOrder::Ask));

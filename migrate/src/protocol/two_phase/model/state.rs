@@ -89,7 +89,7 @@ pub(super) enum Read {
     /// A prepared record and no decision.
     Undecided,
     /// After `Undecided`, no prepared record.
-    Gone,
+    Removed,
     /// After `Undecided`, still a prepared record, and no decision can have been lost.
     Never,
 }
@@ -262,14 +262,14 @@ impl ModelState {
             Self { question: None, answer: Some(verdict), ..w }
         };
         match (question.read, self.disk) {
-            (Read::Prepared(_) | Read::Gone, Some(decision)) => {
+            (Read::Prepared(_) | Read::Removed, Some(decision)) => {
                 answered(Self { durable: true, ..self.clone() }, decision)
             }
-            (Read::Prepared(false) | Read::Gone, None) => {
+            (Read::Prepared(false) | Read::Removed, None) => {
                 answered(self.clone(), Decision::Discarded)
             }
             (Read::Prepared(true), None) => reads(Read::Undecided),
-            (Read::Undecided, _) if !self.prepared => reads(Read::Gone),
+            (Read::Undecided, _) if !self.prepared => reads(Read::Removed),
             (Read::Undecided, _) if self.rebooted && self.names_boot => {
                 answered(self.clone(), Decision::Committed)
             }
@@ -322,8 +322,8 @@ impl ModelState {
             (true, true) => self.source_runs != self.destination_runs,
             // The destination's guest died with its process.
             (true, false) => {
-                matches!(self.source, Source::Here if self.source_runs)
-                    || self.source == Source::Gone
+                matches!(self.source, Source::Aborted if self.source_runs)
+                    || self.source == Source::Ended
             }
             (false, true) => {
                 self.destination_runs

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 /// The result of one collection, with the time of each step.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
-pub struct Collected {
+pub struct CollectionReport {
     /// Frames that reached the trees; a frame counts as often as it was collected.
     pub frames: u64,
     /// Rings that were overrun since the last collection (I6).
