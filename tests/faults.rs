@@ -131,7 +131,8 @@ fn lost_commit_is_resolved_by_the_destination() {
     let _alone = one_at_a_time();
     let scratch = ScratchDir::new();
     let source = Driftline::run(&scratch, "source", GUEST, &MACHINE);
-    let (mut destination, address) = Driftline::receive_and_linger(&scratch, "destination", "20s");
+    let (mut destination, address) =
+        Driftline::receive_with_answer_timeout(&scratch, "destination", "20s");
     let proxy = MigrationProxy::start(
         &address,
         Direction::ToDestination,

@@ -275,7 +275,7 @@ fn new_receiver_of_the_site_answers_discarded() {
     let hosts = HostPair::new();
     let guest = hosts.start(MemoryConfig::small());
     let mut receiving = hosts.receive_options();
-    receiving.tell_limit = Duration::ZERO;
+    receiving.answer_timeout = Duration::ZERO;
     let there = hosts.receiver_with(receiving);
     // COMMIT never arrives, and the first receiver's decision is lost with its process.
     let plan = ProxyPlan::cut_for_good(true, At::Tag(tag("COMMIT")), CutPoint::Before);

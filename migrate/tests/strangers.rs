@@ -432,7 +432,7 @@ proptest! {
 
         let hosts = HostPair::new();
         let mut options = hosts.receive_options();
-        options.tell_limit = Duration::ZERO;
+        options.answer_timeout = Duration::ZERO;
         options.handshake_timeout = Duration::from_millis(200);
         let there = hosts.receiver_with(options);
         let mut socket = TcpStream::connect(&there.to).unwrap();

@@ -131,13 +131,17 @@ impl Driftline {
 
     /// Starts `receive-migration` on a free loopback port. Returns the process and its address.
     pub fn receive(scratch: &ScratchDir, name: &str) -> (Self, String) {
-        Self::receive_and_linger(scratch, name, "1s")
+        Self::receive_with_answer_timeout(scratch, name, "1s")
     }
 
-    /// As [`receive`](Self::receive), with `--linger`: the time for which the receiver stays after
-    /// it has discarded a complete guest.
-    pub fn receive_and_linger(scratch: &ScratchDir, name: &str, linger: &str) -> (Self, String) {
-        Self::receive_with(scratch, name, &["--linger", linger])
+    /// As [`receive`](Self::receive), with `--answer-timeout`: how long the receiver waits for the
+    /// source's question after it has discarded a complete guest.
+    pub fn receive_with_answer_timeout(
+        scratch: &ScratchDir,
+        name: &str,
+        answer_timeout: &str,
+    ) -> (Self, String) {
+        Self::receive_with(scratch, name, &["--answer-timeout", answer_timeout])
     }
 
     /// As [`receive`](Self::receive), with further `args`.

@@ -186,9 +186,10 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
             self.session.forget(token);
         } else {
             wire.stream().close();
-            let limit = self.options.tell_limit;
+            let limit = self.options.answer_timeout;
             tracing::warn!(%token, "waiting up to {limit:?} until the source asks");
-            if !self.session.await_source_informed(self.options.tell_limit, &self.control.stop) {
+            if !self.session.await_source_informed(self.options.answer_timeout, &self.control.stop)
+            {
                 tracing::warn!(
                     %token,
                     "the source does not know that the guest does not run here: if it is in doubt, \

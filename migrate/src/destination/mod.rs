@@ -51,7 +51,7 @@ pub struct Received<G: ?Sized> {
 /// leaves nothing here: its source keeps the guest and receives the reason, and `receive` continues
 /// to wait unless [`ReceiveOptions::once`] is set. A failure after PREPARED ends `receive`: the
 /// decision that the guest never runs here is made durable, and the source is informed within
-/// [`ReceiveOptions::tell_limit`].
+/// [`ReceiveOptions::answer_timeout`].
 ///
 /// Costs one thread for the listener, and a bounded number of threads for connections.
 ///

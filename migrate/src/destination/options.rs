@@ -33,9 +33,9 @@ pub struct ReceiveOptions {
     pub disk_limit: Duration,
     /// Upper bound on the time from PREPARED to COMMIT, after which the guest is discarded. 10 s.
     pub commit_deadline: Duration,
-    /// Upper bound on telling the source that a prepared guest was discarded. 30 s, or 2 s once the
-    /// receiver is cancelled.
-    pub tell_limit: Duration,
+    /// Upper bound on the wait for the question of a source in doubt, after a prepared guest was
+    /// discarded. 30 s, or 2 s once the receiver is cancelled.
+    pub answer_timeout: Duration,
     /// Whether to accept one source only, and to fail if it fails before PREPARED. False.
     pub once: bool,
 }
@@ -51,7 +51,7 @@ impl ReceiveOptions {
             build_limit: Duration::from_secs(25),
             disk_limit: DISK_LIMIT,
             commit_deadline: Duration::from_secs(10),
-            tell_limit: Duration::from_secs(30),
+            answer_timeout: Duration::from_secs(30),
             once: false,
         }
     }

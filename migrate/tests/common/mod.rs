@@ -87,7 +87,7 @@ impl HostPair {
         let mut options = ReceiveOptions::new(self.destination_records());
         (options.commit_deadline, options.handshake_timeout) = (LONG, LONG);
         (options.progress_timeout, options.pace_window) = (LONG, LONG);
-        options.tell_limit = Duration::from_secs(5);
+        options.answer_timeout = Duration::from_secs(5);
         options
     }
 

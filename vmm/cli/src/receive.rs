@@ -56,7 +56,7 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
     let memory = host.memory;
     let factory = Factory::new(host);
     let options = ReceiveOptions {
-        tell_limit: args.linger,
+        answer_timeout: args.answer_timeout,
         once: args.once,
         ..ReceiveOptions::new(&args.host.state_dir)
     };

@@ -16,8 +16,8 @@ pub(crate) struct ApiArgs {
     pub(crate) api_sock: PathBuf,
     /// How long to wait for an answer: digits and ms or s
     ///
-    /// It is for each request. What a command waits for on purpose (the end of a migration,
-    /// checkpoints, the next look of top) has no limit.
+    /// The limit applies to each request. The waits for the end of a migration, for checkpoints and
+    /// for the next view of top have no limit.
     #[arg(long, value_name = "TIME", default_value = "30s", value_parser = values::duration,
           help_heading = headings::WAITING)]
     pub(crate) timeout: Duration,
@@ -51,7 +51,7 @@ pub(crate) struct QueryArgs {
 
 #[derive(Args)]
 pub(crate) struct BalloonArgs {
-    /// Take this much memory from the guest: whole MiB, such as 256M
+    /// New size of the balloon: whole MiB, such as 256M
     #[arg(long, value_name = "SIZE", value_parser = values::size,
           help_heading = headings::MEMORY)]
     pub(crate) size: Option<u64>,

@@ -34,7 +34,7 @@ pub(crate) struct Cli {
 
 #[derive(Subcommand)]
 pub(crate) enum Command {
-    /// See it work: launch, checkpoint, kill, restore, live-migrate, verify
+    /// Run a demonstration: launch, checkpoint, kill, restore, live-migrate, verify
     #[command(after_help = examples::DEMO)]
     Demo(DemoArgs),
     /// Start a guest and run it to its end
@@ -46,15 +46,16 @@ pub(crate) enum Command {
     /// Show a guest's balloon, or change its size
     #[command(after_help = examples::BALLOON)]
     Balloon(BalloonArgs),
-    /// Stop a guest's vCPUs
+    /// Pause a guest
     #[command(after_help = examples::PAUSE)]
     Pause(QueryArgs),
-    /// Let a paused guest run
+    /// Resume a paused guest
     #[command(after_help = examples::RESUME)]
     Resume(QueryArgs),
     /// Send a non-maskable interrupt to a guest that does not respond
     ///
-    /// Linux logs it, and with kernel.unknown_nmi_panic=1 panics and can write a crash dump.
+    /// Linux logs the interrupt. With kernel.unknown_nmi_panic=1 it panics, and can write a crash
+    /// dump.
     #[command(after_help = examples::NMI)]
     Nmi(QueryArgs),
     /// End a guest and its VMM
@@ -72,43 +73,43 @@ pub(crate) enum Command {
     /// Send a running guest to another host
     #[command(after_help = examples::SEND)]
     SendMigration(SendArgs),
-    /// Predict how a migration of a running guest, and checkpoints of it, would go
+    /// Predict a migration and checkpoints of a running guest
     ///
-    /// Watches the guest for about four seconds, which slows its writes down as a migration does.
-    /// Nothing is begun.
+    /// Watches the guest's writes for about four seconds, which slows them down as a migration
+    /// does. Starts neither a migration nor a checkpoint.
     #[command(after_help = examples::PLAN)]
     Plan(PlanArgs),
-    /// Watch live where, how fast and by which vCPU a guest's memory is written
+    /// Show live where, how fast and by which vCPU a guest's memory is written
     ///
     /// Shows a heat map of guest memory by write rate, the figures of each vCPU and its dirty ring,
-    /// and the migration or the checkpoints that are under way, which miss nothing. Keys: q quits,
-    /// p pauses the view, + and - change the interval. Watching slows the guest's writes down as a
-    /// migration does, at any interval, and ends with this command. NO_COLOR shows signs instead of
-    /// colours.
+    /// and a migration or checkpoints under way. These miss no page because of this command. Keys:
+    /// q quits, p pauses the view, + and - change the interval. Watching slows the guest's writes
+    /// down as a migration does, at any interval, and ends with this command. With NO_COLOR set,
+    /// signs replace colours.
     #[command(after_help = examples::TOP)]
     Top(TopArgs),
-    /// Cancel a migration; the guest stays where it is
+    /// Cancel a migration; the guest continues at the source
     #[command(after_help = examples::CANCEL)]
     CancelMigration(QueryArgs),
     /// Resolve a migration in doubt: decide where the guest runs
     #[command(after_help = examples::RESOLVE)]
     Resolve(ResolveArgs),
-    /// Measure the ways of tracking a guest's writes side by side, on this host
+    /// Measure the ways of tracking a guest's writes on this host, side by side
     #[command(after_help = examples::COMPARE)]
     Compare(CompareArgs),
-    /// Show what this host offers, and what each missing thing costs
+    /// Show the features of this host, and the cost of each missing one
     #[command(after_help = examples::DOCTOR)]
     Doctor(DoctorArgs),
-    /// Look at a store of checkpoints
+    /// Inspect and maintain a store of checkpoints
     #[command(subcommand, after_help = examples::STORE)]
     Store(StoreCommand),
 }
 
 #[derive(Args)]
 pub(crate) struct DemoArgs {
-    /// What runs the vCPUs: kvm or threads
+    /// Backend of the vCPUs: kvm or threads
     ///
-    /// By default it is kvm where that can be used.
+    /// The default is kvm where the host has it.
     #[arg(long, value_name = "NAME", help_heading = headings::PROCESSORS)]
     pub(crate) backend: Option<BackendKind>,
     /// Print the figures as one JSON object
@@ -118,7 +119,7 @@ pub(crate) struct DemoArgs {
 
 #[derive(Args)]
 pub(crate) struct DoctorArgs {
-    /// Exit with 3 if something is missing that every KVM guest needs
+    /// Exit with 3 if the host lacks a feature that every KVM guest needs
     #[arg(long, help_heading = headings::OUTPUT)]
     pub(crate) check: bool,
     /// Print one JSON object

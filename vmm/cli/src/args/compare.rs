@@ -19,9 +19,9 @@ const MOST_DURATION: Duration = Duration::from_hours(24);
 pub(crate) struct CompareArgs {
     /// Ways of tracking, such as dirty-ring or dirty-ring+list; by default all
     ///
-    /// A way is a source, or source+sink, where the sink is what dirty pages are kept in: tree,
-    /// list or flat (a bitmap that is scanned). `none`, no tracking, is the baseline of the guests'
-    /// speed; it is added where it is missing.
+    /// A way is a source, or source+sink. The sink is the structure that stores dirty pages: tree,
+    /// list or flat (a bitmap that is scanned). `none`, without tracking, is the baseline of the
+    /// guests' speed and is always measured.
     #[arg(long, value_name = "WAY,WAY", value_delimiter = ',', help_heading = headings::TRACKING)]
     pub(crate) modes: Vec<TrackingWay>,
     /// Entries of each vCPU's dirty ring, a power of two
@@ -30,27 +30,27 @@ pub(crate) struct CompareArgs {
     pub(crate) ring_entries: u32,
     /// Run the embedded guest, such as payload,ws=64M,rate=320M; may be repeated
     ///
-    /// By default there are three of 1 GiB: light, busy and flat out. The light one also runs with
+    /// By default three guests of 1 GiB run: light, busy and flat out. The light one also runs with
     /// 4, 16 and 64 GiB.
     #[arg(long = "guest", value_name = "SPEC", value_parser = values::guest_spec,
           help_heading = headings::BOOT)]
     pub(crate) guests: Vec<String>,
     /// Run this kernel, too: a static ELF file or a bzImage
     ///
-    /// What it writes is not known, so no missing page can be found.
+    /// Its writes are not known, so pages that tracking misses are not found.
     #[arg(long, value_name = "FILE", help_heading = headings::BOOT)]
     pub(crate) kernel: Option<PathBuf>,
-    /// How long the kernel boots before it is measured
+    /// Time for the kernel to boot before it is measured
     #[arg(long, value_name = "TIME", default_value = "5s", value_parser = of_one_epoch,
           requires = "kernel", help_heading = headings::BOOT)]
     pub(crate) settle: Duration,
     /// Size of guest memory, or several sizes
     ///
-    /// It may be more than the host has where the guest's working set fits.
+    /// A size may exceed the host's memory if the guest's working set fits.
     #[arg(long, value_name = "SIZE,SIZE", value_delimiter = ',', value_parser = values::memory,
           help_heading = headings::MEMORY)]
     pub(crate) mem: Vec<u64>,
-    /// vCPUs of each machine
+    /// Number of vCPUs of each guest
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = values::vcpus,
           help_heading = headings::PROCESSORS)]
     pub(crate) vcpus: u8,
@@ -58,14 +58,14 @@ pub(crate) struct CompareArgs {
     #[arg(long, value_name = "TIME", default_value = "10ms", value_parser = of_one_epoch,
           help_heading = headings::TIMING)]
     pub(crate) interval: Duration,
-    /// Time for each way, guest and size, all runs together
+    /// Time of all runs of one way, guest and size together
     ///
-    /// With the default, the whole default matrix of 195 machines, which take another 0.2 s each,
-    /// is over in two minutes on two processors.
+    /// With the default, the default matrix of 195 guests, which take another 0.2 s each, takes two
+    /// minutes on two processors.
     #[arg(long, value_name = "TIME", default_value = "1500ms", value_parser = of_all_epochs,
           help_heading = headings::TIMING)]
     pub(crate) duration: Duration,
-    /// Number of runs, each with a machine of its own
+    /// Number of runs, each with a new guest
     ///
     /// The ways take turns.
     #[arg(long, value_name = "N", default_value_t = 5,

@@ -1,5 +1,5 @@
 //! Owns the options of the commands whose process has a guest.
-#![allow(rustdoc::broken_intra_doc_links, reason = "help texts: brackets are what can be left out")]
+#![allow(rustdoc::broken_intra_doc_links, reason = "help texts: brackets mark optional parts")]
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -22,21 +22,21 @@ use crate::values;
 pub(crate) struct HostArgs {
     /// First serial port: stdio, null or file:PATH
     ///
-    /// With stdio, a terminal belongs to the guest until it ends (Ctrl-A x ends it). What comes
-    /// from a pipe or a file is typed to the guest.
+    /// With stdio, the guest has the terminal until it ends (Ctrl-A x ends it). Input from a pipe
+    /// or a file goes to the guest.
     #[arg(long, value_name = "SINK", default_value = "stdio", help_heading = headings::DEVICES)]
     pub(crate) serial: SerialSink,
-    /// What holds guest memory: anon or memfd
+    /// Backing of guest memory: anon or memfd
     #[arg(long, value_name = "KIND", default_value_t = Backing::Anon,
           help_heading = headings::MEMORY)]
     pub(crate) memory_backing: Backing,
     /// Huge pages for guest memory: thp, hugetlbfs or none
     ///
-    /// With hugetlbfs, 2 MiB pages are taken from the host's pool. Without this option the host's
-    /// setting for transparent huge pages applies.
+    /// hugetlbfs takes 2 MiB pages from the host's pool. Without this option the host's setting for
+    /// transparent huge pages applies.
     #[arg(long, value_name = "KIND", help_heading = headings::MEMORY)]
     pub(crate) hugepages: Option<HugePages>,
-    /// Take all guest memory from the host before the guest starts
+    /// Prefault all guest memory before the guest starts
     #[arg(long, help_heading = headings::MEMORY)]
     pub(crate) prefault: bool,
     /// Listen for API requests on this Unix socket
@@ -44,15 +44,15 @@ pub(crate) struct HostArgs {
     pub(crate) api_sock: Option<PathBuf>,
     /// Answer GET /metrics on this address, such as 127.0.0.1:9464
     ///
-    /// It answers nothing else, and needs no authentication: who reaches the address can read the
-    /// guest's figures, but none of its data. The API socket has /metrics too.
+    /// The address serves nothing else and needs no authentication: every client that reaches it
+    /// can read the guest's figures, but none of its data. The API socket serves /metrics, too.
     #[arg(long, value_name = "IP:PORT", value_parser = values::listen_address,
           help_heading = headings::API)]
     pub(crate) metrics_listen: Option<SocketAddr>,
-    /// Directory for this host's records of hand-overs
+    /// Directory of this host's hand-over records
     ///
-    /// All VMMs of a host share one. By default it is /var/lib/driftline for root, else
-    /// $XDG_STATE_HOME/driftline or ~/.local/state/driftline.
+    /// All VMMs of a host share one directory. The default is /var/lib/driftline for root, and
+    /// $XDG_STATE_HOME/driftline or ~/.local/state/driftline for other users.
     #[arg(long, value_name = "DIR", default_value_os_t = values::state_dir(),
           hide_default_value = true, help_heading = headings::MIGRATION)]
     pub(crate) state_dir: PathBuf,
@@ -82,10 +82,10 @@ pub(crate) struct HostArgs {
     .args(["kernel", "guest", "config_file"])))]
 #[command(group(ArgGroup::new("kernel_source").multiple(true).args(["kernel", "config_file"])))]
 pub(crate) struct RunArgs {
-    /// Take what other options do not say from this file
+    /// Read the guest's configuration from this file
     ///
-    /// The file is the JSON of GET /vm/config, whose fields can be left out. An option replaces
-    /// what the file says, --disk and --net all of its disks and interfaces.
+    /// The file is the JSON of GET /vm/config; all fields are optional. Options override the file.
+    /// --disk replaces all disks of the file, --net all of its interfaces.
     #[arg(long, value_name = "FILE", help_heading = headings::BOOT)]
     pub(crate) config_file: Option<PathBuf>,
     /// Kernel to boot: a static ELF file or a bzImage
@@ -99,8 +99,8 @@ pub(crate) struct RunArgs {
     pub(crate) initrd: Option<PathBuf>,
     /// Kernel command line
     ///
-    /// console=ttyS0, panic=-1 and reboot=k are added unless it sets them, and so are the virtio
-    /// devices.
+    /// Driftline adds the virtio devices. It also adds console=ttyS0, panic=-1 and reboot=k, each
+    /// unless the text sets it.
     #[arg(long, value_name = "TEXT", requires = "kernel_source", conflicts_with = "guest",
           help_heading = headings::BOOT)]
     pub(crate) cmdline: Option<String>,
@@ -127,7 +127,7 @@ pub(crate) struct RunArgs {
     /// With baseline (x86-64-v2) a guest can migrate between different processors of one vendor.
     #[arg(long, value_name = "MODEL", help_heading = headings::PROCESSORS)]
     pub(crate) cpu: Option<CpuConfig>,
-    /// What runs the vCPUs: kvm or threads [default: kvm]
+    /// Backend of the vCPUs: kvm or threads [default: kvm]
     ///
     /// threads is for hosts without KVM. It runs the embedded guest only.
     #[arg(long, value_name = "NAME", help_heading = headings::PROCESSORS)]
@@ -144,17 +144,17 @@ pub(crate) struct RunArgs {
     pub(crate) nets: Vec<NetSpec>,
     /// Socket device: cid=N,uds=PATH
     ///
-    /// A host program that connects to PATH sends "CONNECT port". A host program to which the guest
-    /// connects listens on PATH_port.
+    /// To reach a port of the guest, a host program connects to PATH and sends "CONNECT port". To
+    /// accept connections from the guest, a host program listens on PATH_port.
     #[arg(long, value_name = "SPEC", help_heading = headings::DEVICES)]
     pub(crate) vsock: Option<VsockSpec>,
-    /// Host randomness for a kernel: on or off [default: on]
+    /// Entropy device for a --kernel guest: on or off [default: on]
     ///
-    /// With --config-file the default is what the file says.
-    #[arg(long, value_name = "WHETHER", value_enum, hide_possible_values = true,
+    /// With --config-file, the file's setting is the default.
+    #[arg(long, value_name = "STATE", value_enum, hide_possible_values = true,
           help_heading = headings::DEVICES)]
     pub(crate) rng: Option<OnOff>,
-    /// Memory balloon for a --kernel guest, with settings or without
+    /// Memory balloon for a --kernel guest; settings are optional
     ///
     /// Settings are [size=SIZE][,deflate-on-oom=on|off][,reporting=on|off][,hinting=on|off]; all
     /// are on by default. With reporting, the host gets back memory that the guest has freed. With
@@ -162,7 +162,7 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "SPEC", num_args = 0..=1, default_missing_value = "",
           requires = "kernel_source", conflicts_with = "guest", help_heading = headings::DEVICES)]
     pub(crate) balloon: Option<BalloonConfig>,
-    /// How guest writes are tracked [default: dirty-ring]
+    /// Tracking mode of guest writes [default: dirty-ring]
     ///
     /// Modes are dirty-ring, dirty-bitmap, dirty-bitmap-manual, userfault-wp and none.
     #[arg(long, value_name = "MODE", help_heading = headings::TRACKING)]
@@ -173,9 +173,10 @@ pub(crate) struct RunArgs {
     pub(crate) ring_entries: Option<u32>,
     /// Check that tracking misses no page: compare or userfault-wp
     ///
-    /// For tests of a host or a kernel. compare reads all memory; userfault-wp asks the host's page
-    /// tables. At most ten times a second the guest is paused, and what changed is compared with
-    /// what was reported. A missed page is named on stderr, and the exit code is 1.
+    /// For tests of a host or a kernel. At most ten times a second, the check pauses the guest and
+    /// compares the changed pages with the reported ones. compare finds changed pages by reading
+    /// all memory, userfault-wp by the host's page tables. stderr names a missed page, and the exit
+    /// code is 1.
     #[arg(long, value_name = "MODE", help_heading = headings::TRACKING)]
     pub(crate) shadow: Option<ShadowMode>,
     /// The guest's id, a UUID; random by default
@@ -188,33 +189,33 @@ pub(crate) struct RunArgs {
     pub(crate) host: HostArgs,
 }
 
-/// Whether to have something.
+/// A switch.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub(crate) enum OnOff {
-    /// Have it
+    /// Enabled
     On,
-    /// Do without
+    /// Disabled
     Off,
 }
 
-/// What a guest's devices are on the host that it comes to.
+/// Devices of a guest on the host that restores or receives it.
 #[derive(Args, Default)]
 pub(crate) struct DeviceArgs {
     /// File for a disk: path=FILE[,readonly][,id=NAME][,identity=any][,copy]
     ///
-    /// With id=NAME it is for the disk of that name, else for the next in the guest's order. A disk
-    /// without a file here has the path that it had at the source. The file or block device must
-    /// not be known to be another disk than the source's (by a file's inode and birth time, a
-    /// device's WWID or serial number). identity=any accepts it all the same: for a copy, or for
-    /// storage whose hosts number files differently. With copy the disk's content is received, too
-    /// (send-migration --copy-disks): FILE is created, or holds no data, and is removed if the
-    /// guest does not arrive.
+    /// id=NAME selects the guest's disk; without it FILE is for the next disk in the guest's order.
+    /// A disk without this option has the path that it had at the source. FILE is refused if it is
+    /// known to be another disk than the source's (by a file's inode and birth time, or a device's
+    /// WWID or serial number). identity=any accepts it: for a copy, or for storage whose hosts
+    /// number files differently. With copy, the disk's content is received, too (send-migration
+    /// --copy-disks): FILE must not exist, or must have no data. If the guest does not arrive, a
+    /// new FILE is removed, and an old one is emptied.
     #[arg(long = "disk", value_name = "SPEC", help_heading = headings::DEVICES)]
     pub(crate) disks: Vec<DiskSpec>,
     /// Tap for a network interface: tap=NAME[,id=NAME]
     ///
-    /// With id=NAME it is for the interface of that name, else for the next in the guest's order.
-    /// An interface without a tap here has the tap of the name that it had before.
+    /// id=NAME selects the guest's interface; without it the tap is for the next interface in the
+    /// guest's order. An interface without this option uses a tap of the same name as before.
     #[arg(long = "net", value_name = "SPEC", help_heading = headings::DEVICES)]
     pub(crate) nets: Vec<NetSpec>,
     /// Unix socket for the guest's socket device: uds=PATH
@@ -226,12 +227,12 @@ pub(crate) struct DeviceArgs {
 fn describe_restored_disk(arg: Arg) -> Arg {
     arg.help("File for a disk: path=FILE[,readonly][,id=NAME][,identity=any]").long_help(
         "File for a disk: path=FILE[,readonly][,id=NAME][,identity=any]\n\n\
-         With id=NAME it is for the disk of that name, else for the next in the guest's order. A disk \
-         without a file here has the path that it had when the checkpoint was taken, and that path \
-         must lead to the same disk. A checkpoint that has the disk's content overwrites FILE with it. \
-         A new guest cannot have its parent's disk; identity=any says that a file with the inode and \
-         birth time of that disk is a copy in a snapshot of its file system. \
-         With --disks external, give copies of the disks from the moment of the checkpoint.",
+         id=NAME selects the guest's disk; without it FILE is for the next disk in the guest's order. \
+         A disk without this option has the path that it had when the checkpoint was taken, and that \
+         path must lead to the same disk. A checkpoint that has the disk's content overwrites FILE \
+         with it. A new guest cannot have its parent's disk; identity=any states that a file with the \
+         inode and birth time of that disk is a copy in a snapshot of its file system. For a \
+         checkpoint of --disks external, give a copy of the disk from the checkpoint's pause.",
     )
 }
 
@@ -247,28 +248,29 @@ pub(crate) struct RestoreArgs {
     #[arg(long, visible_alias = "checkpoint", value_name = "N", value_parser = values::checkpoint,
           help_heading = headings::CHECKPOINT)]
     pub(crate) epoch: Option<u64>,
-    /// Let the guest run at once, and read its memory on demand
+    /// Run the guest at once and read its memory on demand
     ///
-    /// The rest of its memory is read in the background. An archive cannot be read so.
+    /// A background copy reads the rest of the memory. An archive does not support this option.
     #[arg(long, help_heading = headings::CHECKPOINT)]
     pub(crate) lazy: bool,
     /// Recovery: the restored guest is the one in the checkpoint
     ///
-    /// No other host or process may have that guest. It keeps its id and name. From the latest
-    /// checkpoint of a store it may continue with checkpoints there. Without this option the guest
-    /// is a new one with an id of its own, whose checkpoints go into another store (checkpoint
+    /// No other host or process may have that guest. It keeps its id and name. A guest restored
+    /// from a store's latest checkpoint can add checkpoints to that store. Without this option the
+    /// guest is new and has an id of its own; its checkpoints need another store (checkpoint
     /// --new-store).
     #[arg(long, help_heading = headings::IDENTITY)]
     pub(crate) same_id: bool,
-    /// Clone: also while a hand-over of the guest in the checkpoint is in doubt
+    /// Clone even while a hand-over of the guest in the checkpoint is in doubt
     ///
-    /// A restored guest is a new one by default, but refused while the original may be running on
-    /// another host. With this option it must have other disks (--disk) than the original.
+    /// A restored guest is new by default. Without this option the restore is refused while the
+    /// original may be running on another host. With this option the clone must have other disks
+    /// (--disk) than the original.
     #[arg(long, conflicts_with = "same_id", help_heading = headings::IDENTITY)]
     pub(crate) new_id: bool,
     /// The guest's name: 1 to 64 letters, digits, '-', '_' and '.'
     ///
-    /// With --same-id it is by default the name in the checkpoint.
+    /// With --same-id, the default is the name in the checkpoint.
     #[arg(long, value_name = "NAME", help_heading = headings::IDENTITY)]
     pub(crate) name: Option<GuestName>,
     #[command(flatten)]
@@ -279,17 +281,18 @@ pub(crate) struct RestoreArgs {
 
 #[derive(Args)]
 pub(crate) struct ReceiveArgs {
-    /// Where to listen: tcp:HOST:PORT; port 0 takes any
+    /// Address to listen on: tcp:HOST:PORT; port 0 selects a free port
     #[arg(value_name = "ADDRESS", value_parser = values::tcp)]
     pub(crate) address: String,
-    /// How long to stay to tell the source of a discarded guest
+    /// How long to wait for the source's question about a discarded guest
     ///
-    /// A complete guest is discarded if its source does not commit, or it cannot be taken over.
-    /// `driftline stop` and signals shorten this to 2 s. Digits and ms or s.
+    /// The receiver discards a complete guest if the source does not commit, or if it cannot take
+    /// the guest over. It then waits to answer a source in doubt. `driftline stop` and signals
+    /// shorten this wait to 2 s. Digits and ms or s.
     #[arg(long, value_name = "TIME", default_value = "30s", value_parser = values::duration,
           help_heading = headings::WAITING)]
-    pub(crate) linger: Duration,
-    /// End with the first migration that fails, instead of waiting for another
+    pub(crate) answer_timeout: Duration,
+    /// End after the first failed migration instead of waiting for another
     #[arg(long, help_heading = headings::WAITING)]
     pub(crate) once: bool,
     #[command(flatten)]
@@ -298,7 +301,7 @@ pub(crate) struct ReceiveArgs {
     pub(crate) host: HostArgs,
     /// Print one JSON object once the guest has arrived
     ///
-    /// It goes to standard output, as the guest's serial port does by default.
+    /// The object goes to standard output, as the guest's serial output does by default.
     #[arg(long, help_heading = headings::OUTPUT)]
     pub(crate) json: bool,
 }

@@ -4,39 +4,39 @@
 pub(crate) const BOOT: &str = "Boot";
 /// Guest memory.
 pub(crate) const MEMORY: &str = "Memory";
-/// vCPUs, and what runs them.
+/// vCPUs and their backend.
 pub(crate) const PROCESSORS: &str = "Processors";
 /// Devices of the guest.
 pub(crate) const DEVICES: &str = "Devices";
-/// How the guest's writes are tracked.
+/// Tracking of the guest's writes.
 pub(crate) const TRACKING: &str = "Tracking";
-/// Who the guest is.
+/// Identity of the guest.
 pub(crate) const IDENTITY: &str = "Identity";
 /// The API socket of a VMM.
 pub(crate) const API: &str = "API";
-/// How long a command waits.
+/// Limits of a command's waits.
 pub(crate) const WAITING: &str = "Waiting";
 /// Hand-overs from host to host.
 pub(crate) const MIGRATION: &str = "Migration";
-/// How the guest's memory is sent.
+/// Transfer of the guest's memory.
 pub(crate) const TRANSFER: &str = "Transfer";
-/// How a migration gets ahead of the guest.
+/// Convergence of a migration.
 pub(crate) const CONVERGENCE: &str = "Convergence";
-/// What is decided of a migration in doubt.
+/// The decision about a migration in doubt.
 pub(crate) const DECISION: &str = "Decision";
-/// The store, and what goes into it.
+/// The store and its content.
 pub(crate) const STORE: &str = "Store";
 /// When checkpoints are taken.
 pub(crate) const SCHEDULE: &str = "Schedule";
-/// A checkpoint run that another command has begun.
+/// A checkpoint run that another command has started.
 pub(crate) const RUN: &str = "Active run";
 /// The checkpoint that is read.
 pub(crate) const CHECKPOINT: &str = "Checkpoint";
 /// The file that is written.
 pub(crate) const FILE: &str = "File";
-/// When, and for how long, is measured.
+/// Times and durations of a measurement.
 pub(crate) const TIMING: &str = "Timing";
-/// What the process may do on its host.
+/// Permissions of the process on its host.
 pub(crate) const SANDBOX: &str = "Sandbox";
-/// What is written, and where to.
+/// The output and where it goes.
 pub(crate) const OUTPUT: &str = "Output";

@@ -1,4 +1,4 @@
-//! Adds to a refused command line the name that was probably meant, where it is not a similar one.
+//! Suggests the right command or option for a name that other programs use.
 
 use clap::CommandFactory;
 use clap::error::{ContextKind, ContextValue, Error};
@@ -48,7 +48,7 @@ pub(super) const OPTIONS: &[(&[&str], &str)] = &[
     (&["--debug"], "--verbose"),
 ];
 
-/// The error, which names the command or option that was meant.
+/// Adds to the error the command or option that was probably meant.
 pub(crate) fn with_hint(mut e: Error) -> Error {
     let wrong = |e: &Error, kind| match e.get(kind) {
         Some(ContextValue::String(wrong)) => Some(wrong.clone()),
@@ -68,7 +68,7 @@ pub(crate) fn with_hint(mut e: Error) -> Error {
     e
 }
 
-/// Names of commands that `wrong` may stand for: by the table, or by letters in another order.
+/// Returns the commands that `wrong` may mean: by the table, or with its letters in another order.
 fn commands_for(wrong: &str) -> Vec<String> {
     let known = COMMANDS.iter().find(|(names, _)| names.contains(&wrong));
     if let Some((_, meant)) = known {

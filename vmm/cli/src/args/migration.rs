@@ -1,4 +1,4 @@
-//! Owns the options of the commands that are about migrations.
+//! Owns the options of the commands for migrations.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -12,55 +12,54 @@ use crate::values;
 
 #[derive(Args)]
 pub(crate) struct SendArgs {
-    /// Where a receiver listens: tcp:HOST:PORT
+    /// Address of the receiver: tcp:HOST:PORT
     #[arg(value_name = "ADDRESS", value_parser = values::tcp)]
     pub(crate) address: String,
-    /// Longest acceptable pause, in milliseconds
+    /// Longest acceptable downtime, in milliseconds
     #[arg(long, value_name = "MS", default_value_t = 300, value_parser = values::downtime_ms,
           help_heading = headings::CONVERGENCE)]
     pub(crate) downtime_ms: u64,
-    /// Time for copying while the guest runs, in seconds
+    /// Longest time for pre-copy, in seconds
     #[arg(long, value_name = "S", default_value_t = 3600, value_parser = values::timeout_s,
           help_heading = headings::CONVERGENCE)]
     pub(crate) timeout_s: u64,
-    /// What to do after that time: cancel or switchover
+    /// Action after that time: cancel or switchover
     #[arg(long, value_name = "NAME", default_value_t = TimeoutStrategy::Cancel,
           help_heading = headings::CONVERGENCE)]
     pub(crate) timeout_strategy: TimeoutStrategy,
     /// Do not throttle vCPUs, even if the guest outruns the link
     ///
-    /// Otherwise vCPUs that write are slowed down, by at most 20 ms at a time, when passes over
-    /// memory do not get shorter.
+    /// Without this option the source throttles the vCPUs that write when passes over memory do not
+    /// get shorter, by at most 20 ms at a time.
     #[arg(long, help_heading = headings::CONVERGENCE)]
     pub(crate) no_throttle: bool,
-    /// Limit while the guest runs, in bytes a second, such as 100M
+    /// Limit of pre-copy, in bytes a second, such as 100M
     ///
-    /// In the pause the whole link is used; this bandwidth predicts how long that will take.
+    /// The pause uses the whole link. Its length is predicted from this limit.
     #[arg(long, value_name = "SIZE", value_parser = values::bandwidth,
           help_heading = headings::TRANSFER)]
     pub(crate) max_bandwidth: Option<u64>,
-    /// Connections that share the sending of memory
+    /// Number of connections that send memory
     ///
-    /// For links that one connection does not fill.
+    /// More than one is for links that one connection does not fill.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = values::connections,
           help_heading = headings::TRANSFER)]
     pub(crate) connections: u32,
     /// Compression of memory: none, lz4 or zstd
     ///
-    /// It is applied message by message, where it makes a message smaller.
+    /// A message is compressed where that saves an eighth of it.
     #[arg(long, value_name = "NAME", default_value_t = Compression::None,
           help_heading = headings::TRANSFER)]
     pub(crate) compress: Compression,
     /// Compare a digest of all memory on both hosts
     ///
-    /// That is in the pause, which is longer by the time to read all memory.
+    /// The comparison takes place in the pause, which is longer by the time to read all memory.
     #[arg(long, help_heading = headings::TRANSFER)]
     pub(crate) verify: bool,
-    /// Copy the guest's disks, too: all, or those named
+    /// Copy the guest's disks, too: all, or the named ones
     ///
-    /// They go into files that the receiver names (--disk path=FILE,id=NAME,copy). Without this
-    /// option both hosts need access to the same disks. The source's files stay as the guest has
-    /// left them.
+    /// The receiver names the files for the copies (--disk path=FILE,id=NAME,copy). Without this
+    /// option both hosts need access to the same disks. The source's files keep their content.
     #[arg(long, value_name = "NAME,NAME", num_args = 0..=1, require_equals = true,
           default_missing_value = "", help_heading = headings::TRANSFER)]
     pub(crate) copy_disks: Option<CopyDrives>,
@@ -76,11 +75,11 @@ pub(crate) struct ResolveArgs {
     #[arg(long, value_name = "FILE", required_unless_present = "state_dir",
           help_heading = headings::API)]
     pub(crate) api_sock: Option<PathBuf>,
-    /// Without a VMM: the directory with the record that its crash has left
+    /// After a crash of the VMM: the directory with its hand-over record
     #[arg(long, value_name = "DIR", conflicts_with = "api_sock",
           help_heading = headings::MIGRATION)]
     pub(crate) state_dir: Option<PathBuf>,
-    /// The guest's id, if several have records there
+    /// The guest's id, if the directory has records of several guests
     #[arg(long, value_name = "ID", requires = "state_dir", help_heading = headings::MIGRATION)]
     pub(crate) vm: Option<String>,
     /// How long to wait for an answer: digits and ms or s
@@ -96,12 +95,12 @@ pub(crate) struct ResolveArgs {
 #[derive(Args)]
 #[group(required = true, multiple = false)]
 pub(crate) struct ResolveAction {
-    /// Let the guest run here
+    /// Run the guest here
     ///
-    /// You assert that the destination does not run it and never will.
+    /// You assert that the destination does not run the guest and never will.
     #[arg(long, help_heading = headings::DECISION)]
     pub(crate) run: bool,
-    /// End the guest here: it runs at the destination, or is lost
+    /// End the guest here: the destination runs it, or it is lost
     #[arg(long, help_heading = headings::DECISION)]
     pub(crate) discard: bool,
 }

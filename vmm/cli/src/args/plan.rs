@@ -8,13 +8,13 @@ use crate::values;
 
 #[derive(Args)]
 pub(crate) struct PlanArgs {
-    /// Bytes a second that the link to the destination carries, such as 100M
+    /// Bandwidth of the link to the destination, in bytes a second, such as 100M
     ///
-    /// Without it 10 Gbit/s (1250000000) are assumed.
+    /// The default is 10 Gbit/s (1250000000).
     #[arg(long, value_name = "SIZE", value_parser = values::bandwidth,
           help_heading = headings::TRANSFER)]
     pub(crate) bandwidth: Option<u64>,
-    /// Longest acceptable pause, in milliseconds
+    /// Longest acceptable downtime, in milliseconds
     #[arg(long, value_name = "MS", default_value_t = 300, value_parser = values::downtime_ms,
           help_heading = headings::CONVERGENCE)]
     pub(crate) downtime_ms: u64,

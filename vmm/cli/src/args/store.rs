@@ -1,4 +1,4 @@
-//! Owns the options of the commands that are about checkpoints.
+//! Owns the options of the commands for checkpoints.
 
 use std::num::NonZeroU64;
 use std::path::PathBuf;
@@ -13,35 +13,35 @@ use crate::values;
 
 #[derive(Args)]
 pub(crate) struct CheckpointArgs {
-    /// The store's directory, created if need be
+    /// The store's directory; created if it does not exist
     #[arg(long, value_name = "DIR", required_unless_present_any = ["stop", "status"],
           help_heading = headings::STORE)]
     pub(crate) store: Option<PathBuf>,
     /// Create the store; its directory must be absent or empty
     ///
-    /// A clone needs a store of its own, beside its parent's.
+    /// A clone needs a store of its own: its parent's store does not accept its checkpoints.
     #[arg(long, help_heading = headings::STORE)]
     pub(crate) new_store: bool,
     /// Keep this many checkpoints and drop older ones
     ///
-    /// Without it all are kept. A checkpoint that is being read is dropped later.
+    /// Without this option all are kept. A checkpoint that is being read is dropped later.
     #[arg(long, value_name = "N", value_parser = values::at_least_one,
           help_heading = headings::STORE)]
     pub(crate) keep: Option<NonZeroU64>,
     /// Write memory past the host's page cache (O_DIRECT)
     ///
-    /// It takes less processor time, and leaves the cache to others.
+    /// Direct I/O takes less processor time and leaves the page cache to others.
     #[arg(long, help_heading = headings::STORE)]
     pub(crate) direct_io: bool,
-    /// What becomes of writable disks: epoch or external
+    /// Where the content of writable disks is stored: epoch or external
     ///
-    /// With epoch, each checkpoint has what changed on the disks up to its pause, and restore
-    /// writes it back. With external, checkpoints have memory and devices only. For each you keep
-    /// copies of the disks as they were in its pause: made while the guest is paused, or a snapshot
-    /// of the storage from that moment.
+    /// With epoch, each checkpoint includes the disk blocks that changed up to its pause, and
+    /// restore writes them back. With external, a checkpoint has memory and devices only. For each
+    /// one you keep copies of the disks as they were in its pause: copies made while the guest is
+    /// paused, or a snapshot of the storage from that moment.
     #[arg(long, value_name = "POLICY", default_value = "epoch", help_heading = headings::STORE)]
     pub(crate) disks: DisksPolicy,
-    /// Take checkpoints at this interval, such as 200ms; without it, one
+    /// Interval between checkpoints, such as 200ms; without it, one is taken
     #[arg(long, value_name = "TIME", value_parser = values::interval,
           help_heading = headings::SCHEDULE)]
     pub(crate) every: Option<Duration>,
@@ -51,18 +51,18 @@ pub(crate) struct CheckpointArgs {
     pub(crate) count: Option<u64>,
     /// Longest pause of the guest for one checkpoint
     ///
-    /// A checkpoint is taken early when so much has changed that the pause would be longer, or that
-    /// the memory for copies would not suffice.
+    /// A checkpoint is taken early if so many pages have changed that the pause would be longer, or
+    /// that the memory for copies would not suffice.
     #[arg(long, value_name = "TIME", requires = "every", value_parser = values::duration,
           help_heading = headings::SCHEDULE)]
     pub(crate) max_pause: Option<Duration>,
-    /// Leave the run active when this command ends
+    /// Keep the run active after this command has ended
     ///
-    /// It then lasts until --count, --stop or the guest's end. Without it a run ends with this
-    /// command.
+    /// The run then ends at --count, at --stop or with the guest. Without this option it ends with
+    /// this command.
     #[arg(long, requires = "every", help_heading = headings::SCHEDULE)]
     pub(crate) detach: bool,
-    /// End the active run, after the checkpoint under way
+    /// End the active run after its current checkpoint
     #[arg(long, conflicts_with_all = ["store", "status", "every", "count", "detach"],
           help_heading = headings::RUN)]
     pub(crate) stop: bool,
@@ -74,8 +74,8 @@ pub(crate) struct CheckpointArgs {
     pub(crate) api: ApiArgs,
     /// Print one JSON object a line for each checkpoint
     ///
-    /// With --every, a last line says what was achieved. --detach, --stop and --status print one
-    /// object.
+    /// With --every, the last line has the totals of the run. --detach, --stop and --status print
+    /// one object.
     #[arg(long, help_heading = headings::OUTPUT)]
     pub(crate) json: bool,
 }
@@ -85,13 +85,13 @@ pub(crate) enum StoreCommand {
     /// List the checkpoints
     #[command(after_help = examples::STORE_LS)]
     Ls(StoreArgs),
-    /// Read everything and check it
+    /// Read and check all checkpoints
     #[command(after_help = examples::STORE_VERIFY)]
     Verify(StoreArgs),
     /// Make a damaged store usable again
     ///
-    /// Sound checkpoints stay. What is replaced is kept in files named damaged-N.*. The store must
-    /// have no writer meanwhile.
+    /// Sound checkpoints stay. Replaced files are kept as damaged-N.*. The store must have no
+    /// writer meanwhile.
     #[command(after_help = examples::STORE_REPAIR)]
     Repair(RepairArgs),
     /// Rewrite the store without the space of dropped checkpoints
@@ -130,7 +130,7 @@ pub(crate) struct ExportArgs {
     pub(crate) json: bool,
 }
 
-/// What an exported checkpoint is.
+/// Format of an exported checkpoint.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub(crate) enum ExportFormat {
     /// Memory, each byte at its guest physical address
@@ -146,7 +146,7 @@ pub(crate) struct RepairArgs {
     /// The store's directory
     #[arg(value_name = "DIR")]
     pub(crate) store: PathBuf,
-    /// Say what is sound and what is not, and change nothing
+    /// Report which checkpoints are sound, and change nothing
     #[arg(long, help_heading = headings::STORE)]
     pub(crate) dry_run: bool,
     /// Print one JSON object

@@ -8,19 +8,19 @@ use super::api::QueryArgs;
 use super::headings;
 use crate::values;
 
-/// Intervals that can be asked for.
+/// Bounds of the interval.
 pub(crate) const SHORTEST_INTERVAL: Duration = Duration::from_millis(100);
 pub(crate) const LONGEST_INTERVAL: Duration = Duration::from_secs(60);
 
 #[derive(Args)]
 pub(crate) struct TopArgs {
-    /// How often to look: from 100ms to 60s
+    /// Interval between two views: from 100ms to 60s
     #[arg(long, value_name = "TIME", default_value = "1s", value_parser = interval,
           help_heading = headings::TIMING)]
     pub(crate) interval: Duration,
-    /// Look once, after one interval, and print plain text
+    /// Print one view as plain text, after one interval, and end
     ///
-    /// With --json it prints an object. --json alone prints one object after another.
+    /// With --json, the view is an object. --json without --once prints an object each interval.
     #[arg(long, help_heading = headings::OUTPUT)]
     pub(crate) once: bool,
     #[command(flatten)]

@@ -138,7 +138,7 @@ fn stop_ends_a_process_whose_take_over_failed() {
         source.await_progress(1, &[]);
         let there = format!("{},id=disk0,identity=any", disk("there"));
         let (mut receiving, to) =
-            receiver(&tmp, "receiving", &["--disk", &there, "--linger", "600s"]);
+            receiver(&tmp, "receiving", &["--disk", &there, "--answer-timeout", "600s"]);
         let to = proxy_that_ends_with_commit(&to, tmp.path("state"));
         let mut sending = send(&source, &[&to, "--max-bandwidth", "4M"]);
         wait_for("a part of the guest", || {

@@ -258,7 +258,7 @@ fn receiver_in_hanging_take_over_can_be_stopped() {
         let before = source.await_progress(1, &[]);
         let there = format!("{},id=disk0,identity=any", disk(&storage));
         // Longer than this test takes: the source's question ends the wait.
-        let receive = ["--disk", &there, "--linger", "600s"];
+        let receive = ["--disk", &there, "--answer-timeout", "600s"];
         let (vmm, to) = receiver(&tmp, "receiving", &receive);
         let receiver = StuckGuest { storage, vmm };
         let socket = source.socket();
