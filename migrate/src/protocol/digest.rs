@@ -59,7 +59,8 @@ pub(crate) fn of(ram: &GuestRam, runs: &[FrameRun]) -> io::Result<u128> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from).min(MAX_THREADS);
     std::thread::scope(|scope| {
         // Without further threads this one digests all frames.
-        let start = |_| std::thread::Builder::new().spawn_scoped(scope, sum).ok();
+        let named = || std::thread::Builder::new().name("migrate-digest".into());
+        let start = |_| named().spawn_scoped(scope, sum).ok();
         let others: Vec<ScopedJoinHandle<'_, _>> = (1..threads).filter_map(start).collect();
         others.into_iter().try_fold(sum()?, |all, thread| match thread.join() {
             Ok(sum) => Ok(all.wrapping_add(sum?)),
