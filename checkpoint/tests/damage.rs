@@ -8,7 +8,7 @@ use driftline_checkpoint::{Checkpointer, RestoreError, restore};
 use driftline_dirty_tracker::{Gfn, Slot, SlotId};
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, TestDisk};
 use driftline_guest::{Clock, GuestContents, VmId};
-use driftline_store::testing::{MemoryDisk, reseal_log, reseal_manifest, reseal_pages};
+use driftline_store::testing::{MemoryDisk, correct_log, correct_manifest, correct_pages};
 use driftline_store::{Damage, Store, StoreError};
 use proptest::prelude::*;
 use small::{LOG, MANIFEST, PAGES, small_store};
@@ -337,20 +337,20 @@ fn continues(disk: &MemoryDisk, vm_id: Option<VmId>) {
 }
 
 #[test]
-fn resealing_changes_nothing_in_a_sound_file() {
+fn correction_changes_nothing_in_a_sound_file() {
     let disk = small_store();
-    for (name, reseal) in RESEALS {
+    for (name, correct) in CORRECTIONS {
         let sound = disk.contents(name).unwrap();
-        let mut resealed = sound.clone();
-        reseal(&mut resealed);
-        assert!(resealed == sound, "{name}");
+        let mut corrected = sound.clone();
+        correct(&mut corrected);
+        assert!(corrected == sound, "{name}");
     }
 }
 
-type Reseal = fn(&mut [u8]);
+type Correction = fn(&mut [u8]);
 
-const RESEALS: [(&str, Reseal); 3] =
-    [(MANIFEST, reseal_manifest), (LOG, reseal_log), (PAGES, reseal_pages)];
+const CORRECTIONS: [(&str, Correction); 3] =
+    [(MANIFEST, correct_manifest), (LOG, correct_log), (PAGES, correct_pages)];
 
 #[test]
 fn every_field_that_the_format_fixes_is_checked() {
@@ -391,11 +391,11 @@ fn every_field_that_the_format_fixes_is_checked() {
     for (at, byte, expected) in cases {
         let mut bytes = sound.clone();
         bytes[at] = byte;
-        reseal_log(&mut bytes);
+        correct_log(&mut bytes);
         let disk = small_store();
         let vm = disk.contents(LOG).unwrap()[32..48].to_vec();
         bytes[32..48].copy_from_slice(&vm);
-        reseal_log(&mut bytes);
+        correct_log(&mut bytes);
         disk.put(LOG, bytes);
         for refusal in refusals(&disk) {
             let e = refusal.to_string();
@@ -435,7 +435,7 @@ fn every_field_of_drives_is_checked() {
     ] {
         let mut bytes = log.clone();
         bytes[at] = byte;
-        reseal_log(&mut bytes);
+        correct_log(&mut bytes);
         let disk = sound.copy();
         disk.put(LOG, bytes);
         for refusal in refusals(&disk) {
@@ -454,7 +454,7 @@ proptest! {
         in_front in any::<bool>(),
         cut in prop::option::of(any::<prop::sample::Index>()),
     ) {
-        let (name, reseal) = RESEALS[file];
+        let (name, correct) = CORRECTIONS[file];
         let mut bytes = SMALL.with(|files| files.iter().find(|(n, _)| *n == name).unwrap().1.clone());
         for (at, byte) in changes {
             let among = if in_front { bytes.len().min(1200) } else { bytes.len().min(16_384) };
@@ -463,15 +463,15 @@ proptest! {
         if let Some(cut) = cut {
             bytes.truncate(cut.index(bytes.len()));
         }
-        reseal(&mut bytes);
+        correct(&mut bytes);
         survives(name, bytes);
     }
 
     #[test]
     fn noise_is_survived(file in 0usize..3, mut bytes in prop::collection::vec(any::<u8>(), 0..2000)) {
-        let (name, reseal) = RESEALS[file];
+        let (name, correct) = CORRECTIONS[file];
         survives(name, bytes.clone());
-        reseal(&mut bytes);
+        correct(&mut bytes);
         survives(name, bytes);
     }
 }

@@ -166,22 +166,25 @@ fn ended_series_reports_every_epoch() {
     let (disk, guest) = (MemoryDisk::default(), busy());
     let mut checkpointer = checkpointer(&guest, &disk, 50);
     disk.slow_syncs(Duration::from_millis(5));
-    let (mut heard, cancel) = (0, AtomicBool::new(false));
+    let (mut durable, cancel) = (0, AtomicBool::new(false));
     let cadence = Cadence { every: Duration::from_millis(2), count: None, max_pause: None };
     let tried = checkpointer.run(&cadence, &cancel, |taken| {
-        heard += u64::from(taken.outcome.is_ok());
-        cancel.store(heard == 3, Ordering::Relaxed);
+        durable += u64::from(taken.outcome.is_ok());
+        cancel.store(durable == 3, Ordering::Relaxed);
         ControlFlow::Continue(())
     });
-    assert!(heard == tried && tried < 10, "{heard} of {tried}");
+    assert!(durable == tried && tried < 10, "{durable} of {tried}");
     let tried_then = checkpointer.run(&cadence, &AtomicBool::new(false), |taken| {
-        heard += u64::from(taken.outcome.is_ok());
+        durable += u64::from(taken.outcome.is_ok());
         ControlFlow::Break(())
     });
-    assert!(heard == tried + tried_then && tried_then <= 5, "{heard} of {tried} + {tried_then}");
+    assert!(
+        durable == tried + tried_then && tried_then <= 5,
+        "{durable} of {tried} + {tried_then}"
+    );
     // Epochs in flight at drop are stored, and the lock is free afterwards.
     drop(checkpointer);
-    assert_eq!(all_whole(&disk).len() as u64, heard);
+    assert_eq!(all_whole(&disk).len() as u64, durable);
 }
 
 #[test]

@@ -110,14 +110,14 @@ fn each_connection_carries_a_share() {
     let there = hosts.receiver();
     // The first connection stalls until an eighth is left, so that the others carry the rest.
     let control = Arc::new(OnceLock::<Arc<SendControl>>::new());
-    let (mut held, watched) = (false, control.clone());
-    let hold = move || {
+    let (mut stalled, watched) = (false, control.clone());
+    let stall = move || {
         let left = || watched.get().map_or(frames, |c| c.progress().remaining_frames);
-        if !std::mem::replace(&mut held, true) {
+        if !std::mem::replace(&mut stalled, true) {
             within(LONG, "the other connections send", || left() <= frames / 8);
         }
     };
-    let plan = ProxyPlan::default().before_from_source(tag("FRAMES"), hold);
+    let plan = ProxyPlan::default().before_from_source(tag("FRAMES"), stall);
     let proxy = Proxy::start(&there.to, plan);
     let options = with(&hosts, |o| o.connections = 3);
     let sender = Sender::start(&guest, &proxy.to, &options);

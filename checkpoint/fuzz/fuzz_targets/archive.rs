@@ -4,12 +4,12 @@
 
 use std::path::Path;
 
-use libfuzzer_sys::fuzz_target;
-use driftline_store::testing::{MemoryDisk, reseal_archive};
-use driftline_guest::testing::{MemoryGuestFactory, TestDisk};
 use driftline_checkpoint::{RestoreError, restore_archive};
-use driftline_store::{Archive, Backend};
 use driftline_guest::Clock;
+use driftline_guest::testing::{MemoryGuestFactory, TestDisk};
+use driftline_store::testing::{MemoryDisk, correct_archive};
+use driftline_store::{Archive, Backend};
+use libfuzzer_sys::fuzz_target;
 
 /// Returns a factory with the drives of the golden archive that has drives.
 fn factory() -> MemoryGuestFactory {
@@ -41,7 +41,7 @@ fn check(bytes: &[u8]) {
 
 fuzz_target!(|bytes: &[u8]| {
     check(bytes);
-    let mut sealed = bytes.to_vec();
-    reseal_archive(&mut sealed);
-    check(&sealed);
+    let mut corrected = bytes.to_vec();
+    correct_archive(&mut corrected);
+    check(&corrected);
 });

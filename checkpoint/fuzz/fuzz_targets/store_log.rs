@@ -3,12 +3,12 @@
 
 mod common;
 
+use driftline_store::testing::correct_log;
 use libfuzzer_sys::fuzz_target;
-use driftline_store::testing::reseal_log;
 
 fuzz_target!(|bytes: &[u8]| {
     common::check(common::store_with("log-2", bytes));
-    let mut sealed = bytes.to_vec();
-    reseal_log(&mut sealed);
-    common::check(common::store_with("log-2", &sealed));
+    let mut corrected = bytes.to_vec();
+    correct_log(&mut corrected);
+    common::check(common::store_with("log-2", &corrected));
 });

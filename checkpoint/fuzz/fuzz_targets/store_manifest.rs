@@ -3,12 +3,12 @@
 
 mod common;
 
+use driftline_store::testing::correct_manifest;
 use libfuzzer_sys::fuzz_target;
-use driftline_store::testing::reseal_manifest;
 
 fuzz_target!(|bytes: &[u8]| {
     common::check(common::store_with("manifest", bytes));
-    let mut sealed = bytes.to_vec();
-    reseal_manifest(&mut sealed);
-    common::check(common::store_with("manifest", &sealed));
+    let mut corrected = bytes.to_vec();
+    correct_manifest(&mut corrected);
+    common::check(common::store_with("manifest", &corrected));
 });

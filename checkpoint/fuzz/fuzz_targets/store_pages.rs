@@ -3,12 +3,12 @@
 
 mod common;
 
+use driftline_store::testing::correct_pages;
 use libfuzzer_sys::fuzz_target;
-use driftline_store::testing::reseal_pages;
 
 fuzz_target!(|bytes: &[u8]| {
     common::check(common::store_with("pages-2", bytes));
-    let mut sealed = bytes.to_vec();
-    reseal_pages(&mut sealed);
-    common::check(common::store_with("pages-2", &sealed));
+    let mut corrected = bytes.to_vec();
+    correct_pages(&mut corrected);
+    common::check(common::store_with("pages-2", &corrected));
 });

@@ -129,8 +129,8 @@ mod tests {
             for (start, count, kind) in steps {
                 let run = FrameRun { start: Gfn(start), count };
                 let slot = (kind > 0).then_some(next);
-                let (mut heard, mut expected) = (Vec::new(), Vec::new());
-                map.put(run, slot, |old| heard.push(old));
+                let (mut replaced, mut expected) = (Vec::new(), Vec::new());
+                map.put(run, slot, |old| replaced.push(old));
                 for (block, slot) in run.frames().zip(next..) {
                     expected.extend(match kind {
                         0 => model.remove(&block),
@@ -138,7 +138,7 @@ mod tests {
                     });
                 }
                 next += count as u32;
-                prop_assert_eq!(heard, expected);
+                prop_assert_eq!(replaced, expected);
                 let slots = map.slots().flat_map(|run| run.start..run.end() as u32);
                 prop_assert!(slots.eq(model.values().copied()));
                 prop_assert!(map.chunks.len() <= model.len());

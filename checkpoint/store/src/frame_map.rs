@@ -207,11 +207,11 @@ mod tests {
             coin = coin.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
             let frames =
                 FrameRun { start: Gfn(coin >> 40 & 0x3ff), count: 1 + (coin >> 52 & 0xff) };
-            let (mut heard, mut expected) = (Vec::new(), Vec::new());
+            let (mut replaced, mut expected) = (Vec::new(), Vec::new());
             if coin >> 33 & 1 == 0 {
                 let slot = round * 1000 + 1;
                 let crcs: Vec<u32> = (0..frames.count as u32).map(|n| n ^ round).collect();
-                map.put(&[StoredRun { frames, slot }], &crcs, |old| heard.push(old));
+                map.put(&[StoredRun { frames, slot }], &crcs, |old| replaced.push(old));
                 for ((gfn, slot), crc) in frames.frames().zip(slot..).zip(crcs) {
                     expected.extend(
                         model
@@ -220,10 +220,10 @@ mod tests {
                     );
                 }
             } else {
-                map.clear_frames(&[frames], |old| heard.push(old));
+                map.clear_frames(&[frames], |old| replaced.push(old));
                 expected.extend(frames.frames().filter_map(|gfn| Some(model.remove(&gfn)?.slot)));
             }
-            assert_eq!(heard, expected);
+            assert_eq!(replaced, expected);
             if round % 16 == 0 {
                 assert_eq!(map.to_vec(), map.iter().collect::<Vec<_>>());
                 assert!(map.iter().eq(model.iter().map(|(gfn, location)| (*gfn, *location))));

@@ -32,6 +32,8 @@ mod aside;
 mod backend;
 mod block_map;
 mod commit;
+#[cfg(feature = "testing")]
+mod correct;
 mod epoch_encoder;
 mod epoch_info;
 mod epoch_reader;
@@ -58,8 +60,6 @@ mod read;
 mod records;
 mod recovery;
 mod repair;
-#[cfg(feature = "testing")]
-mod reseal;
 mod retention;
 mod rotate;
 mod salvage;

@@ -18,7 +18,7 @@ use crate::sectors::{LogPosition, SectorError, SectorKind, Sectors};
 use crate::store::Store;
 
 /// Number of sectors in which the record that ends an epoch may lie.
-const SEALED: u64 = 2;
+const DIGEST_SECTORS: u64 = 2;
 
 /// How a log ends.
 #[derive(Debug)]
@@ -42,7 +42,7 @@ struct DamageGap {
     /// The epochs in front of the damage.
     epochs: Vec<LoggedEpoch>,
     end: LogPosition,
-    sealed: Option<Vec<u8>>,
+    last_sectors: Option<Vec<u8>>,
 }
 
 /// A log, open for reading.
@@ -57,7 +57,7 @@ pub(crate) struct LogFile {
     pub(crate) end: LogPosition,
     /// The two sectors before that position, as read with the last epoch, if known: its digest is
     /// in them.
-    sealed: Option<Vec<u8>>,
+    last_sectors: Option<Vec<u8>>,
     pub(crate) tail: Tail,
     /// Damage in front of `epochs`, in epochs that no retained epoch needs.
     pub(crate) skipped: Option<StoreError>,
@@ -126,7 +126,7 @@ impl LogFile {
             vm_id,
             epochs,
             end,
-            sealed: None,
+            last_sectors: None,
             tail,
             skipped: None,
             lost: BTreeMap::new(),
@@ -203,8 +203,8 @@ impl LogFile {
         let digest = Some(Digest(seed));
         let end = LogPosition { sector: 1, sequence: 0, digest };
         let (epochs, tail) = (Vec::new(), Tail::Clean);
-        let (sealed, skipped, lost) = (None, None, BTreeMap::new());
-        let mut log = Self { sectors, vm_id, epochs, end, sealed, tail, skipped, lost };
+        let (last_sectors, skipped, lost) = (None, None, BTreeMap::new());
+        let mut log = Self { sectors, vm_id, epochs, end, last_sectors, tail, skipped, lost };
         let holes = log.salvage_epochs()?;
         Ok((log, header_damage, holes))
     }
@@ -280,7 +280,7 @@ impl LogFile {
         if !self.ends_as_before()
             && let Some(last) = self.epochs.pop()
         {
-            (self.end, self.sealed) = (last.place, None);
+            (self.end, self.last_sectors) = (last.place, None);
         }
         let mut gap: Option<DamageGap> = None;
         self.tail = loop {
@@ -292,7 +292,8 @@ impl LogFile {
                 Ok((epoch, end)) => {
                     self.epochs.push(epoch);
                     self.end = end;
-                    self.sealed = self.sectors.buffered(end.sector - SEALED..end.sector);
+                    self.last_sectors =
+                        self.sectors.buffered(end.sector - DIGEST_SECTORS..end.sector);
                     if epoch.oldest >= self.epochs[0].info.epoch
                         && let Some(gap) = gap.take()
                     {
@@ -307,7 +308,7 @@ impl LogFile {
             }
         };
         if let Some(gap) = gap {
-            (self.epochs, self.end, self.sealed) = (gap.epochs, gap.end, gap.sealed);
+            (self.epochs, self.end, self.last_sectors) = (gap.epochs, gap.end, gap.last_sectors);
             self.tail = Tail::Damaged(gap.damage, gap.epoch);
         }
         Ok(())
@@ -317,9 +318,15 @@ impl LogFile {
     /// at `later`.
     fn skip_damage(&mut self, stop: SectorError, later: LogPosition, gap: &mut Option<DamageGap>) {
         let (epoch, end) = (self.front_epoch(self.end), std::mem::replace(&mut self.end, later));
-        let (epochs, sealed) = (std::mem::take(&mut self.epochs), self.sealed.take());
+        let (epochs, last_sectors) = (std::mem::take(&mut self.epochs), self.last_sectors.take());
         // Groups that were found behind an earlier gap are useless without the epochs of this gap.
-        gap.get_or_insert_with(|| DamageGap { damage: stop.into(), epoch, epochs, end, sealed });
+        gap.get_or_insert_with(|| DamageGap {
+            damage: stop.into(),
+            epoch,
+            epochs,
+            end,
+            last_sectors,
+        });
     }
 
     /// Returns the number of the epoch that begins at `place`, if its first records are sound.
@@ -330,19 +337,20 @@ impl LogFile {
     /// Returns whether the last epoch is still there: an epoch in its place would have another
     /// digest at its end.
     fn ends_as_before(&mut self) -> bool {
-        let Some(was) = &self.sealed else { return false };
-        let sealed = self.end.sector - SEALED..self.end.sector;
-        if sealed.end > self.sectors.count() || self.sectors.raw(sealed.start).is_err() {
+        let Some(was) = &self.last_sectors else { return false };
+        let last_sectors = self.end.sector - DIGEST_SECTORS..self.end.sector;
+        if last_sectors.end > self.sectors.count() || self.sectors.raw(last_sectors.start).is_err()
+        {
             return false;
         }
-        self.sectors.buffered(sealed).as_ref() == Some(was)
+        self.sectors.buffered(last_sectors).as_ref() == Some(was)
     }
 
     /// Forgets all epochs after `epoch`.
     pub(crate) fn forget_after(&mut self, epoch: u64) {
         let known = self.epochs.partition_point(|g| g.info.epoch <= epoch);
         if let Some(first) = self.epochs.get(known) {
-            (self.end, self.sealed) = (first.place, None);
+            (self.end, self.last_sectors) = (first.place, None);
             self.epochs.truncate(known);
         }
     }

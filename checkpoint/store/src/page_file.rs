@@ -175,9 +175,9 @@ pub struct PageFile {
 }
 
 impl PageFile {
-    /// Returns the locked page file `held`, with the given state of its slots.
-    pub(crate) fn new(held: PageReader, slots: Slots) -> Self {
-        Self { reader: held, slots: Mutex::new(slots) }
+    /// Returns the page file `locked`, with the given state of its slots.
+    pub(crate) fn new(locked: PageReader, slots: Slots) -> Self {
+        Self { reader: locked, slots: Mutex::new(slots) }
     }
 
     pub(crate) fn file(&self) -> &dyn StoreFile {

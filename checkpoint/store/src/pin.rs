@@ -331,7 +331,7 @@ mod tests {
 
     use super::*;
     use crate::epoch_taker::EpochTaker;
-    use crate::testing::{MemoryDisk, reseal_log};
+    use crate::testing::{MemoryDisk, correct_log};
     use driftline_guest::testing::{MemoryConfig, MemoryGuest, TestDisk};
     use driftline_guest::{GuestContents, VmId};
 
@@ -396,14 +396,14 @@ mod tests {
         // Removes the parent of the second epoch.
         let front = last(&log, 0x11) + 24;
         log[front + 8..front + 16].fill(0);
-        reseal_log(&mut log);
+        correct_log(&mut log);
         disk.put("log-1", log.clone());
         assert_eq!(found(), (vec![1], 1));
         // Its table of zeros names frame 1 instead of 2.
         let run = last(&log, 0x14) + 24 + 8;
         assert_eq!(log[run], 2);
         log[run] = 1;
-        reseal_log(&mut log);
+        correct_log(&mut log);
         disk.put("log-1", log);
         assert_eq!(found(), (vec![], 1));
     }

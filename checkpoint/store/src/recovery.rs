@@ -36,10 +36,10 @@ impl Store {
             // There may be a log whose manifest is lost.
             return self.open_log().map(|_| None);
         };
-        let held = PageReader::open_locked(self, before.files.pages)?;
+        let locked = PageReader::open_locked(self, before.files.pages)?;
         match self.with_repair_hint(self.open_log())? {
             Some((manifest, log)) if manifest.files.pages == before.files.pages => {
-                Ok(Some((held, manifest, log)))
+                Ok(Some((locked, manifest, log)))
             }
             _ => Err(StoreError::Replaced { file: self.path(MANIFEST) }),
         }
@@ -67,7 +67,7 @@ impl Committer {
     ///
     /// Fails if the log or the page file is damaged, or if `guest` may not continue the last epoch.
     pub fn open(store: &Arc<Store>, guest: &dyn GuestIdentity) -> Result<Option<Self>, StoreError> {
-        let Some((held, manifest, mut log)) = store.open_locked()? else { return Ok(None) };
+        let Some((locked, manifest, mut log)) = store.open_locked()? else { return Ok(None) };
         log.check_sound(store)?;
         let vm_id = guest.vm_id();
         match log.epochs.last() {
@@ -75,8 +75,8 @@ impl Committer {
             None if manifest.vm_id != vm_id => return Ok(None),
             None => {}
         }
-        store.with_repair_hint(held.check_header(manifest.files.pages, vm_id))?;
-        let (space, slots) = Space::of_log(guest.layout(), &mut log, held.slots()?)?;
+        store.with_repair_hint(locked.check_header(manifest.files.pages, vm_id))?;
+        let (space, slots) = Space::of_log(guest.layout(), &mut log, locked.slots()?)?;
         // A manifest that replaced another one, and the names of the files in it, may be in the
         // system's cache alone.
         store.sync_dir()?;
@@ -96,7 +96,7 @@ impl Committer {
         let kept =
             log.kept().iter().map(|g| RetainedEpoch { epoch: g.info.epoch, sectors: g.sectors });
         let kept: VecDeque<RetainedEpoch> = kept.collect();
-        let pages = Arc::new(PageFile::new(held, slots));
+        let pages = Arc::new(PageFile::new(locked, slots));
         let mut new = Self {
             last: kept.back().map(|k| k.epoch),
             kept,
@@ -119,7 +119,7 @@ impl Committer {
         let before = store.manifest()?.map(|manifest| manifest.files);
         let files = store.next_files()?;
         store.check_lock()?;
-        let (held, log, end) = create_files(store, vm_id, files).map_err(|e| {
+        let (locked, log, end) = create_files(store, vm_id, files).map_err(|e| {
             if !e.in_doubt {
                 store.remove_unnamed(Some(files.log), Some(files.pages));
             }
@@ -131,7 +131,7 @@ impl Committer {
         }
         let mut slots = Slots::new(1);
         slots.allocate(1, 1);
-        let pages = Arc::new(PageFile::new(held, slots));
+        let pages = Arc::new(PageFile::new(locked, slots));
         Ok(Self::new(store, vm_id, files, (log, end), pages, Space::new(guest.layout())))
     }
 
@@ -173,14 +173,14 @@ fn create_files(
     let write = || -> Result<_, StoreError> {
         let name = pages_name(files.pages);
         let pages = store.create_new(&name)?;
-        let held = PageReader::open_locked(store, files.pages)?;
+        let locked = PageReader::open_locked(store, files.pages)?;
         begin_pages(&*pages, vm_id, files.pages).map_err(|e| store.io("writing", &name, e))?;
         pages.sync().map_err(|e| store.io("syncing", &name, e))?;
         let name = log_name(files.log);
         let log = store.create_new(&name)?;
         let end = begin_log(&*log, vm_id, files.log).map_err(|e| store.io("writing", &name, e))?;
         log.sync().map_err(|e| store.io("syncing", &name, e))?;
-        Ok((held, log, end))
+        Ok((locked, log, end))
     };
     let made = write().map_err(|cause| ManifestNotWritten { cause, in_doubt: false })?;
     store.put_manifest(Manifest { vm_id, files })?;

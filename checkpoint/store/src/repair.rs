@@ -77,7 +77,7 @@ impl Store {
     /// before.
     pub fn repair(&self) -> Result<RepairReport, StoreError> {
         // First: keeps other processes from freeing slots or writing while the store is read.
-        let held = self.lock_page_files()?;
+        let locked = self.lock_page_files()?;
         let mut salvage = self.salvage()?;
         let Salvage { vm_id, files: old, .. } = salvage;
         let survey = salvage.survey.clone();
@@ -98,7 +98,7 @@ impl Store {
             .and_then(|()| self.keep_replaced(&plan))
             .map_err(|cause| ManifestNotWritten { cause, in_doubt: false });
         let prepared = prepared.and_then(|kept| self.put_manifest(manifest).map(|()| kept));
-        drop(held);
+        drop(locked);
         let KeptFiles { mut aside, to_rename } = prepared.map_err(|e| {
             // A failed rename may still have taken effect. Only the same file under the manifest's
             // name proves that it did not, whether or not that file can be read.
@@ -226,11 +226,11 @@ impl Store {
 
     /// Locks all page files, since it is not known yet which of them is the store's.
     fn lock_page_files(&self) -> Result<Vec<PageReader>, StoreError> {
-        let held = self.names()?.into_iter().filter_map(|name| match parse_name(&name) {
+        let locked = self.names()?.into_iter().filter_map(|name| match parse_name(&name) {
             Named::Pages(n) => Some(PageReader::open_locked(self, n)),
             _ => None,
         });
-        held.collect()
+        locked.collect()
     }
 
     /// Writes the sound checkpoints to those files of `new` that do not exist yet.

@@ -74,7 +74,7 @@ fn checksum(data: &[u8], number: u64, kind: SectorKind) -> u32 {
 }
 
 /// Returns the bytes that follow a sector's `data`.
-pub(crate) fn seal(data: &[u8], number: u64, kind: SectorKind) -> [u8; SECTOR - DATA] {
+pub(crate) fn trailer(data: &[u8], number: u64, kind: SectorKind) -> [u8; SECTOR - DATA] {
     checksum(data, number, kind).to_le_bytes()
 }
 
@@ -115,7 +115,7 @@ impl Framer {
                 let number = self.first + self.whole() as u64;
                 let first = number == self.begin && number > 0;
                 let kind = if first { SectorKind::First } else { SectorKind::Other };
-                let end = seal(&self.bytes[at..], number, kind);
+                let end = trailer(&self.bytes[at..], number, kind);
                 self.bytes.extend_from_slice(&end);
             }
             data = later;

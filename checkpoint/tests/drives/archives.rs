@@ -10,7 +10,7 @@ fn archived(disk: &MemoryDisk) -> (tempfile::NamedTempFile, Archive) {
     assert_eq!(
         store.export_archive(None, file.as_file(), file.path()).unwrap().drives,
         0,
-        "left out"
+        "drives are skipped"
     );
     let archive = Archive::open(file.path()).unwrap();
     (file, archive)
@@ -111,7 +111,7 @@ fn unsound_archive_leaves_drives_unchanged() {
     ] {
         let mut bent = sound.clone();
         bent[at..at + bytes.len()].copy_from_slice(bytes);
-        driftline_store::testing::reseal_archive(&mut bent);
+        driftline_store::testing::correct_archive(&mut bent);
         let said = refused(bent);
         assert!(said.contains(why), "{why}: {said}");
     }

@@ -114,7 +114,7 @@ struct CopiedDrive {
 /// What the next pass sends of a disk.
 enum NextBlocks {
     Nothing,
-    /// All data that the disk held at the start.
+    /// All data that was on the disk at the start.
     First(Vec<FrameRun>),
     /// Blocks written since the last drain. Dropping the set gives it back (I4).
     Epoch(DirtySet),

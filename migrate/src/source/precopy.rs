@@ -224,7 +224,7 @@ impl<'j, 'a, G: Migratable + ?Sized> Precopy<'j, 'a, G> {
             }
             // The record is made durable now, so that the pause does not wait for its disk. With
             // `verify` it is made after the comparison of digests, which takes long: an operator
-            // who found the record during it would take the migration for one in doubt.
+            // could find the record meanwhile and think that the migration is in doubt.
             if self.verifier.is_none() {
                 self.record = HandOverRecord::Durable(self.record.make_durable()?);
             }

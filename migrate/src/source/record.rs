@@ -23,7 +23,7 @@ impl HandOverRecord {
         }
     }
 
-    /// Removes a durable record and stages it again, because pre-copy goes on. During passes an
+    /// Removes a durable record and stages it again, because pre-copy continues. During passes an
     /// operator must not find a record.
     pub(super) fn withdraw(self) -> Result<Self, Cause> {
         match self {

@@ -101,7 +101,7 @@ impl<'g, G: GuestIdentity + WriteThrottle + ?Sized> GuestThrottle<'g, G> {
         verdict
     }
 
-    /// Applies the throttle of the last judgement, because pre-copy goes on.
+    /// Applies the throttle of the last judgement, because pre-copy continues.
     pub(super) fn adjust(&mut self) {
         let next = self.next;
         if next.rate() != self.now.rate() {

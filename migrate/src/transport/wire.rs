@@ -174,7 +174,7 @@ impl Wire<Link> {
     pub(crate) fn abort(&mut self, tag: Tag, reason: &str) {
         self.stream.begin_closing();
         if !self.torn {
-            // Closing goes on even if the reason cannot be sent.
+            // Closing continues even if the reason cannot be sent.
             let _ = self.send_parts(tag, &[clip(reason).as_bytes()]);
         }
         self.stream.hang_up();

@@ -5,10 +5,10 @@
 //! and then drives, come in records of at most 2 MiB. Several threads pack and unpack these, so
 //! neither direction ever has more than a few of them in memory.
 
+#[cfg(feature = "testing")]
+pub(crate) mod correct;
 mod pack;
 mod records;
-#[cfg(feature = "testing")]
-pub(crate) mod reseal;
 mod threads;
 mod walk;
 

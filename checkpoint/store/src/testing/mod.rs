@@ -10,5 +10,5 @@ pub use disk::{MemoryDisk, Survives};
 pub use disk_state::DiskOp;
 
 pub use crate::alloc::Slots;
-pub use crate::archive::reseal::reseal_archive;
-pub use crate::reseal::{reseal_log, reseal_manifest, reseal_pages};
+pub use crate::archive::correct::correct_archive;
+pub use crate::correct::{correct_log, correct_manifest, correct_pages};

@@ -40,8 +40,8 @@ pub(super) struct CheckpointJob {
     keep: Option<NonZeroU64>,
     /// Whether the run ends when its client disconnects.
     attached: bool,
-    /// Whether a client has ever held the run.
-    was_held: AtomicBool,
+    /// Whether the run has ever had a client.
+    had_client: AtomicBool,
     /// Number of clients that hold the run now.
     holders: AtomicU64,
     cancel: AtomicBool,
@@ -103,7 +103,7 @@ impl CheckpointJob {
             every_ms: request.every_ms,
             keep: request.keep,
             attached: request.attached,
-            was_held: AtomicBool::new(false),
+            had_client: AtomicBool::new(false),
             holders: AtomicU64::new(0),
             cancel: AtomicBool::new(false),
             totals,
@@ -164,8 +164,8 @@ impl CheckpointJob {
     /// dropped, which happens with its client's connection, however that ends.
     pub(super) async fn hold(&self) {
         self.holders.fetch_add(1, Ordering::SeqCst);
-        self.was_held.store(true, Ordering::SeqCst);
-        let _held = ClientHold(self);
+        self.had_client.store(true, Ordering::SeqCst);
+        let _hold = ClientHold(self);
         self.news_since(u64::MAX).await;
     }
 
@@ -173,7 +173,7 @@ impl CheckpointJob {
     /// because this process may have been stopped for a while.
     pub(super) async fn expect_client(&self) {
         for _ in 0..CLIENT_WAITS {
-            if !self.attached || self.was_held.load(Ordering::SeqCst) || self.is_over() {
+            if !self.attached || self.had_client.load(Ordering::SeqCst) || self.is_over() {
                 return;
             }
             tokio::time::sleep(CLIENT_WAIT).await;

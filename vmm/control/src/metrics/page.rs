@@ -12,7 +12,7 @@ use prometheus_client::registry::Unit;
 /// The labels of a metric that has only those of its guest.
 pub(super) const NONE: [(&str, &str); 0] = [];
 
-/// A page under way. A family without samples is left out.
+/// A page under way. A family without samples is skipped.
 pub(super) struct MetricsPage<'e>(pub(super) DescriptorEncoder<'e>);
 
 /// What a family is called, without the suffixes of its unit and its type, and what it means.

@@ -13,7 +13,7 @@ use super::page::{MetricsPage, bytes, number, seconds};
 /// Unit of times in `/proc`: `USER_HZ`, which is part of the kernel's interface on x86-64.
 const TICKS_PER_S: f64 = 100.0;
 
-/// Figures of this process. What cannot be read is left out.
+/// Figures of this process. Figures that cannot be read are skipped.
 #[derive(Clone, Copy, Default, Debug)]
 pub(super) struct ProcessFigures {
     cpu_s: Option<f64>,

@@ -39,7 +39,7 @@ use resident::ResidentFrames;
 #[cfg(any(test, feature = "testing"))]
 pub(crate) use userfault::USERFAULTFD_IOC_NEW;
 pub(crate) use userfault::Userfault;
-use write_protect::MemoryShield;
+use write_protect::MemoryWriteProtection;
 pub(crate) use write_protect::ProtectedFrames;
 pub use write_watch::WriteWatch;
 
@@ -155,12 +155,13 @@ impl Memory {
             let cause = "the lazy restore has not finished".into();
             return Err(GuestError::System { what: "protecting frames", cause });
         }
-        let opened =
-            MemoryShield::open(&self.ram, &self.protected).map_err(|e| GuestError::System {
+        let opened = MemoryWriteProtection::open(&self.ram, &self.protected).map_err(|e| {
+            GuestError::System {
                 what: "registering guest memory with userfaultfd",
                 cause: Box::new(e),
-            })?;
-        Ok(opened.map(|shield| Box::new(shield) as Box<dyn WriteProtection>))
+            }
+        })?;
+        Ok(opened.map(|protection| Box::new(protection) as Box<dyn WriteProtection>))
     }
 
     /// Starts a lazy restore: a fault fetches its frame from `source`, and the background copy the

@@ -112,7 +112,7 @@ impl ProtectedFrames {
 /// Write protection of one guest's memory. Dropping it unprotects all frames and unregisters the
 /// memory.
 #[derive(Debug)]
-pub(crate) struct MemoryShield {
+pub(crate) struct MemoryWriteProtection {
     userfault: Userfault,
     /// Keeps the memory mapped.
     ram: GuestRam,
@@ -124,7 +124,7 @@ pub(crate) struct MemoryShield {
     broken: AtomicBool,
 }
 
-impl MemoryShield {
+impl MemoryWriteProtection {
     /// Opens write protection of `ram`; `None` if its pages or the host do not support it.
     ///
     /// While no frame is protected, the guest writes as fast as before (`tests/bench/cadence.rs`).
@@ -195,7 +195,7 @@ impl MemoryShield {
     }
 }
 
-impl WriteProtection for MemoryShield {
+impl WriteProtection for MemoryWriteProtection {
     fn protect(&self, frames: &[FrameRun]) -> Result<(), GuestError> {
         self.require_registered()?;
         // Comes first, so that a thread that calls `wait` does wait.
@@ -253,7 +253,7 @@ impl WriteProtection for MemoryShield {
     }
 }
 
-impl Drop for MemoryShield {
+impl Drop for MemoryWriteProtection {
     fn drop(&mut self) {
         // The descriptor is closed with the remaining fields.
         self.release_all();
@@ -294,11 +294,11 @@ mod tests {
     ) -> Option<(Memory, Box<dyn WriteProtection>)> {
         // In two slots.
         let memory = Memory::new((3 << 30) + (16 << 20), options).unwrap();
-        let shield = memory.write_protection().unwrap();
-        if shield.is_none() {
+        let protection = memory.write_protection().unwrap();
+        if protection.is_none() {
             crate::testing::skip(test, "this host has no userfaultfd that protects");
         }
-        Some((memory, shield?))
+        Some((memory, protection?))
     }
 
     fn byte(ram: &GuestRam, gfn: u64) -> u8 {
@@ -313,32 +313,32 @@ mod tests {
     fn protected_frame_keeps_its_content_until_released() {
         for options in option_sets() {
             let name = "protected_frame_keeps_its_content_until_released";
-            let Some((memory, shield)) = write_protected(name, &options) else { return };
+            let Some((memory, protection)) = write_protected(name, &options) else { return };
             let ram = memory.ram();
             // Written, never written, and the last of one slot.
             for (gfn, value) in [(5000, 7), (5001, 0), (0xb_ffff, 8)] {
                 if value > 0 {
                     write(ram, gfn, value);
                 }
-                shield.protect(&[run(gfn - 1, 2)]).unwrap();
+                protection.protect(&[run(gfn - 1, 2)]).unwrap();
                 let (done, finished) = mpsc::channel();
                 let theirs = ram.clone();
                 let writer = thread::spawn(move || {
                     write(&theirs, gfn, 200);
                     done.send(()).unwrap();
                 });
-                assert_eq!(shield.awaited(SOON).unwrap(), Some(run(gfn, 1)), "{options:?}");
+                assert_eq!(protection.awaited(SOON).unwrap(), Some(run(gfn, 1)), "{options:?}");
                 finished.recv_timeout(Duration::from_millis(20)).unwrap_err();
                 assert_eq!(byte(ram, gfn), value, "{options:?}");
-                shield.release(run(gfn - 1, 1)).unwrap();
+                protection.release(run(gfn - 1, 1)).unwrap();
                 finished.recv_timeout(Duration::from_millis(20)).unwrap_err();
-                shield.release(run(gfn, 1)).unwrap();
+                protection.release(run(gfn, 1)).unwrap();
                 finished.recv_timeout(SOON).unwrap();
                 writer.join().unwrap();
                 assert_eq!(byte(ram, gfn), 200);
                 // The write is reported once: no thread waits.
                 write(ram, gfn, 201);
-                assert_eq!(shield.awaited(Duration::ZERO).unwrap(), None);
+                assert_eq!(protection.awaited(Duration::ZERO).unwrap(), None);
             }
         }
     }
@@ -347,18 +347,18 @@ mod tests {
     fn dropping_write_protection_wakes_all_writers() {
         for options in option_sets() {
             let name = "dropping_write_protection_wakes_all_writers";
-            let Some((memory, shield)) = write_protected(name, &options) else { return };
+            let Some((memory, protection)) = write_protected(name, &options) else { return };
             // In both slots.
             let frames = [run(100, 1000), run(0x10_0000, 500)];
-            shield.protect(&frames).unwrap();
+            protection.protect(&frames).unwrap();
             let writers = [100, 600, 1099, 0x10_0000, 0x10_01f3].map(|gfn| {
                 let ram = memory.ram().clone();
                 thread::spawn(move || write(&ram, gfn, 3))
             });
-            shield.awaited(SOON).unwrap().unwrap();
+            protection.awaited(SOON).unwrap().unwrap();
             let refused = memory.write_protection().err().map(|e| e.to_string());
             assert!(refused.is_some_and(|e| e.contains("userfaultfd")), "one at a time");
-            drop(shield);
+            drop(protection);
             writers.into_iter().for_each(|writer| writer.join().unwrap());
             let again = memory.write_protection().unwrap().unwrap();
             again.protect(&frames).unwrap();
@@ -371,10 +371,10 @@ mod tests {
     fn second_write_protection_is_refused_without_effect() {
         for options in option_sets() {
             let name = "second_write_protection_is_refused_without_effect";
-            let Some((memory, shield)) = write_protected(name, &options) else { return };
+            let Some((memory, protection)) = write_protected(name, &options) else { return };
             let ram = memory.ram();
             write(ram, 70, 5);
-            shield.protect(&[run(70, 4), run(0x10_0000, 3)]).unwrap();
+            protection.protect(&[run(70, 4), run(0x10_0000, 3)]).unwrap();
             for _ in 0..2 {
                 memory.write_protection().map(|other| other.is_some()).unwrap_err();
             }
@@ -390,11 +390,11 @@ mod tests {
                     write(&theirs, gfn, 6);
                     done.send(()).unwrap();
                 });
-                assert_eq!(shield.awaited(SOON).unwrap(), Some(run(gfn, 1)), "{options:?}");
+                assert_eq!(protection.awaited(SOON).unwrap(), Some(run(gfn, 1)), "{options:?}");
             }
             finished.recv_timeout(Duration::from_millis(20)).unwrap_err();
             assert_eq!(byte(ram, 70), 5, "{options:?}");
-            shield.release_all();
+            protection.release_all();
             finished.recv_timeout(SOON).unwrap();
             finished.recv_timeout(SOON).unwrap();
             assert_eq!(
@@ -409,8 +409,8 @@ mod tests {
         const RUNS: u64 = 2000;
         for options in option_sets() {
             let name = "frame_reprotected_during_release_is_released_at_end";
-            let Some((memory, shield)) = write_protected(name, &options) else { return };
-            let (ram, shield) = (memory.ram(), &*shield);
+            let Some((memory, protection)) = write_protected(name, &options) else { return };
+            let (ram, protection) = (memory.ram(), &*protection);
             let runs = (0..RUNS).map(|n| run(256 + 32 * n, 1)).collect::<Vec<_>>();
             runs.iter().for_each(|run| write(ram, run.start.0, 1));
             for _ in 0..10 {
@@ -425,15 +425,16 @@ mod tests {
                     });
                     scope.spawn(|| {
                         while !all_written.load(Ordering::Relaxed) {
-                            if let Some(run) = shield.awaited(Duration::from_millis(1)).unwrap() {
-                                shield.release(run).unwrap();
+                            if let Some(run) = protection.awaited(Duration::from_millis(1)).unwrap()
+                            {
+                                protection.release(run).unwrap();
                             }
                         }
                     });
-                    (0..4).for_each(|_| shield.protect(&runs).unwrap());
+                    (0..4).for_each(|_| protection.protect(&runs).unwrap());
                     writes.store(false, Ordering::Relaxed);
                 });
-                shield.release_all();
+                protection.release_all();
                 let (done, finished) = mpsc::channel();
                 let (theirs, to_write) = (ram.clone(), runs.clone());
                 thread::spawn(move || {
@@ -441,7 +442,7 @@ mod tests {
                     done.send(()).unwrap();
                 });
                 finished.recv_timeout(SOON).unwrap_or_else(|_| {
-                    let waits = shield.awaited(Duration::ZERO).unwrap();
+                    let waits = protection.awaited(Duration::ZERO).unwrap();
                     panic!("{waits:?} is protected and in no set: {options:?}")
                 });
             }
@@ -453,31 +454,33 @@ mod tests {
         for options in option_sets() {
             let memory = Memory::new((3 << 30) + (16 << 20), &options).unwrap();
             let ram = memory.ram();
-            let Some(shield) = MemoryShield::open(ram, memory.protected_frames()).unwrap() else {
+            let Some(protection) =
+                MemoryWriteProtection::open(ram, memory.protected_frames()).unwrap()
+            else {
                 let name = "failed_release_wakes_writers_and_ends_protection";
                 return crate::testing::skip(name, "this host has no userfaultfd that protects");
             };
             let (done, finished) = mpsc::channel();
             for gfn in [500, 0x10_0007] {
-                shield.protect(&[run(gfn, 1)]).unwrap();
+                protection.protect(&[run(gfn, 1)]).unwrap();
                 let (theirs, done) = (ram.clone(), done.clone());
                 thread::spawn(move || {
                     write(&theirs, gfn, 6);
                     done.send(()).unwrap();
                 });
-                assert_eq!(shield.awaited(SOON).unwrap(), Some(run(gfn, 1)), "{options:?}");
+                assert_eq!(protection.awaited(SOON).unwrap(), Some(run(gfn, 1)), "{options:?}");
             }
             // From here on the kernel refuses to unprotect frames, and wakes no writer.
             let first = ram.iter().next().unwrap();
-            shield.userfault.unregister(first.as_ptr() as u64, first.len()).unwrap();
-            shield.release(run(500, 1)).unwrap_err();
+            protection.userfault.unregister(first.as_ptr() as u64, first.len()).unwrap();
+            protection.release(run(500, 1)).unwrap_err();
             finished.recv_timeout(Duration::from_millis(20)).unwrap_err();
-            shield.release_all();
+            protection.release_all();
             finished.recv_timeout(SOON).unwrap();
             finished.recv_timeout(SOON).unwrap();
-            shield.protect(&[run(0x10_0000, 1)]).unwrap_err();
-            shield.release(run(0x10_0000, 1)).unwrap_err();
-            drop(shield);
+            protection.protect(&[run(0x10_0000, 1)]).unwrap_err();
+            protection.release(run(0x10_0000, 1)).unwrap_err();
+            drop(protection);
             let again = memory.write_protection().unwrap().unwrap();
             again.protect(&[run(500, 1)]).unwrap();
         }
@@ -487,10 +490,10 @@ mod tests {
     fn discard_waits_until_protected_frames_are_released() {
         for options in option_sets().filter(|o| o.huge_pages == Some(HugePages::None)) {
             let name = "discard_waits_until_protected_frames_are_released";
-            let Some((memory, shield)) = write_protected(name, &options) else { return };
+            let Some((memory, protection)) = write_protected(name, &options) else { return };
             let ram = memory.ram();
             (64..128).for_each(|gfn| write(ram, gfn, 9));
-            shield.protect(&[run(70, 4), run(120, 50)]).unwrap();
+            protection.protect(&[run(70, 4), run(120, 50)]).unwrap();
             let mut discarder = Discarder::open(memory.protected_frames().clone()).unwrap();
             // Discarding frames that are not protected does not wait.
             assert_eq!(discarder.discard(ram, run(64, 6)).unwrap(), 6);
@@ -499,11 +502,11 @@ mod tests {
             for (first, all) in [(70, run(70, 4)), (120, run(120, 50))] {
                 // The balloon waits without a fault, so no descriptor reports it.
                 let mut looks =
-                    (0..4000).map(|_| shield.awaited(Duration::from_millis(5)).unwrap());
+                    (0..4000).map(|_| protection.awaited(Duration::from_millis(5)).unwrap());
                 let awaited = looks.find_map(|awaited| awaited);
                 assert_eq!(awaited.map(|run| run.start), Some(Gfn(first)));
                 assert_eq!(byte(ram, first), 9, "{options:?}");
-                shield.release(all).unwrap();
+                protection.release(all).unwrap();
             }
             assert_eq!(balloon.join().unwrap(), 58);
             assert!((64..128).all(|gfn| byte(ram, gfn) == 0));

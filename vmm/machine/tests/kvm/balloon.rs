@@ -1,5 +1,5 @@
-//! A Linux guest that frees memory: freed memory is neither stored nor held by this host. Needs the
-//! Linux image that `images/linux/build.sh` builds.
+//! A Linux guest that frees memory: freed memory is neither stored nor resident on this host. Needs
+//! the Linux image that `images/linux/build.sh` builds.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -144,7 +144,7 @@ fn reported_free_memory_is_neither_resident_nor_stored() {
     let config = BalloonConfig { deflate_on_oom: false, hinting: false, ..Default::default() };
     let guest = FreeingGuest::boot(&image, config);
     let mut first = guest.checkpointer("first");
-    let held = first.take().unwrap();
+    let unfreed = first.take().unwrap();
     let before = guest.discarded();
     guest.free();
     let end = Instant::now() + LONG;
@@ -158,8 +158,8 @@ fn reported_free_memory_is_neither_resident_nor_stored() {
     assert!(bytes(&after) - after.written_bytes >= FREED, "{after:?}");
     drop(first);
     let full = guest.checkpointer("second").take().unwrap();
-    eprintln!("held {held:?}\nafter {after:?}\nfull {full:?}");
-    assert!(bytes(&held) - bytes(&full) >= FREED, "held {held:?}, freed {full:?}");
+    eprintln!("unfreed {unfreed:?}\nafter {after:?}\nfull {full:?}");
+    assert!(bytes(&unfreed) - bytes(&full) >= FREED, "unfreed {unfreed:?}, freed {full:?}");
     guest.assert_continues("first");
 }
 
@@ -175,11 +175,11 @@ fn hinted_free_memory_is_not_stored() {
     };
     let config = BalloonConfig { deflate_on_oom: false, reporting: false, ..Default::default() };
     let guest = FreeingGuest::boot(&image, config);
-    let held = guest.checkpointer("first").take().unwrap();
+    let unfreed = guest.checkpointer("first").take().unwrap();
     guest.free();
     let full = guest.checkpointer("second").take().unwrap();
-    eprintln!("held {held:?}\nfull {full:?}");
+    eprintln!("unfreed {unfreed:?}\nfull {full:?}");
     assert!(guest.discarded() <= MIB, "a hint takes nothing from the guest");
-    assert!(bytes(&held) - bytes(&full) >= FREED, "held {held:?}, freed {full:?}");
+    assert!(bytes(&unfreed) - bytes(&full) >= FREED, "unfreed {unfreed:?}, freed {full:?}");
     guest.assert_continues("second");
 }

@@ -93,11 +93,11 @@ impl BalloonControl {
             return FrameSet::new();
         }
         let free = self.begin_hints();
-        let heard = free.recv_timeout(limit).or_else(|_| {
+        let hints = free.recv_timeout(limit).or_else(|_| {
             self.balloon.tell(|balloon| balloon.end_hints(false));
             free.recv_timeout(GRACE)
         });
-        heard.unwrap_or_default()
+        hints.unwrap_or_default()
     }
 }
 

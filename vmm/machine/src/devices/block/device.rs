@@ -119,7 +119,7 @@ impl Device for BlockDevice {
     fn acquire(&mut self) -> Result<(), DeviceError> {
         self.file.lock()?;
         self.locked = true;
-        self.keeper.acquire();
+        self.copy_before_write.acquire();
         // A read-only disk is locked against writers all the time, on this host or on the other.
         if !self.has_run && !self.disk.readonly && !self.created_here {
             self.file.drop_page_cache();
@@ -130,11 +130,11 @@ impl Device for BlockDevice {
     fn release(&mut self, deadline: Instant) -> Result<(), DeviceError> {
         // Comes before another host can write to the disk: an epoch cannot have blocks that it has
         // not read by now.
-        self.keeper.release();
+        self.copy_before_write.release();
         let released = self.file.flush_and_unlock(deadline);
         match &released {
             Ok(()) => self.locked = false,
-            Err(_) => self.keeper.acquire(),
+            Err(_) => self.copy_before_write.acquire(),
         }
         Ok(released?)
     }
@@ -143,7 +143,7 @@ impl Device for BlockDevice {
         if self.has_run {
             return self.release(deadline);
         }
-        self.keeper.release();
+        self.copy_before_write.release();
         self.locked = false;
         Ok(self.file.unlock()?)
     }

@@ -18,7 +18,7 @@ pub(crate) struct DriveSource {
     /// Tracks the guest's writes; `None` for a read-only disk.
     pub(super) tracker: Option<Arc<Tracker>>,
     /// Copy-before-write; the device asks it before each write.
-    pub(super) keeper: Arc<CopyBeforeWrite>,
+    pub(super) copy_before_write: Arc<CopyBeforeWrite>,
     /// A descriptor that identifies the file; `None` if the system did not provide it.
     pub(super) path_fd: Option<Arc<File>>,
 }
@@ -26,12 +26,12 @@ pub(crate) struct DriveSource {
 impl DriveSource {
     /// Cancels the device's waits for an epoch: the guest is about to pause.
     pub(crate) fn cancel_waits(&self) {
-        self.keeper.set_pausing(true);
+        self.copy_before_write.set_pausing(true);
     }
 
     /// Allows the device's waits for an epoch again.
     pub(crate) fn allow_waits(&self) {
-        self.keeper.set_pausing(false);
+        self.copy_before_write.set_pausing(false);
     }
 }
 
@@ -51,7 +51,7 @@ impl GuestDrive for DriveSource {
     }
 
     fn copy_before_write(&self) -> Option<Arc<CopyBeforeWrite>> {
-        Some(self.keeper.clone())
+        Some(self.copy_before_write.clone())
     }
 }
 
@@ -129,7 +129,7 @@ mod tests {
             let block = disk.block(with);
             let (source, bytes) = (block.source(), disk.config.bytes);
             let mut driver = Driver::started(Box::new(block));
-            let (file, keeper) =
+            let (file, copy_before_write) =
                 (Arc::new(source.open().unwrap()), source.copy_before_write().unwrap());
             let mut writes = source.subscribe("epochs").unwrap().unwrap();
             let mut copy = vec![0; bytes as usize];
@@ -141,12 +141,12 @@ mod tests {
                 let was = disk.contents(0, bytes as usize);
                 let changed = writes.drain();
                 let blocks = changed.runs().collect();
-                let mut keeping = keeper.freeze(file.clone(), bytes, blocks).unwrap();
+                let mut frozen = copy_before_write.freeze(file.clone(), bytes, blocks).unwrap();
                 driver.transport.resume();
                 thread::scope(|scope| {
                     let copier = scope.spawn(|| {
                         let (mut runs, mut some) = (Vec::new(), vec![0; 4 * 4096]);
-                        while keeping.next(&mut runs, &mut some).unwrap() > 0 {
+                        while frozen.next(&mut runs, &mut some).unwrap() > 0 {
                             let mut at = 0;
                             for run in &runs {
                                 let to = run.start.gpa() as usize;
@@ -178,20 +178,20 @@ mod tests {
         let mut block = disk.block(engines()[0]);
         let (source, bytes) = (block.source(), disk.config.bytes);
         block.acquire().unwrap();
-        let (file, keeper) =
+        let (file, copy_before_write) =
             (Arc::new(source.open().unwrap()), source.copy_before_write().unwrap());
         let all = FrameRun { start: Gfn(0), count: bytes / PAGE_SIZE };
-        let keep = || keeper.freeze(file.clone(), bytes, [all].into_iter().collect());
-        let mut keeping = keep().unwrap();
+        let freeze = || copy_before_write.freeze(file.clone(), bytes, [all].into_iter().collect());
+        let mut frozen = freeze().unwrap();
         let (mut runs, mut some) = (Vec::new(), vec![0; 4 * 4096]);
-        assert_eq!(keeping.next(&mut runs, &mut some).unwrap(), 4);
+        assert_eq!(frozen.next(&mut runs, &mut some).unwrap(), 4);
         block.release(crate::testing::soon()).unwrap();
-        let error = keeping.next(&mut runs, &mut some).unwrap_err();
+        let error = frozen.next(&mut runs, &mut some).unwrap_err();
         assert!(matches!(error, CopyBeforeWriteError::Released), "{error}");
-        drop(keeping);
-        keep().unwrap_err();
+        drop(frozen);
+        freeze().unwrap_err();
         block.acquire().unwrap();
-        assert_eq!(keep().unwrap().next(&mut runs, &mut some).unwrap(), 4);
+        assert_eq!(freeze().unwrap().next(&mut runs, &mut some).unwrap(), 4);
     }
 
     /// Works as a migration does: whichever requests were in flight, the copy equals what the

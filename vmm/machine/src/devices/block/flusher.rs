@@ -350,7 +350,7 @@ mod tests {
         (Arc::new(DiskFile::open(&disk, VmId::random()).unwrap()), file)
     }
 
-    /// A guest's flush that ended with `outcome`, and whose answer the guest has heard.
+    /// A guest's flush that ended with `outcome`, and whose answer the guest has received.
     fn flush_of_guest(flusher: &Flusher, outcome: io::Result<()>) -> io::Result<()> {
         let answer = flusher.answer(DurabilityPromise::Everything, outcome);
         flusher.note_delivery(&answer, true);

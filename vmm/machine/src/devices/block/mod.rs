@@ -72,7 +72,7 @@ pub(super) struct BlockDevice {
     tracker: Option<Arc<Tracker>>,
     /// Copy-before-write: saves blocks that an epoch has not copied yet before the guest overwrites
     /// them.
-    keeper: Arc<CopyBeforeWrite>,
+    copy_before_write: Arc<CopyBeforeWrite>,
     /// Requests that the engine has, by token.
     in_flight: HashMap<u64, RequestInFlight>,
     /// Bytes that the requests in `in_flight` move.
@@ -160,7 +160,7 @@ impl BlockDevice {
             file,
             engine,
             tracker,
-            keeper: Arc::default(),
+            copy_before_write: Arc::default(),
             in_flight: HashMap::new(),
             bytes_in_flight: 0,
             stalled_queues: 0,
@@ -185,8 +185,8 @@ impl BlockDevice {
     pub(super) fn source(&self) -> DriveSource {
         let DiskConfig { id, bytes, readonly, .. } = &self.disk;
         let head = DriveHead { id: id.clone(), bytes: *bytes, readonly: *readonly };
-        let (tracker, keeper) = (self.tracker.clone(), self.keeper.clone());
-        DriveSource { head, tracker, keeper, path_fd: self.flusher().path_fd() }
+        let (tracker, copy_before_write) = (self.tracker.clone(), self.copy_before_write.clone());
+        DriveSource { head, tracker, copy_before_write, path_fd: self.flusher().path_fd() }
     }
 
     /// Records that the file was created on this host: no other host has ever written to it.
@@ -247,7 +247,7 @@ impl BlockDevice {
         // This is the only call before a write. It is enough: the device is paused when an epoch
         // begins to copy, so no request is in flight then.
         for (from, bytes) in &in_flight.writes {
-            self.keeper.before_write(*from, *bytes);
+            self.copy_before_write.before_write(*from, *bytes);
         }
         let token = self.next_token;
         self.next_token += 1;

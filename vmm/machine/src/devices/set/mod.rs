@@ -74,7 +74,7 @@ pub(crate) struct DeviceSet {
     balloon: Option<BalloonControl>,
     opener: Option<Opener>,
     /// Frames that no device may change now.
-    kept: Arc<ProtectedFrames>,
+    protected_frames: Arc<ProtectedFrames>,
     limits: DeviceLimits,
 }
 
@@ -114,7 +114,7 @@ impl DeviceSet {
             stats_handles: Vec::new(),
             balloon: None,
             opener: None,
-            kept: Arc::default(),
+            protected_frames: Arc::default(),
             limits: DeviceLimits::default(),
         }
     }
@@ -139,7 +139,7 @@ impl DeviceSet {
         created_here: &[String],
     ) -> Result<Self, DeviceError> {
         let mut set = Self::empty();
-        set.kept = memory.protected_frames().clone();
+        set.protected_frames = memory.protected_frames().clone();
         for device in &config.devices {
             let id = device.id();
             let system = |cause| DeviceError::System { id: id.to_owned(), cause };
@@ -194,7 +194,7 @@ impl DeviceSet {
             }
             DeviceConfig::Balloon(config) => {
                 let (balloon, control) =
-                    balloon::open(config, self.kept.clone()).map_err(system)?;
+                    balloon::open(config, self.protected_frames.clone()).map_err(system)?;
                 self.balloon = Some(control);
                 Box::new(balloon)
             }

@@ -47,15 +47,17 @@ fn pause_cancels_disk_waits_for_an_epoch() {
     std::fs::File::create(&config.path).unwrap().set_len(BYTES).unwrap();
     let set = with_disks([&config], &memory);
     let source = &set.sources()[0];
-    let (keeper, file) = (source.copy_before_write().unwrap(), Arc::new(source.open().unwrap()));
+    let (copy_before_write, file) =
+        (source.copy_before_write().unwrap(), Arc::new(source.open().unwrap()));
     let all = FrameRun { start: Gfn(0), count: BYTES / PAGE_SIZE };
-    let keep = || keeper.freeze(file.clone(), BYTES, [all].into_iter().collect()).unwrap();
-    let mut keeping = keep();
+    let freeze =
+        || copy_before_write.freeze(file.clone(), BYTES, [all].into_iter().collect()).unwrap();
+    let mut frozen = freeze();
     set.resume();
     let since = Instant::now();
     std::thread::scope(|scope| {
         // As the disk's device thread does.
-        let writes = scope.spawn(|| keeper.before_write(0, BYTES));
+        let writes = scope.spawn(|| copy_before_write.before_write(0, BYTES));
         std::thread::sleep(Duration::from_millis(50));
         assert!(!writes.is_finished());
         // Before any vCPU is paused.
@@ -66,13 +68,13 @@ fn pause_cancels_disk_waits_for_an_epoch() {
     // A wait that is not cancelled takes this long.
     assert!(since.elapsed() < WRITE_WAIT_LIMIT, "{:?}", since.elapsed());
     let (mut runs, mut some) = (Vec::new(), vec![0; 4096]);
-    let error = keeping.next(&mut runs, &mut some).unwrap_err();
+    let error = frozen.next(&mut runs, &mut some).unwrap_err();
     assert!(matches!(error, CopyBeforeWriteError::Paused), "{error}");
-    drop(keeping);
+    drop(frozen);
     // Writes wait again, whether the guest has resumed or never paused because a vCPU could not
     // be paused.
     for halted in [true, false] {
-        let mut keeping = keep();
+        let mut frozen = freeze();
         match halted {
             true => set.resume(),
             false => {
@@ -81,10 +83,10 @@ fn pause_cancels_disk_waits_for_an_epoch() {
             }
         }
         std::thread::scope(|scope| {
-            let writes = scope.spawn(|| keeper.before_write(0, BYTES));
+            let writes = scope.spawn(|| copy_before_write.before_write(0, BYTES));
             std::thread::sleep(Duration::from_millis(50));
             assert!(!writes.is_finished());
-            while keeping.next(&mut runs, &mut some).unwrap() > 0 {}
+            while frozen.next(&mut runs, &mut some).unwrap() > 0 {}
         });
     }
 }

@@ -83,7 +83,7 @@ fn restored_state_saves_the_same(tested: &TestedDevice<'_>, without: u64) {
         if bytes != &used {
             continue;
         }
-        assert!(restored.interrupt_pending(), "nobody has acknowledged an interrupt");
+        assert!(restored.interrupt_pending(), "the interrupt is not acknowledged yet");
         driver = driver.moved_to(restored);
         driver.transport.resume();
         for head in &waiting {

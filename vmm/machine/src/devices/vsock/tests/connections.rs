@@ -18,9 +18,9 @@ fn guest_connects_to_a_host_program() {
     program.shutdown(Shutdown::Write).unwrap();
     let (header, _) = guest.expect(op::SHUTDOWN, ports);
     assert_eq!(header.flags.get(), NO_SEND);
-    guest.send(op::RW, ports, b"last words");
+    guest.send(op::RW, ports, b"last bytes");
     program.read_exact(&mut bytes).unwrap();
-    assert_eq!(&bytes, b"last words");
+    assert_eq!(&bytes, b"last bytes");
     let over = PacketHeader {
         flags: (NO_SEND | NO_RECEIVE).into(),
         ..VsockGuest::packet(op::SHUTDOWN, ports)
@@ -29,9 +29,9 @@ fn guest_connects_to_a_host_program() {
     guest.expect(op::RST, ports);
     assert_eq!(program.read(&mut bytes).unwrap(), 0);
     // No program listens at this port.
-    let nobody = Ports { guest: 7, host: 53 };
-    guest.send(op::REQUEST, nobody, &[]);
-    guest.expect(op::RST, nobody);
+    let unknown = Ports { guest: 7, host: 53 };
+    guest.send(op::REQUEST, unknown, &[]);
+    guest.expect(op::RST, unknown);
 }
 
 #[test]
@@ -165,9 +165,9 @@ fn malformed_packets_are_refused_and_bounded() {
         guest.driver.wait_stopped("a packet of no form");
         guest.driver.start(!0);
     }
-    let (small, nobody) = (guest.driver.writable(43), VsockGuest::packet(op::RW, ports));
+    let (small, packet) = (guest.driver.writable(43), VsockGuest::packet(op::RW, ports));
     guest.driver.post(RECEIVE, &[small]);
-    let piece = guest.driver.readable(nobody.as_bytes());
+    let piece = guest.driver.readable(packet.as_bytes());
     guest.driver.post(TRANSMIT, &[piece]);
     guest.driver.kick(TRANSMIT);
     guest.driver.wait_stopped("no room for a header");

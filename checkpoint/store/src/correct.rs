@@ -7,7 +7,7 @@ use driftline_format::{HEADER_LEN, RECORD_HEAD_LEN, is_zero};
 
 use crate::limits::SECTOR;
 use crate::records::{COMMIT_LEN, TAG_COMMIT, TAG_EPOCH, TAG_FRAMES, TAG_ZEROS};
-use crate::sectors::{DATA, SectorKind, seal};
+use crate::sectors::{DATA, SectorKind, trailer};
 
 pub(super) fn word(bytes: &[u8], at: usize) -> u64 {
     let mut word = [0; 8];
@@ -21,7 +21,7 @@ pub(super) fn put(bytes: &mut [u8], at: usize, value: &[u8]) {
 }
 
 /// Corrects the header's checksum and returns it; `None` if there is no header.
-pub(super) fn reseal_header(bytes: &mut [u8]) -> Option<u32> {
+pub(super) fn correct_header(bytes: &mut [u8]) -> Option<u32> {
     let crc = crc32c::crc32c(bytes.get(..HEADER_LEN - 4)?);
     bytes.get_mut(HEADER_LEN - 4..HEADER_LEN)?.copy_from_slice(&crc.to_le_bytes());
     Some(crc)
@@ -29,7 +29,7 @@ pub(super) fn reseal_header(bytes: &mut [u8]) -> Option<u32> {
 
 /// Corrects length, sequence and checksums of the record at `at`, and returns where its payload
 /// ends.
-pub(super) fn reseal_record(bytes: &mut [u8], at: usize, sequence: u32) -> usize {
+pub(super) fn correct_record(bytes: &mut [u8], at: usize, sequence: u32) -> usize {
     let from = at + RECORD_HEAD_LEN;
     let length = (word(bytes, at + 8) as u32 as usize).min(bytes.len() - from);
     put(bytes, at + 8, &(length as u32).to_le_bytes());
@@ -42,15 +42,15 @@ pub(super) fn reseal_record(bytes: &mut [u8], at: usize, sequence: u32) -> usize
 }
 
 /// Corrects a manifest's checksums, and the length of its record if that reaches past the end.
-pub fn reseal_manifest(bytes: &mut [u8]) {
-    if reseal_header(bytes).is_some() && bytes.len() >= HEADER_LEN + RECORD_HEAD_LEN {
-        reseal_record(bytes, HEADER_LEN, 0);
+pub fn correct_manifest(bytes: &mut [u8]) {
+    if correct_header(bytes).is_some() && bytes.len() >= HEADER_LEN + RECORD_HEAD_LEN {
+        correct_record(bytes, HEADER_LEN, 0);
     }
 }
 
 /// Corrects the checksum of a page file's header.
-pub fn reseal_pages(bytes: &mut [u8]) {
-    reseal_header(bytes);
+pub fn correct_pages(bytes: &mut [u8]) {
+    correct_header(bytes);
 }
 
 /// Totals of an epoch so far.
@@ -74,8 +74,8 @@ fn count_frames(payload: &[u8], count_of: impl Fn(usize) -> u64) -> u64 {
 /// Walks over `bytes` as if they were a log and corrects every checksum, sequence number, record
 /// length that reaches past the end, and the totals at the end of each epoch. Leaves all other
 /// errors as they are, and also sectors of zeros.
-pub fn reseal_log(bytes: &mut [u8]) {
-    let Some(mut digest) = reseal_header(bytes) else { return };
+pub fn correct_log(bytes: &mut [u8]) {
+    let Some(mut digest) = correct_header(bytes) else { return };
     let written: Vec<bool> = bytes.chunks_exact(SECTOR).map(|sector| !is_zero(sector)).collect();
     let mut data: Vec<u8> =
         bytes.chunks_exact(SECTOR).skip(1).flat_map(|sector| &sector[..DATA]).copied().collect();
@@ -99,7 +99,7 @@ pub fn reseal_log(bytes: &mut [u8]) {
             put(&mut data, from + 40, &counted.records.to_le_bytes());
             put(&mut data, from + 44, &digest.to_le_bytes());
         }
-        let end = reseal_record(&mut data, at, sequence);
+        let end = correct_record(&mut data, at, sequence);
         let payload = &data[from..end];
         match tag {
             TAG_EPOCH => {
@@ -124,18 +124,18 @@ pub fn reseal_log(bytes: &mut [u8]) {
             firsts.insert(1 + at / DATA);
         }
     }
-    reseal_sectors(bytes, &data, &firsts, &written);
+    correct_sectors(bytes, &data, &firsts, &written);
 }
 
 /// Puts `data` into the sectors and corrects their checksums. Epochs begin in the sectors `firsts`;
 /// sectors that were not `written` stay zeros.
-fn reseal_sectors(bytes: &mut [u8], data: &[u8], firsts: &BTreeSet<usize>, written: &[bool]) {
+fn correct_sectors(bytes: &mut [u8], data: &[u8], firsts: &BTreeSet<usize>, written: &[bool]) {
     for (n, sector) in bytes.chunks_exact_mut(SECTOR).enumerate() {
         if n > 0 {
             sector[..DATA].copy_from_slice(&data[(n - 1) * DATA..n * DATA]);
         }
         let kind = if firsts.contains(&n) { SectorKind::First } else { SectorKind::Other };
-        let end = seal(&sector[..DATA], n as u64, kind);
+        let end = trailer(&sector[..DATA], n as u64, kind);
         sector[DATA..].copy_from_slice(&end);
         if !written[n] {
             sector.fill(0);
