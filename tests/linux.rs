@@ -222,7 +222,7 @@ impl<'t> CheckedGuest<'t> {
         self.linux.verify_disk(&copy, flushed);
         let resumed = self.process.cli("resume", &[]);
         assert!(resumed.status.success(), "{}", self.process.log());
-        std::thread::sleep(Duration::from_millis(300));
+        CheckerProgress::wait_flushed(&self.process, flushed);
         let discarded = std::mem::replace(&mut self.disk, copy);
         self.restore(&store, false);
         std::fs::remove_file(discarded).expect("the disk is ours");

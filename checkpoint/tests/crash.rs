@@ -181,52 +181,51 @@ fn failing_disk_costs_an_epoch_and_no_frame() {
     for (op, errno) in refusals {
         for full in [true, false] {
             for after in 0..2 {
-                let (disk, guest) = (MemoryDisk::default(), still());
-                guest.resume().unwrap();
-                let mut checkpointer = checkpointer(&guest, &disk);
-                checkpointer.keep(Some(1));
-                (0..30).for_each(|n| write(&guest, n, 1, 9));
-                if !full {
-                    checkpointer.take().unwrap();
-                }
-                (20..50).for_each(|n| write(&guest, n, 2, 9));
-                disk.fail(op, errno, after);
-                if op == DiskOp::Truncate {
-                    // The log is cut only after a failure.
-                    disk.fail(DiskOp::Sync, errno, 1);
-                }
-                let mut failed = 0;
-                for _ in 0..3 {
-                    if let Err(e) = checkpointer.take() {
-                        failed += 1;
-                        assert_eq!(e.guest, RunState::Running, "{e}");
-                        let reason = std::io::Error::from_raw_os_error(errno).to_string();
-                        assert!(e.to_string().contains(&reason), "{e}");
-                    }
-                    write(&guest, 49, 3, after as u8);
-                }
-                disk.heal();
-                // An existing store creates, renames and allocates nothing; a new one makes its
-                // files only once.
-                let there = matches!(
-                    op,
-                    DiskOp::Create | DiskOp::Rename | DiskOp::SyncDir | DiskOp::Allocate
-                );
-                let once = matches!(op, DiskOp::Rename | DiskOp::Allocate) && after == 1;
-                assert_eq!(
-                    failed == 0,
-                    (there && !full) || once,
-                    "{op:?}, {full}, {after}: {failed}"
-                );
-                let report = checkpointer.take().unwrap();
-                assert_eq!(restored(&disk, None), (report.epoch, image(&guest)), "{op:?}");
-                let crashed = disk.crash(Survives::Nothing);
-                assert_eq!(restored(&crashed, None), (report.epoch, image(&guest)), "{op:?}");
-                let store = Store::with_backend(Box::new(disk.clone()), false).unwrap();
-                assert!(store.verify(|_, _| ()).unwrap().unfinished.is_empty());
+                fail_one_operation(op, errno, full, after);
             }
         }
     }
+}
+
+/// Takes epochs on a disk on which `op` fails after this many successes. The first of them is
+/// `full`, or follows one that succeeded.
+fn fail_one_operation(op: DiskOp, errno: i32, full: bool, after: u32) {
+    let (disk, guest) = (MemoryDisk::default(), still());
+    guest.resume().unwrap();
+    let mut checkpointer = checkpointer(&guest, &disk);
+    checkpointer.keep(Some(1));
+    (0..30).for_each(|n| write(&guest, n, 1, 9));
+    if !full {
+        checkpointer.take().unwrap();
+    }
+    (20..50).for_each(|n| write(&guest, n, 2, 9));
+    disk.fail(op, errno, after);
+    if op == DiskOp::Truncate {
+        // The log is cut only after a failure.
+        disk.fail(DiskOp::Sync, errno, 1);
+    }
+    let mut failed = 0;
+    for _ in 0..3 {
+        if let Err(e) = checkpointer.take() {
+            failed += 1;
+            assert_eq!(e.guest, RunState::Running, "{e}");
+            let reason = std::io::Error::from_raw_os_error(errno).to_string();
+            assert!(e.to_string().contains(&reason), "{e}");
+        }
+        write(&guest, 49, 3, after as u8);
+    }
+    disk.heal();
+    // An existing store creates, renames and allocates nothing; a new one makes its files only
+    // once.
+    let there = matches!(op, DiskOp::Create | DiskOp::Rename | DiskOp::SyncDir | DiskOp::Allocate);
+    let once = matches!(op, DiskOp::Rename | DiskOp::Allocate) && after == 1;
+    assert_eq!(failed == 0, (there && !full) || once, "{op:?}, {full}, {after}: {failed}");
+    let report = checkpointer.take().unwrap();
+    assert_eq!(restored(&disk, None), (report.epoch, image(&guest)), "{op:?}");
+    let crashed = disk.crash(Survives::Nothing);
+    assert_eq!(restored(&crashed, None), (report.epoch, image(&guest)), "{op:?}");
+    let store = Store::with_backend(Box::new(disk.clone()), false).unwrap();
+    assert!(store.verify(|_, _| ()).unwrap().unfinished.is_empty());
 }
 
 #[test]
@@ -364,70 +363,106 @@ fn act() -> impl Strategy<Value = CrashAct> {
     ]
 }
 
+/// A guest whose checkpoints go to a disk that fails and crashes.
+struct CrashRun {
+    guest: Arc<MemoryGuest>,
+    disk: MemoryDisk,
+    keep: Option<u64>,
+    /// `None` only while another process has the store.
+    checkpointer: Option<Checkpointer>,
+    /// Memory in the pause of each epoch that is durable.
+    durable: BTreeMap<u64, Vec<u8>>,
+}
+
+impl CrashRun {
+    fn new() -> Self {
+        let (disk, guest) = (MemoryDisk::default(), still());
+        let mut run =
+            Self { guest, disk, keep: Some(2), checkpointer: None, durable: BTreeMap::new() };
+        run.open();
+        run
+    }
+
+    /// Starts another process that takes checkpoints.
+    fn open(&mut self) {
+        // The store is free before it is opened again.
+        self.checkpointer = None;
+        let mut checkpointer = checkpointer(&self.guest, &self.disk);
+        checkpointer.keep(self.keep);
+        checkpointer.log_bound(8 << 10);
+        self.checkpointer = Some(checkpointer);
+    }
+
+    fn perform(&mut self, act: CrashAct) {
+        match act {
+            CrashAct::Write(n, byte) => write(&self.guest, n, byte, byte),
+            CrashAct::Restart(keep) => {
+                self.keep = keep;
+                self.open();
+            }
+            CrashAct::Compact => {
+                self.checkpointer = None;
+                let store = Store::with_backend(Box::new(self.disk.clone()), true).unwrap();
+                let has_manifest = self.disk.names().contains(&"manifest".to_owned());
+                assert_eq!(store.compact().is_ok(), has_manifest);
+                drop(store);
+                self.open();
+            }
+            CrashAct::Crash(seed) => {
+                self.disk = self.disk.crash(Survives::Torn(seed));
+                self.open();
+            }
+            CrashAct::Epoch => self.take(|| ()),
+            CrashAct::DiskFails(op, after) => {
+                let disk = self.disk.clone();
+                self.take(|| disk.fail(op, libc::EIO, after));
+            }
+            CrashAct::GuestFails(op) => {
+                let guest = self.guest.clone();
+                self.take(|| guest.faults().fail_next(op, 1));
+            }
+        }
+    }
+
+    /// Takes an epoch with the fault that `fail` sets.
+    fn take(&mut self, fail: impl FnOnce()) {
+        let Self { guest, disk, checkpointer, durable, .. } = self;
+        guest.resume().unwrap();
+        fail();
+        let now = image(guest);
+        if let Ok(report) = checkpointer.as_mut().unwrap().take() {
+            durable.insert(report.epoch, now);
+        }
+        disk.heal();
+        [Op::Pause, Op::Collect, Op::Save, Op::Resume]
+            .iter()
+            .for_each(|&op| guest.faults().fail_next(op, 0));
+        // The guest could not be resumed: nothing writes to the drive of a paused guest.
+        guest.resume().unwrap();
+    }
+
+    fn check(&self) {
+        let store = Store::with_backend(Box::new(self.disk.clone()), false).unwrap();
+        let kept: Vec<u64> = store.epochs().unwrap().iter().map(|e| e.epoch).collect();
+        for epoch in &kept {
+            let (_, memory) = restored(&self.disk, Some(*epoch));
+            // A failed epoch may be there after a crash. It is then complete, but the test does not
+            // know its content.
+            assert!(self.durable.get(epoch).is_none_or(|was| *was == memory), "epoch {epoch}");
+        }
+        if let Some((last, _)) = self.durable.last_key_value() {
+            assert!(kept.contains(last) || kept.last() > Some(last), "{last} is not in {kept:?}");
+        }
+        store.verify(|_, _| ()).unwrap();
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
     #[test]
     fn every_epoch_has_memory_of_its_pause(acts in prop::collection::vec(act(), 1..80)) {
-        let (mut disk, guest) = (MemoryDisk::default(), still());
-        let open = |disk: &MemoryDisk, keep| {
-            let mut checkpointer = checkpointer(&guest, disk);
-            checkpointer.keep(keep);
-            checkpointer.log_bound(8 << 10);
-            checkpointer
-        };
-        let mut keep = Some(2);
-        let mut checkpointer_now = open(&disk, keep);
-        let mut durable: BTreeMap<u64, Vec<u8>> = BTreeMap::new();
-        for act in acts {
-            match act {
-                CrashAct::Write(n, byte) => write(&guest, n, byte, byte),
-                CrashAct::Restart(now) => {
-                    keep = now;
-                    drop(checkpointer_now);
-                    checkpointer_now = open(&disk, keep);
-                }
-                CrashAct::Compact => {
-                    drop(checkpointer_now);
-                    let store = Store::with_backend(Box::new(disk.clone()), true).unwrap();
-                    prop_assert_eq!(store.compact().is_ok(), disk.names().contains(&"manifest".to_owned()));
-                    checkpointer_now = open(&disk, keep);
-                }
-                CrashAct::Crash(seed) => {
-                    disk = disk.crash(Survives::Torn(seed));
-                    checkpointer_now = open(&disk, keep);
-                }
-                CrashAct::Epoch | CrashAct::DiskFails(..) | CrashAct::GuestFails(_) => {
-                    guest.resume().unwrap();
-                    match act {
-                        CrashAct::DiskFails(op, after) => disk.fail(op, libc::EIO, after),
-                        CrashAct::GuestFails(op) => guest.faults().fail_next(op, 1),
-                        _ => {}
-                    }
-                    let now = image(&guest);
-                    if let Ok(report) = checkpointer_now.take() {
-                        durable.insert(report.epoch, now);
-                    }
-                    disk.heal();
-                    [Op::Pause, Op::Collect, Op::Save, Op::Resume]
-                        .iter()
-                        .for_each(|&op| guest.faults().fail_next(op, 0));
-                    // The guest could not be resumed: nothing writes to the drive of a paused
-                    // guest.
-                    guest.resume().unwrap();
-                }
-            }
-        }
-        let store = Store::with_backend(Box::new(disk.clone()), false).unwrap();
-        let kept: Vec<u64> = store.epochs().unwrap().iter().map(|e| e.epoch).collect();
-        for epoch in &kept {
-            let (_, memory) = restored(&disk, Some(*epoch));
-            // A failed epoch may be there after a crash. It is then complete, but the test does not
-            // know its content.
-            prop_assert!(durable.get(epoch).is_none_or(|was| *was == memory), "epoch {}", epoch);
-        }
-        if let Some((last, _)) = durable.last_key_value() {
-            prop_assert!(kept.contains(last) || kept.last() > Some(last), "{last} is not in {kept:?}");
-        }
-        store.verify(|_, _| ()).unwrap();
+        let mut run = CrashRun::new();
+        acts.into_iter().for_each(|act| run.perform(act));
+        run.check();
     }
 }

@@ -308,47 +308,63 @@ fn kill_at_any_sync(links: bool) {
         }
         let intact = intact(&stored, &needs, &damaged);
         assert!(!intact.is_empty());
-        let was = FILES.map(|name| damaged.contents(name).unwrap());
-        let mut stop = 0;
-        loop {
-            let disk = damaged.copy();
-            disk.stop_at_sync(disk.syncs() + stop);
-            if !links {
-                disk.fail(DiskOp::Link, libc::EPERM, 0);
-            }
-            let repaired = repair(&disk);
-            // The last sync only removes old names, and a repair has succeeded without it.
-            assert!(repaired.is_ok() || disk.is_stopped());
-            let torn = (0..8).map(|seed| Survives::Torn(seed + 100 * stop));
-            for how in [Survives::Nothing, Survives::Everything].into_iter().chain(torn) {
-                for writer_first in [false, true] {
-                    let after = disk.crash(how);
-                    if writer_first {
-                        // A writer removes files that nothing names.
-                        let _ = Store::with_backend(Box::new(after.clone()), true);
-                    }
-                    if !links {
-                        after.fail(DiskOp::Link, libc::EPERM, 0);
-                    }
-                    let report = repair(&after).unwrap();
-                    let now = after.names();
-                    assert!(report.aside.iter().all(|name| now.contains(name)), "{report:?}");
-                    let files: Vec<_> = now.iter().map(|n| after.contents(n).unwrap()).collect();
-                    for (name, was) in FILES.iter().zip(&was) {
-                        let is_kept = files.iter().any(|now| now.starts_with(was));
-                        assert!(is_kept, "{name} is not kept at sync {stop}, {how:?}: {now:?}");
-                    }
-                    check_repaired(&stored, &after, &intact);
-                    let lists = after.names().into_iter().filter(|n| n.ends_with(".names"));
-                    assert_eq!(lists.count(), 0, "at sync {stop}, {how:?}");
-                }
-            }
-            if !disk.is_stopped() {
-                break;
-            }
-            stop += 1;
+        let stops = repair_killed_at_each_sync(&stored, &damaged, &intact, links);
+        assert!(stops >= 3, "{stops} syncs");
+    }
+}
+
+/// Repairs copies of `damaged`, each with a crash at another sync, and repairs what remains. The
+/// checkpoints in `intact` are there, and so is each file as it was. Returns the number of syncs.
+fn repair_killed_at_each_sync(
+    stored: &StoreFixture,
+    damaged: &MemoryDisk,
+    intact: &[u64],
+    links: bool,
+) -> u64 {
+    let was = FILES.map(|name| damaged.contents(name).unwrap());
+    for stop in 0.. {
+        let disk = damaged.copy();
+        disk.stop_at_sync(disk.syncs() + stop);
+        if !links {
+            disk.fail(DiskOp::Link, libc::EPERM, 0);
         }
-        assert!(stop >= 3, "{stop} syncs");
+        let repaired = repair(&disk);
+        // The last sync only removes old names, and a repair has succeeded without it.
+        assert!(repaired.is_ok() || disk.is_stopped());
+        let torn = (0..8).map(|seed| Survives::Torn(seed + 100 * stop));
+        for how in [Survives::Nothing, Survives::Everything].into_iter().chain(torn) {
+            for writer_first in [false, true] {
+                let after = disk.crash(how);
+                if writer_first {
+                    // A writer removes files that nothing names.
+                    let _ = Store::with_backend(Box::new(after.clone()), true);
+                }
+                if !links {
+                    after.fail(DiskOp::Link, libc::EPERM, 0);
+                }
+                let at = format!("at sync {stop}, {how:?}");
+                check_second_repair(&after, &was, &at);
+                check_repaired(stored, &after, intact);
+                let lists = after.names().into_iter().filter(|n| n.ends_with(".names"));
+                assert_eq!(lists.count(), 0, "{at}");
+            }
+        }
+        if !disk.is_stopped() {
+            return stop;
+        }
+    }
+    unreachable!()
+}
+
+/// Repairs what a killed repair has left. The files that `was` lists are kept, under any name.
+fn check_second_repair(after: &MemoryDisk, was: &[Vec<u8>], at: &str) {
+    let report = repair(after).unwrap();
+    let now = after.names();
+    assert!(report.aside.iter().all(|name| now.contains(name)), "{report:?}");
+    let files: Vec<_> = now.iter().map(|n| after.contents(n).unwrap()).collect();
+    for (name, was) in FILES.iter().zip(was) {
+        let is_kept = files.iter().any(|now| now.starts_with(was));
+        assert!(is_kept, "{name} is not kept {at}: {now:?}");
     }
 }
 

@@ -26,7 +26,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use criterion::{BenchmarkId, Criterion, SamplingMode};
+use criterion::{Bencher, BenchmarkId, Criterion, SamplingMode};
 use driftline_dirty_tracker::ring::{ENTRY_DIRTY, ENTRY_RESET, Harvester, RingEntry};
 use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tracker, Tree};
 use rivals::{Flat, FlatSimd, Hibit, LINE, Ours, PlainList, Radix8, Rival, Roaring, VmMemory};
@@ -157,23 +157,14 @@ fn rivals_2016() -> Vec<(&'static str, Box<dyn Rival>)> {
     ]
 }
 
-fn table_2016(c: &mut Criterion) {
-    let mut random = SplitMix64(2016);
-    let mut shuffled: Vec<u64> = (0..FRAMES_2016).collect();
-    for i in (1..shuffled.len()).rev() {
-        shuffled.swap(i, (random.next() % (i as u64 + 1)) as usize);
-    }
-    let ascending: Vec<u64> = (0..FRAMES_2016).collect();
-    let sizes = [100, 1_000, 10_000, 100_000, 1_000_000, 10_000_000];
-    let rows: Vec<(String, &[u64], usize)> = sizes
-        .map(|n| (format!("{n} random"), shuffled.as_slice(), n))
-        .into_iter()
-        .chain([1_000, 10_000, 100_000].map(|n| (format!("{n} sequential"), &ascending[..], n)))
-        .collect();
-    let mut rivals = rivals_2016();
+/// A row of the table: its name, the frames to choose from, and how many are taken.
+type Row2016<'a> = (String, &'a [u64], usize);
+
+/// Checks that each rival drains what was inserted.
+fn check_rivals(rows: &[Row2016<'_>], rivals: &mut [(&'static str, Box<dyn Rival>)]) {
     let mut out: Vec<u64> = Vec::with_capacity(FRAMES_2016 as usize);
-    for (row, all, count) in &rows {
-        for (name, rival) in &mut rivals {
+    for (row, all, count) in rows {
+        for (name, rival) in &mut *rivals {
             let frames = &all[..*count];
             let mut expected = frames.to_vec();
             expected.sort_unstable();
@@ -186,6 +177,35 @@ fn table_2016(c: &mut Criterion) {
             assert!(out == expected, "{name} is wrong at {row}");
         }
     }
+}
+
+/// Returns the times of inserting `frames` and of draining them to `out`.
+fn time_rival(rival: &mut dyn Rival, frames: &[u64], out: &mut Vec<u64>) -> (Duration, Duration) {
+    let start = Instant::now();
+    frames.iter().for_each(|f| rival.insert(*f));
+    let insert = start.elapsed();
+    out.clear();
+    let start = Instant::now();
+    rival.drain_timed(black_box(out));
+    (insert, start.elapsed())
+}
+
+fn table_2016(c: &mut Criterion) {
+    let mut random = SplitMix64(2016);
+    let mut shuffled: Vec<u64> = (0..FRAMES_2016).collect();
+    for i in (1..shuffled.len()).rev() {
+        shuffled.swap(i, (random.next() % (i as u64 + 1)) as usize);
+    }
+    let ascending: Vec<u64> = (0..FRAMES_2016).collect();
+    let sizes = [100, 1_000, 10_000, 100_000, 1_000_000, 10_000_000];
+    let rows: Vec<Row2016<'_>> = sizes
+        .map(|n| (format!("{n} random"), shuffled.as_slice(), n))
+        .into_iter()
+        .chain([1_000, 10_000, 100_000].map(|n| (format!("{n} sequential"), &ascending[..], n)))
+        .collect();
+    let mut rivals = rivals_2016();
+    check_rivals(&rows, &mut rivals);
+    let mut out: Vec<u64> = Vec::with_capacity(FRAMES_2016 as usize);
     for round in 0..ROUNDS_2016 {
         let mut group = quick(c, &format!("2016, round {round}"));
         group.measurement_time(Duration::from_millis(150) / ROUNDS_2016 as u32);
@@ -200,13 +220,8 @@ fn table_2016(c: &mut Criterion) {
                             // learns them.
                             let first = random.next() as usize % (all.len() - count + 1);
                             let frames = &all[first..first + count];
-                            let start = Instant::now();
-                            frames.iter().for_each(|f| rival.insert(*f));
-                            insert += start.elapsed();
-                            out.clear();
-                            let start = Instant::now();
-                            rival.drain_timed(black_box(&mut out));
-                            drain += start.elapsed();
+                            let times = time_rival(&mut **rival, frames, &mut out);
+                            (insert, drain) = (insert + times.0, drain + times.1);
                         }
                         let each = |d: Duration| d.as_nanos() as f64 / iterations as f64;
                         note("to a list of frames, ns", row, name, each(drain));
@@ -228,16 +243,31 @@ fn resident_mib() -> f64 {
     kib.unwrap_or_default() / 1024.0
 }
 
+const TABLE_12_TIB: &str = "12 TiB, drained to runs";
+
+/// Measures `drain`, which returns its time, for a cell of the table.
+fn bench_drain(b: &mut Bencher<'_>, row: &str, column: &str, mut drain: impl FnMut() -> Duration) {
+    b.iter_custom(|iterations| {
+        let total: Duration = (0..iterations).map(|_| drain()).sum();
+        note(TABLE_12_TIB, row, column, total.as_nanos() as f64 / iterations as f64);
+        total
+    });
+}
+
+/// Notes the time of building a tree.
+fn note_build(layout: &Arc<Layout>) {
+    let start = Instant::now();
+    let tree = Tree::new(layout.clone()).unwrap();
+    note(TABLE_12_TIB, "build", "tree, ns", start.elapsed().as_nanos() as f64);
+    drop(tree);
+}
+
 fn table_12_tib(c: &mut Criterion) {
     const FRAMES: u64 = 3_221_225_472;
     const RUN: u64 = 256;
-    let table = "12 TiB, drained to runs";
     let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: FRAMES }]).unwrap();
     let layout = Arc::new(layout);
-    let start = Instant::now();
-    let tree = Tree::new(layout.clone()).unwrap();
-    note(table, "build", "tree, ns", start.elapsed().as_nanos() as f64);
-    drop(tree);
+    note_build(&layout);
     let mut random = SplitMix64(12);
     let mut runs: Vec<FrameRun> = Vec::new();
     let mut group = quick(c, "12TiB");
@@ -257,52 +287,45 @@ fn table_12_tib(c: &mut Criterion) {
         let mut tree = Tree::new(layout.clone()).unwrap();
         let run = |f| FrameRun { start: Gfn(f), count: length };
         mark(&mut |f| tree.mark(run(f)).unwrap());
-        note(table, row, "tree, resident MiB", resident_mib() - before);
+        note(TABLE_12_TIB, row, "tree, resident MiB", resident_mib() - before);
         for (name, shared) in [("tree", false), ("tree, shared", true)] {
             group.bench_function(BenchmarkId::new(name, row), |b| {
-                b.iter_custom(|iterations| {
-                    let mut drain = Duration::ZERO;
-                    for _ in 0..iterations {
-                        mark(&mut |f| tree.mark(run(f)).unwrap());
-                        runs.clear();
-                        let start = Instant::now();
-                        match shared {
-                            true => tree.drain_into(&mut runs),
-                            false => tree.exclusive().drain_into(&mut runs),
-                        };
-                        drain += start.elapsed();
-                    }
-                    let each = drain.as_nanos() as f64 / iterations as f64;
-                    note(table, row, &format!("{name}, ns"), each);
-                    drain
+                bench_drain(b, row, &format!("{name}, ns"), || {
+                    mark(&mut |f| tree.mark(run(f)).unwrap());
+                    runs.clear();
+                    let start = Instant::now();
+                    match shared {
+                        true => tree.drain_into(&mut runs),
+                        false => tree.exclusive().drain_into(&mut runs),
+                    };
+                    start.elapsed()
                 });
             });
         }
         let tracker = Arc::new(Tracker::new(layout.clone()));
         let mut subscription = tracker.subscribe("bench").unwrap();
         group.bench_function(BenchmarkId::new("subscriber", row), |b| {
-            b.iter_custom(|iterations| {
-                let mut drain = Duration::ZERO;
-                for _ in 0..iterations {
-                    mark(&mut |f| tracker.mark(run(f)).unwrap());
-                    let start = Instant::now();
-                    let set = subscription.drain();
-                    drain += start.elapsed();
-                    set.commit();
-                }
-                let each = drain.as_nanos() as f64 / iterations as f64;
-                note(table, row, "subscriber, 2 threads, ns", each);
-                drain
+            bench_drain(b, row, "subscriber, 2 threads, ns", || {
+                mark(&mut |f| tracker.mark(run(f)).unwrap());
+                let start = Instant::now();
+                let set = subscription.drain();
+                let time = start.elapsed();
+                set.commit();
+                time
             });
         });
         mark(&mut |f| (f..f + length).for_each(|f| flat[(f / 64) as usize] |= 1 << (f % 64)));
-        // The flat scan only reads; clearing the words is not timed.
-        for _ in 0..3 {
-            note(table, row, "flat SIMD, ns", time_flat_scan(&flat).as_nanos() as f64);
-        }
+        note_flat_scans(row, &flat);
         flat.fill(0);
     }
     group.finish();
+}
+
+/// Notes three scans of a flat bitmap. They only read; clearing the words is not timed.
+fn note_flat_scans(row: &str, flat: &[u64]) {
+    for _ in 0..3 {
+        note(TABLE_12_TIB, row, "flat SIMD, ns", time_flat_scan(flat).as_nanos() as f64);
+    }
 }
 
 /// Times a scan that counts the set bits and skips empty lines.

@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use common::{
-    At, CutPoint, HostPair, LONG, Proxy, ProxyPlan, Sender, exactly_one_runs, quick_send, tag,
-    within,
+    At, CutPoint, HostPair, LONG, Proxy, ProxyPlan, Sender, await_last_message, exactly_one_runs,
+    quick_send, tag, within,
 };
 use driftline_guest::testing::{MemoryConfig, MemoryGuest};
 
@@ -39,7 +39,10 @@ fn units() -> (Vec<u16>, Vec<u16>) {
     let proxy = Proxy::start(&there.to, ProxyPlan::default());
     let sent = Sender::start(&guest, &proxy.to, &options(&hosts)).result();
     exactly_one_runs(&hosts, &guest, &sent, there, "no cut");
-    std::thread::sleep(Duration::from_millis(50));
+    await_last_message(&proxy);
+    within(LONG, "RUNNING is forwarded", || {
+        proxy.from_destination.lock().unwrap().last() == Some(&tag("RUNNING"))
+    });
     let seen = |tags: &Mutex<Vec<u16>>| tags.lock().unwrap().clone();
     (seen(&proxy.from_source), seen(&proxy.from_destination))
 }

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use common::{
     At, CutPoint, DriveCopyFactory, GuestWithDrives, HostPair, LONG, Proxy, ProxyPlan, Receiver,
-    Sender, exactly_one_runs, quick_send, tag, within,
+    Sender, await_writes, exactly_one_runs, quick_send, tag, within,
 };
 use driftline_format::{Header, MAGIC_STREAM, RecordHead};
 use driftline_guest::testing::MemoryConfig;
@@ -94,11 +94,11 @@ proptest! {
     #[test]
     fn copy_equals_the_disk_written_during_passes(
         seed in any::<u64>(),
-        wait_ms in 0u64..40,
+        first_writes in 0u64..40,
     ) {
         let hosts = DriveHosts::new();
         let guest = hosts.guest(seed);
-        std::thread::sleep(Duration::from_millis(wait_ms));
+        await_writes(&*guest, || guest.writes.load(Ordering::SeqCst), first_writes);
         let there = hosts.receiver();
         let options = hosts.slow_options();
         let before = guest.writes.load(Ordering::SeqCst);
@@ -311,8 +311,9 @@ fn fast_writer_with_drives_is_given_up() {
     let there = hosts.receiver();
     let mut options = hosts.options();
     (options.downtime, options.max_passes) = (Duration::ZERO, 3);
-    let nap = || std::thread::sleep(Duration::from_millis(30));
-    let plan = ProxyPlan::default().before_from_source(tag("PASS_END"), nap);
+    let writer = guest.clone();
+    let written = move || await_writes(&*writer, || writer.writes.load(Ordering::SeqCst), 20);
+    let plan = ProxyPlan::default().before_from_source(tag("PASS_END"), written);
     let proxy = Proxy::start(&there.to, plan);
     let error = send(&*guest, &proxy.to, &options, &SendControl::new()).unwrap_err();
     assert!(error.to_string().contains("outruns the link"), "{error}");
@@ -455,6 +456,7 @@ fn storage_waits_do_not_count_as_source_pace() {
     let options = SendOptions { progress_timeout: 2 * LONG, ..hosts.options() };
     let sending = Sender::start(&guest, &there.to, &options);
     within(LONG, "a write hangs", || faults.hung.load(Ordering::SeqCst) > 0);
+    // The window passes while the write hangs.
     std::thread::sleep(window + Duration::from_secs(1));
     faults.write_hangs.store(false, Ordering::SeqCst);
     sending.result().unwrap();

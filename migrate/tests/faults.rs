@@ -108,6 +108,14 @@ fn failed_resume_is_reported_as_paused_here() {
     }
 }
 
+/// Where a test leaves the control of its migration for the proxy's action.
+type ControlSlot = Arc<Mutex<Option<Arc<driftline_migrate::SendControl>>>>;
+
+fn await_control(slot: &ControlSlot) -> Arc<driftline_migrate::SendControl> {
+    within(LONG, "the migration's control", || slot.lock().unwrap().is_some());
+    slot.lock().unwrap().clone().unwrap()
+}
+
 #[test]
 fn cancel_works_in_every_phase_before_commit() {
     let phases = [
@@ -122,15 +130,13 @@ fn cancel_works_in_every_phase_before_commit() {
         let hosts = HostPair::new();
         let guest = hosts.start(MemoryConfig::small());
         let there = hosts.receiver();
-        let control: Arc<Mutex<Option<Arc<driftline_migrate::SendControl>>>> = Arc::default();
+        let control: ControlSlot = Arc::default();
         let handle = control.clone();
         let cancel = move || {
-            while handle.lock().unwrap().is_none() {
-                std::thread::sleep(Duration::from_millis(1));
-            }
-            handle.lock().unwrap().as_ref().unwrap().cancel().unwrap();
-            // Delays later messages until the cancellation is noticed.
-            std::thread::sleep(Duration::from_secs(1));
+            let control = await_control(&handle);
+            control.cancel().unwrap();
+            // Later messages are forwarded once the source has noticed the cancellation.
+            within(LONG, "the source ends", || control.progress().phase == Phase::Finished);
         };
         let plan = ProxyPlan::default().before_from_source(tag(at), cancel);
         let proxy = Proxy::start(&there.to, plan);
@@ -155,16 +161,10 @@ fn cancel_is_refused_once_commit_is_sent() {
     let hosts = HostPair::new();
     let guest = hosts.start(MemoryConfig::small());
     let there = hosts.receiver();
-    let (answers, seen) = (Arc::new(Mutex::new(Vec::new())), Arc::new(Mutex::new(None)));
+    let (answers, seen) = (Arc::new(Mutex::new(Vec::new())), ControlSlot::default());
     let (recorded, handle) = (answers.clone(), seen.clone());
     let plan = ProxyPlan::default().before_from_source(tag("COMMIT"), move || {
-        let control: Arc<driftline_migrate::SendControl> = loop {
-            match handle.lock().unwrap().clone() {
-                Some(control) => break control,
-                None => std::thread::sleep(Duration::from_millis(1)),
-            }
-        };
-        recorded.lock().unwrap().push(control.cancel());
+        recorded.lock().unwrap().push(await_control(&handle).cancel());
     });
     let proxy = Proxy::start(&there.to, plan);
     let sender = Sender::start(&guest, &proxy.to, &options(&hosts));
@@ -213,7 +213,10 @@ fn unstored_decision_leaves_the_source_in_doubt() {
     let proxy = Proxy::start(&there.to, plan);
     let sender = Sender::start(&guest, &proxy.to, &options(&hosts));
     within(LONG, "the source is in doubt", || sender.control.progress().phase == Phase::InDoubt);
-    std::thread::sleep(Duration::from_millis(300));
+    let undecided = |doubt: String| doubt.contains("has not decided yet");
+    within(LONG, "the destination answers", || {
+        sender.control.progress().doubt.is_some_and(undecided)
+    });
     assert_eq!(sender.control.progress().phase, Phase::InDoubt, "no decision is durable");
     assert_eq!(guest.run_state(), RunState::Paused);
     assert_eq!(Records::open(hosts.source_records()).unwrap().pending().unwrap().records.len(), 1);
@@ -244,9 +247,8 @@ fn in_doubt(
 fn operator_discards_the_guest_in_doubt() {
     let hosts = HostPair::new();
     let (guest, there, _proxy, sender) = in_doubt(&hosts);
-    std::thread::sleep(Duration::from_millis(200));
+    within(LONG, "a question fails", || sender.control.progress().doubt.is_some());
     assert_eq!(guest.run_state(), RunState::Paused, "a source in doubt never resumes its guest");
-    assert!(sender.control.progress().doubt.is_some());
     assert_eq!(guest.tracker().stats().subscribers, 0, "a source in doubt keeps no tree");
     sender.control.resolve(Resolution::Discard).unwrap();
     let sent = sender.result();

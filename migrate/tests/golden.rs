@@ -3,11 +3,12 @@
 
 mod common;
 
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 use common::{
-    DriveCopyFactory, GuestWithDrives, HostPair, Proxy, ProxyPlan, Sender, quick_send, tag,
+    DriveCopyFactory, GuestWithDrives, HostPair, LONG, Proxy, ProxyPlan, Sender,
+    await_last_message, await_writes, quick_send, tag, within,
 };
 use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_guest::GuestContents;
@@ -145,14 +146,17 @@ fn record_a_stream_with_drives() {
     let copies = tempfile::tempdir().unwrap();
     let there = hosts.receiver_of(DriveCopyFactory::new(&hosts, copies.path()));
     let recorded = Arc::new(Mutex::new(Vec::new()));
-    let nap = || std::thread::sleep(Duration::from_millis(150));
-    let plan = ProxyPlan::record(&recorded).before_from_source(tag("PASS_END"), nap);
+    let disked = guest.clone();
+    let written = move || {
+        await_writes(&*disked, || disked.writes.load(Ordering::SeqCst), 100);
+    };
+    let plan = ProxyPlan::record(&recorded).before_from_source(tag("PASS_END"), written);
     let proxy = Proxy::start(&there.to, plan);
     let options = SendOptions { copy_drives: CopyDrives::All, ..quick_send(&hosts) };
     Sender::start(&guest, &proxy.to, &options).result().unwrap();
     there.guest();
     (0..2).for_each(|i| guest.compare(i, &copies.path().join(format!("disk{i}"))));
-    std::thread::sleep(Duration::from_millis(100));
+    await_last_message(&proxy);
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/stream-v1-drives.bin");
     let bytes = recorded.lock().unwrap().clone();
     std::fs::write(path, &bytes).unwrap();
@@ -183,7 +187,7 @@ fn record_streams() {
         let at = GuestAddress(0x401 * PAGE_SIZE);
         let content: Vec<u8> = (0..9 * PAGE_SIZE).map(|i| (i / 512) as u8 | 1).collect();
         guest.ram().write_slice(&content, at).unwrap();
-        std::thread::sleep(Duration::from_millis(60));
+        within(LONG, "some writes", || guest.writes() >= 6);
         let zero = {
             let guest = guest.clone();
             move || guest.ram().write_slice(&[0; PAGE_SIZE as usize], at).unwrap()
@@ -196,7 +200,7 @@ fn record_streams() {
         (options.compression, options.verify) = (compression, verify);
         Sender::start(&guest, &proxy.to, &options).result().unwrap();
         there.guest();
-        std::thread::sleep(Duration::from_millis(100));
+        await_last_message(&proxy);
         let path = format!("{}/tests/golden/stream-v1-{name}.bin", env!("CARGO_MANIFEST_DIR"));
         let bytes = recorded.lock().unwrap().clone();
         std::fs::write(path, &bytes).unwrap();

@@ -73,6 +73,7 @@ fn role_destination() {
         &ReceiveControl::new(),
     );
     if result.is_ok() {
+        // The guest runs until the test kills this process.
         std::thread::sleep(Duration::from_secs(60));
     }
 }
@@ -87,6 +88,7 @@ fn role_source() {
     options.downtime = Duration::from_secs(60);
     print_line("sending");
     let _ = driftline_migrate::send(&*guest, &to, &options, &driftline_migrate::SendControl::new());
+    // Lives until the test kills it, so that only a kill ends its guest.
     std::thread::sleep(Duration::from_secs(60));
 }
 

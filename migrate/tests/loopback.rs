@@ -3,15 +3,19 @@
 
 mod common;
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use common::{HostPair, LONG, Proxy, ProxyPlan, Sender, exactly_one_runs, quick_send, tag, within};
+use common::{
+    HostPair, LONG, Proxy, ProxyPlan, Sender, await_writes, exactly_one_runs, quick_send, tag,
+    within,
+};
 use driftline_dirty_tracker::PAGE_SIZE;
-use driftline_guest::testing::{MemoryConfig, MemoryGuest};
+use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
 use driftline_guest::{
-    Clock, DirtyLog, Guest, GuestContents, GuestError, GuestIdentity, HandOver, Lifecycle,
-    Populate, RunState, SavedState, Section, Stateful, VcpuPauses, VmId, WriteThrottle,
+    Clock, DirtyLog, DriveHead, Guest, GuestContents, GuestError, GuestFactory, GuestIdentity,
+    HandOver, Lifecycle, Origin, Populate, RunState, SavedState, Section, Stateful, VcpuPauses,
+    VmId, WithCopies, WriteThrottle,
 };
 use driftline_migrate::{MIN_BANDWIDTH, Phase, SendControl, SendStatus, TimeoutStrategy, send};
 use vm_memory::{Bytes, GuestAddress};
@@ -35,9 +39,10 @@ fn twenty_migrations_in_a_row() {
         assert_eq!(arrived.report.normal_frames, report.normal_frames);
         arrived.guest.verify().unwrap();
         guest = arrived.guest;
-        assert!(guest.writes() > writes, "round {round}: the guest continues to write");
-        writes = guest.writes();
-        std::thread::sleep(Duration::from_millis(10));
+        let arrived_with = guest.writes();
+        assert!(arrived_with > writes, "round {round}: no write is lost");
+        within(LONG, "the guest continues to write", || guest.writes() > arrived_with);
+        writes = arrived_with;
     }
     guest.pause().unwrap();
     guest.verify().unwrap();
@@ -95,8 +100,9 @@ fn fast_writer_is_given_up_or_paused() {
     options.max_passes = 4;
     // Also on a busy machine the guest writes during each pass.
     let slow = |to: &str| {
-        let nap = || std::thread::sleep(Duration::from_millis(20));
-        Proxy::start(to, ProxyPlan::default().before_from_source(tag("PASS_END"), nap))
+        let writer = guest.clone();
+        let written = move || await_writes(&*writer, || writer.writes(), 1000);
+        Proxy::start(to, ProxyPlan::default().before_from_source(tag("PASS_END"), written))
     };
     let there = hosts.receiver();
     let proxy = slow(&there.to);
@@ -156,15 +162,51 @@ fn memory_is_preallocated_before_it_arrives() {
     for frame in 0..FRAMES {
         guest.ram().write_slice(&[7; 8], GuestAddress(frame * PAGE_SIZE)).unwrap();
     }
-    let there = hosts.receiver();
-    // Pass 0 arrives after the destination had time to preallocate its frames.
-    let nap = || std::thread::sleep(Duration::from_secs(2));
-    let plan = ProxyPlan::default().before_from_source(tag("PASS_BEGIN"), nap);
+    let built = Arc::default();
+    let there = hosts.receiver_of(ShowsGuest(hosts.factory(), Arc::clone(&built)));
+    // Pass 0 arrives after the destination has preallocated its frames.
+    let preallocated = move || {
+        within(LONG, "all frames are preallocated", || {
+            built
+                .lock()
+                .unwrap()
+                .as_ref()
+                .is_some_and(|g: &Arc<MemoryGuest>| g.prefaulted() >= FRAMES)
+        });
+    };
+    let plan = ProxyPlan::default().before_from_source(tag("PASS_BEGIN"), preallocated);
     let proxy = Proxy::start(&there.to, plan);
     send(&*guest, &proxy.to, &quick_send(&hosts), &SendControl::new()).unwrap();
     let arrived = there.guest();
     // Once after EXPECT, once when the frames arrive.
     assert_eq!(arrived.guest.prefaulted(), 2 * FRAMES);
+}
+
+/// A factory that shows the guest that it has built.
+struct ShowsGuest(MemoryGuestFactory, Arc<Mutex<Option<Arc<MemoryGuest>>>>);
+
+impl GuestFactory for ShowsGuest {
+    type Guest = MemoryGuest;
+
+    fn create_with_copies(
+        &self,
+        vm_id: VmId,
+        config: &[u8],
+        drives: &[DriveHead],
+    ) -> Result<WithCopies<MemoryGuest>, GuestError> {
+        let (guest, copies) = self.0.create_with_copies(vm_id, config, drives)?;
+        *self.1.lock().unwrap() = Some(guest.clone());
+        Ok((guest, copies))
+    }
+
+    fn create_with_drives(
+        &self,
+        from: &Origin,
+        config: &[u8],
+        drives: &[DriveHead],
+    ) -> Result<WithCopies<MemoryGuest>, GuestError> {
+        self.0.create_with_drives(from, config, drives)
+    }
 }
 
 /// A guest whose memory is written while its state is saved, as KVM does with clock pages.

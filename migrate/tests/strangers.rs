@@ -301,6 +301,7 @@ fn trickling_source_does_not_occupy_the_receiver() {
         if there.waits_on() || source.write_all(&[*byte]).is_err() {
             break;
         }
+        // The pace of the source, far below the least.
         std::thread::sleep(Duration::from_millis(20));
     }
     let message = there.failure();

@@ -12,6 +12,7 @@
 mod guest;
 
 use std::ops::ControlFlow;
+use std::path::Path;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
@@ -83,20 +84,26 @@ fn idle_write_protection(time: Duration) {
     );
 }
 
-fn checkpointed(guest: &BenchGuest, way: &str, background_from: Option<u64>, time: Duration) {
-    let parent = std::env::var_os("DRIFTLINE_BENCH_STORE").map(tempfile::tempdir_in);
-    let parent = parent.map(|dir| dir.expect("a directory for the store"));
-    let dir = parent.as_ref().map_or(guest.dir.path(), |dir| dir.path()).join(way);
+/// Returns a checkpointer of `guest` with a new store in `dir`.
+fn checkpointer(guest: &BenchGuest, dir: &Path, background_from: Option<u64>) -> Checkpointer {
     let open = match std::env::var_os("DRIFTLINE_BENCH_DIRECT") {
         Some(_) => Store::create_or_open_direct,
         None => Store::create_or_open,
     };
-    let store = open(&dir).unwrap();
+    let store = open(dir).unwrap();
     let mut checkpointer = Checkpointer::new(guest.machine.clone(), store).unwrap();
     if let Some(frames) = background_from {
         checkpointer.background_copy_from(frames);
     }
     checkpointer.keep(Some(20));
+    checkpointer
+}
+
+fn checkpointed(guest: &BenchGuest, way: &str, background_from: Option<u64>, time: Duration) {
+    let parent = std::env::var_os("DRIFTLINE_BENCH_STORE").map(tempfile::tempdir_in);
+    let parent = parent.map(|dir| dir.expect("a directory for the store"));
+    let dir = parent.as_ref().map_or(guest.dir.path(), |dir| dir.path()).join(way);
+    let mut checkpointer = checkpointer(guest, &dir, background_from);
     let size = || {
         let files = std::fs::read_dir(&dir).unwrap();
         files.map(|file| file.unwrap().metadata().unwrap().len()).sum::<u64>() >> 20

@@ -20,39 +20,26 @@ fn clones_differ(test: &str, kernel: &str, checkers: &str, command: Option<&str>
         let why = format!("the image has no {kernel}; images/linux/build.sh --kernel all makes it");
         return driftline_machine::testing::skip(test, &why);
     }
-    let host = |name: &str| {
-        let host = Namespace::new(PEER)?;
-        host.add_tap(name)?;
-        Ok::<_, String>(host)
-    };
-    let hosts: Result<Vec<Namespace>, String> =
-        (0..=CLONES).map(|i| host(&format!("tap{i}"))).collect();
-    let hosts = match hosts {
+    let hosts = match hosts() {
         Ok(hosts) => hosts,
         Err(why) => return driftline_machine::testing::skip(test, &why),
     };
     let scratch = ScratchDir::new();
-    let args = ["--mem", "128M", "--net", "tap=tap0"];
-    // Lines of a checker take time from ten guests on one machine.
-    let quiet = format!("driftline.check={checkers} driftline.tcp=every=60s");
-    let mut first = linux.boot(kernel, &hosts[0], &scratch, "first", &quiet, &args);
     let store = scratch.path("store");
-    let store = text(&store);
+    let boot = |checkers: &str| {
+        let args = ["--mem", "128M", "--net", "tap=tap0"];
+        linux.boot(kernel, &hosts[0], &scratch, "first", checkers, &args)
+    };
+    // Lines of a checker take time from ten guests on one machine.
+    let first = boot(&format!("driftline.check={checkers} driftline.tcp=every=60s"));
     // Waits until the server listens.
     EchoClient::start(&linux, &hosts[0], &scratch, "first").finish();
-    for checker in checkers.split(',') {
-        let ready = format!("check {checker}: ready");
-        tests::wait_for("checkers", SOON, || first.console().text().contains(&ready).then_some(()));
-    }
-    let taken = first.cli("checkpoint", &["--store", store]);
-    assert_eq!(taken.status.code(), Some(0), "{}", first.log());
-    tests::assert_clean(&first.console());
-    first.kill();
+    checkpoint_and_kill(first, checkers, text(&store));
 
     let begun = Instant::now();
     let restore = |i: usize| {
         let net = format!("tap=tap{i}");
-        let args = ["restore", "--store", store, "--net", &net];
+        let args = ["restore", "--store", text(&store), "--net", &net];
         let mut clone = Driftline::start_typed_to(&hosts[i], &scratch, &format!("clone{i}"), &args);
         // Typed before the guest runs. The shell waits for input, so it is among the first programs
         // to run.
@@ -69,20 +56,46 @@ fn clones_differ(test: &str, kernel: &str, checkers: &str, command: Option<&str>
     answers.sort_unstable();
     answers.dedup();
     assert_eq!(answers.len(), CLONES, "{answers:?}");
-    // All clones answer at once, each on its own tap.
+    all_answer(&linux, &hosts, &scratch);
+    for clone in &mut clones {
+        clone.must_live();
+        tests::assert_clean(&clone.console());
+    }
+}
+
+/// Returns a host for the first guest and for each clone, each with its tap.
+fn hosts() -> Result<Vec<Namespace>, String> {
+    let host = |i: usize| {
+        let host = Namespace::new(PEER)?;
+        host.add_tap(&format!("tap{i}"))?;
+        Ok(host)
+    };
+    (0..=CLONES).map(host).collect()
+}
+
+/// Takes a checkpoint of `guest` once its checkers are ready, and kills it.
+fn checkpoint_and_kill(mut guest: Driftline, checkers: &str, store: &str) {
+    for checker in checkers.split(',') {
+        let ready = format!("check {checker}: ready");
+        tests::wait_for("checkers", SOON, || guest.console().text().contains(&ready).then_some(()));
+    }
+    let taken = guest.cli("checkpoint", &["--store", store]);
+    assert_eq!(taken.status.code(), Some(0), "{}", guest.log());
+    tests::assert_clean(&guest.console());
+    guest.kill();
+}
+
+/// Checks that all clones answer at once, each on its own tap.
+fn all_answer(linux: &LinuxImage, hosts: &[Namespace], scratch: &ScratchDir) {
     let echo = |i: usize| {
         let name = format!("clone{i}");
-        EchoClient::start_with(&["interval=500ms", "window=2"], &linux, &hosts[i], &scratch, &name)
+        EchoClient::start_with(&["interval=500ms", "window=2"], linux, &hosts[i], scratch, &name)
     };
     let mut echoes: Vec<EchoClient> = (1..=CLONES).map(echo).collect();
     echoes.iter_mut().for_each(|echo| echo.wait_answers(5));
     for echo in echoes {
         let (messages, _) = echo.finish();
         assert!(messages > 5);
-    }
-    for clone in &mut clones {
-        clone.must_live();
-        tests::assert_clean(&clone.console());
     }
 }
 

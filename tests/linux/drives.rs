@@ -3,7 +3,6 @@
 
 use std::process::Output;
 use std::thread;
-use std::time::Duration;
 
 use driftline_store::Store;
 use serde_json::Value;
@@ -42,7 +41,8 @@ fn restored_disk_matches_memory(test: &str, checkers: &str, restored: usize) {
         epochs[1..].iter().map(blocks).sum::<u64>()
     );
     assert!(epochs.len() == 100 && with_blocks > 2, "{with_blocks}: {epochs:?}");
-    thread::sleep(Duration::from_millis(300));
+    let flushed = CheckerProgress::on(&guest.process.console()).map_or(0, |now| now.flushed);
+    CheckerProgress::wait_flushed(&guest.process, flushed);
     let retained = &epochs[epochs.len() - RETAINED..];
     // The newest first, because each guest leaves a newer disk than the next checkpoint has. A disk
     // that is newer than memory is as wrong as an older one.

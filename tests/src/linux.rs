@@ -126,6 +126,14 @@ impl CheckerProgress {
         })
     }
 
+    /// Waits until the disk checker on `vm` has flushed records after number `last`.
+    pub fn wait_flushed(vm: &Driftline, last: u64) {
+        wait_for("further record of the disk checker", PROGRESS_LIMIT, || {
+            let now = Self::on(&vm.console())?;
+            (now.flushed > last).then_some(())
+        });
+    }
+
     /// Waits until every checker has made progress since its first line on the console of `vm`. The
     /// console must stay clean. The TCP server must have progressed only if `has_peer`.
     pub fn wait(vm: &mut Driftline, has_peer: bool) -> Self {

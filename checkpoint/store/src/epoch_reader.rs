@@ -303,3 +303,6 @@ impl<'l> EpochReader<'l> {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests;

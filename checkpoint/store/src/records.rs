@@ -94,6 +94,12 @@ fn all_zero<const N: usize>(fields: [(&'static str, u64); N]) -> Result<(), Dama
     }
 }
 
+/// Fails if `found` is more than `most`.
+fn at_most(what: &'static str, found: u64, most: usize) -> Result<(), Damage> {
+    let expected = most as u64;
+    if found > expected { Err(Damage::Mismatch { what, found, expected }) } else { Ok(()) }
+}
+
 /// The log and page file that a manifest names.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Files {
@@ -429,6 +435,7 @@ pub(crate) fn decode_frames(
     runs.clear();
     crcs.clear();
     let (table, rest) = table::<RawPlaced>(payload)?;
+    at_most("the number of runs in a record", table.len() as u64, MAX_RUNS)?;
     let mut frames = 0;
     for raw in table {
         let count = u64::from(raw.count.get());
@@ -438,10 +445,11 @@ pub(crate) fn decode_frames(
         if slots.start == NO_SLOT || slots.end() > u64::from(u32::MAX) {
             return Err(Damage::Slots { slots });
         }
-        // No overflow: there are at most 2^16 runs of at most 2^32 frames.
+        // No overflow: there are at most 2^12 runs of at most 2^32 frames.
         frames += count;
         runs.push(StoredRun { frames: run, slot: slots.start });
     }
+    at_most("the number of frames in a record", frames, MAX_RECORD_FRAMES)?;
     if rest.len() as u64 != frames * 4 {
         let (found, expected) = (rest.len() as u64, frames * 4);
         return Err(Damage::Mismatch { what: "the length of frames' checksums", found, expected });

@@ -165,73 +165,105 @@ impl SubscriberModel {
     }
 }
 
-fn run_tracker(whole: &GuestModel, ops: Vec<TrackerOp>) {
-    let mut guest = whole.cut(u64::MAX).expect("slots");
-    let tracker = Arc::new(Tracker::new(guest.layout()));
-    let mut subscribers = ["one", "two"].map(|name| SubscriberModel {
-        subscription: tracker.subscribe(name).expect("address space for a small tree"),
-        model: FrameModel::new(),
-    });
-    let mut dirty_sets: Vec<(usize, DirtySet)> = Vec::new();
-    for op in ops {
-        let mut marked: Vec<u64> = Vec::new();
+/// A tracker with two subscribers, and the dirty sets that they have not finished.
+struct TrackerModel<'g> {
+    whole: &'g GuestModel,
+    /// The part of `whole` that is the current layout.
+    guest: GuestModel,
+    tracker: Arc<Tracker>,
+    subscribers: [SubscriberModel; 2],
+    dirty_sets: Vec<(usize, DirtySet)>,
+}
+
+impl<'g> TrackerModel<'g> {
+    fn new(whole: &'g GuestModel) -> Self {
+        let guest = whole.cut(u64::MAX).expect("slots");
+        let tracker = Arc::new(Tracker::new(guest.layout()));
+        let subscribers = ["one", "two"].map(|name| SubscriberModel {
+            subscription: tracker.subscribe(name).expect("address space for a small tree"),
+            model: FrameModel::new(),
+        });
+        Self { whole, guest, tracker, subscribers, dirty_sets: Vec::new() }
+    }
+
+    fn run(&mut self, op: TrackerOp) {
+        let marked = self.perform(op);
+        for subscriber in &mut self.subscribers {
+            subscriber.model.extend(&marked);
+            subscriber.check(&self.guest);
+        }
+    }
+
+    /// Returns the frames that `op` marks.
+    fn perform(&mut self, op: TrackerOp) -> Vec<u64> {
+        let Self { guest, tracker, .. } = self;
         match op {
             TrackerOp::Mark(run) => {
                 let (run, inside) = guest.run(run);
                 assert_eq!(tracker.mark(run).is_ok(), inside.is_some());
-                marked.extend(inside.into_iter().flatten());
+                return inside.into_iter().flatten().collect();
             }
             TrackerOp::Offset { slot, offset } => {
                 let offset = u64::from(offset);
                 let inside = guest.slot(slot).filter(|s| offset < s.frames);
                 let done = tracker.mark_offset(SlotId(slot.into()), offset);
                 assert_eq!(done.is_ok(), inside.is_some());
-                marked.extend(inside.map(|s| s.base.0 + offset));
+                return inside.map(|s| s.base.0 + offset).into_iter().collect();
             }
             TrackerOp::Bitmap(bitmap) => {
                 let inside = guest.bits(&bitmap).map(|(_, bits)| bits);
                 let done = tracker.absorb_bitmap(SlotId(bitmap.slot.into()), &bitmap.words);
                 assert_eq!(done.ok(), inside.as_ref().map(|bits| bits.len() as u64));
-                marked.extend(inside.into_iter().flatten());
+                return inside.into_iter().flatten().collect();
             }
             TrackerOp::All => {
                 tracker.mark_all();
-                marked.extend(frames(guest.0.iter().map(|slot| slot.run())));
+                return frames(guest.0.iter().map(|slot| slot.run()));
             }
-            TrackerOp::Drain { second } => {
-                let SubscriberModel { subscription, model } = &mut subscribers[usize::from(second)];
-                let dirty = subscription.drain();
-                assert_eq!(dirty.frames(), model.len() as u64);
-                assert_eq!(dirty.runs().collect::<Vec<_>>(), guest.runs(&std::mem::take(model)));
-                dirty_sets.push((usize::from(second), dirty));
-            }
-            TrackerOp::Relayout { cut } => {
-                let Some(other) = whole.cut(cut.into()) else { continue };
-                tracker.relayout(other.layout()).expect("address space for small trees");
-                guest = other;
-                for SubscriberModel { model, .. } in &mut subscribers {
-                    model.retain(|frame| guest.slot_of(*frame).is_some());
-                }
-            }
-            TrackerOp::Finish { which, commit } if !dirty_sets.is_empty() => {
-                let (owner, dirty) = dirty_sets.swap_remove(usize::from(which) % dirty_sets.len());
-                if commit {
-                    dirty.commit();
-                } else {
-                    let exists = |frame: &u64| guest.slot_of(*frame).is_some();
-                    subscribers[owner]
-                        .model
-                        .extend(frames(dirty.runs()).into_iter().filter(exists));
-                    drop(dirty);
-                }
-            }
-            TrackerOp::Finish { .. } => {}
+            TrackerOp::Drain { second } => self.drain(usize::from(second)),
+            TrackerOp::Relayout { cut } => self.relayout(cut.into()),
+            TrackerOp::Finish { which, commit } => self.finish(which.into(), commit),
         }
-        for subscriber in &mut subscribers {
-            subscriber.model.extend(&marked);
-            subscriber.check(&guest);
+        Vec::new()
+    }
+
+    fn drain(&mut self, which: usize) {
+        let SubscriberModel { subscription, model } = &mut self.subscribers[which];
+        let dirty = subscription.drain();
+        assert_eq!(dirty.frames(), model.len() as u64);
+        assert_eq!(dirty.runs().collect::<Vec<_>>(), self.guest.runs(&std::mem::take(model)));
+        self.dirty_sets.push((which, dirty));
+    }
+
+    fn relayout(&mut self, cut: u64) {
+        let Some(other) = self.whole.cut(cut) else { return };
+        self.tracker.relayout(other.layout()).expect("address space for small trees");
+        self.guest = other;
+        for SubscriberModel { model, .. } in &mut self.subscribers {
+            model.retain(|frame| self.guest.slot_of(*frame).is_some());
         }
     }
+
+    /// Commits a dirty set, or gives it back, if there is one.
+    fn finish(&mut self, which: usize, commit: bool) {
+        if self.dirty_sets.is_empty() {
+            return;
+        }
+        let (owner, dirty) = self.dirty_sets.swap_remove(which % self.dirty_sets.len());
+        if commit {
+            dirty.commit();
+            return;
+        }
+        let exists = |frame: &u64| self.guest.slot_of(*frame).is_some();
+        let given_back = frames(dirty.runs()).into_iter().filter(exists);
+        self.subscribers[owner].model.extend(given_back);
+        drop(dirty);
+    }
+}
+
+fn run_tracker(whole: &GuestModel, ops: Vec<TrackerOp>) {
+    let mut model = TrackerModel::new(whole);
+    ops.into_iter().for_each(|op| model.run(op));
 }
 
 /// A tree and its expected frames.

@@ -173,11 +173,11 @@ impl<'a> FrameWriter<'a> {
     /// found no room. Returns the position where it stopped, and the bits of the last word that
     /// found no room.
     #[inline(always)]
-    fn take_some<W: Words>(
+    fn take_some(
         &mut self,
         simd: impl Simd,
         segment: &WordSegment<'_>,
-        words: &mut W,
+        words: &mut impl Words,
         base: usize,
         mut at: usize,
         mut carried: u64,
@@ -186,12 +186,6 @@ impl<'a> FrameWriter<'a> {
         let frame = |at: usize| segment.frame(u64::from(offsets[at]));
         let mut sparsity = Sparsity::of(simd, offsets);
         let start = (offsets[0], frame(0));
-        let take = |words: &mut W, at: usize| {
-            if let Some(ahead) = offsets.get(at + PREFETCH_DISTANCE) {
-                words.prefetch(simd, base + *ahead as usize);
-            }
-            words.take(base + offsets[at] as usize)
-        };
         let needed = if carried == 0 { sparsity.needed() } else { 64 };
         let (mut room, in_place) = self.room(simd, needed);
         if carried != 0 {
@@ -208,27 +202,15 @@ impl<'a> FrameWriter<'a> {
                     continue;
                 }
             }
-            let bits = take(words, at);
-            first = at;
-            at += 1;
+            let bits = take_ahead(simd, words, base, offsets, at);
+            (first, at) = (at, at + 1);
             if sparsity.two && room.write_two(bits, frame(first)) {
                 continue;
             }
+            carried = bits;
             if bits == u64::MAX {
-                // Counts the full words that follow, and takes the first word after them that is
-                // not full.
-                full = 1;
                 let most = if in_place { room.left() / 64 } else { offsets.len() };
-                while full < most
-                    && offsets.get(at) == Some(&offsets[first].wrapping_add(full as u32))
-                {
-                    carried = take(words, at);
-                    at += 1;
-                    if carried != u64::MAX {
-                        break;
-                    }
-                    (full, carried) = (full + 1, 0);
-                }
+                (full, at, carried) = count_full(simd, words, base, offsets, first, most);
                 if full * 64 > room.left() || full >= MIN_RANGE_WORDS && !in_place {
                     break;
                 }
@@ -237,8 +219,6 @@ impl<'a> FrameWriter<'a> {
                 if carried == 0 {
                     continue;
                 }
-            } else {
-                carried = bits;
             }
             if room.left() < 64 {
                 break;
@@ -253,6 +233,45 @@ impl<'a> FrameWriter<'a> {
         }
         (at, carried)
     }
+}
+
+/// Takes the word at `at`, and prefetches a later one.
+#[inline(always)]
+fn take_ahead(
+    simd: impl Simd,
+    words: &mut impl Words,
+    base: usize,
+    offsets: &[u32],
+    at: usize,
+) -> u64 {
+    if let Some(ahead) = offsets.get(at + PREFETCH_DISTANCE) {
+        words.prefetch(simd, base + *ahead as usize);
+    }
+    words.take(base + offsets[at] as usize)
+}
+
+/// Counts the full words from `first` on, which is one, up to `most`. Also takes the word after
+/// them, if it is the next one of the tree. Returns the number, the position where it stopped, and
+/// the bits of that word, or 0.
+#[inline(always)]
+fn count_full(
+    simd: impl Simd,
+    words: &mut impl Words,
+    base: usize,
+    offsets: &[u32],
+    first: usize,
+    most: usize,
+) -> (usize, usize, u64) {
+    let (mut full, mut at) = (1, first + 1);
+    while full < most && offsets.get(at) == Some(&offsets[first].wrapping_add(full as u32)) {
+        let bits = take_ahead(simd, words, base, offsets, at);
+        at += 1;
+        if bits != u64::MAX {
+            return (full, at, bits);
+        }
+        full += 1;
+    }
+    (full, at, 0)
 }
 
 impl WordSink for FrameWriter<'_> {

@@ -121,46 +121,58 @@ impl<W: Words, S: WordSink> SimdJob for TreeWalk<'_, W, S> {
                 continue;
             }
             let Some(below) = below.last_mut() else { break };
-            let start = levels[level].0 + here.base as usize;
-            let found = &here.words[here.next..here.len];
-            let first = found[0];
-            let (mut visited, mut len) = (0, 0);
-            let mut sparsity = Sparsity::of(simd, found);
-            // Words below must be within 32 bits.
-            let in_reach = |offset: u32| offset < 1 << (32 - SHIFT);
-            while let Some(word) = found.get(visited) {
-                let eight = sparsity
-                    .eight(found, visited)
-                    .filter(|eight| in_reach(eight[7].wrapping_sub(first)));
-                if let (Some(eight), Some(words), Some(room)) =
-                    (eight, words.owned(), below.words[len..].first_chunk_mut())
-                {
-                    let expanded = simd.expand_eight(words, start, eight, first, room);
-                    sparsity.tried(visited, expanded.is_some());
-                    if let Some(found) = expanded {
-                        (visited, len) = (visited + 8, len + found);
-                        continue;
-                    }
-                }
-                if let Some(ahead) = found.get(visited + PREFETCH_DISTANCE) {
-                    words.prefetch(simd, start + *ahead as usize);
-                }
-                let Some(room) = below.words[len..].first_chunk_mut() else { break };
-                let offset = word - first;
-                if !in_reach(offset) {
-                    break;
-                }
-                let bits = words.take(start + *word as usize);
-                len += match sparsity.two {
-                    true => expand_two(simd, bits, offset << SHIFT, room),
-                    false => simd.expand(bits, offset << SHIFT, room),
-                };
-                visited += 1;
-            }
-            here.next += visited;
-            (below.base, below.next, below.len) = ((here.base + u64::from(first)) << SHIFT, 0, len);
+            expand_words(simd, &mut words, levels[level].0, here, below);
             level -= 1;
         }
         sink.finish(simd);
     }
+}
+
+/// Takes words of `here`, a level whose first word is `level_start`, until `below` is full or a
+/// word below would be out of its reach. Fills `below` with the words that are not zero.
+#[inline(always)]
+fn expand_words<K: Simd>(
+    simd: K,
+    words: &mut impl Words,
+    level_start: usize,
+    here: &mut LevelBuffer,
+    below: &mut LevelBuffer,
+) {
+    let start = level_start + here.base as usize;
+    let found = &here.words[here.next..here.len];
+    let first = found[0];
+    let (mut visited, mut len) = (0, 0);
+    let mut sparsity = Sparsity::of(simd, found);
+    // Words below must be within 32 bits.
+    let in_reach = |offset: u32| offset < 1 << (32 - SHIFT);
+    while let Some(word) = found.get(visited) {
+        let eight =
+            sparsity.eight(found, visited).filter(|eight| in_reach(eight[7].wrapping_sub(first)));
+        if let (Some(eight), Some(words), Some(room)) =
+            (eight, words.owned(), below.words[len..].first_chunk_mut())
+        {
+            let expanded = simd.expand_eight(words, start, eight, first, room);
+            sparsity.tried(visited, expanded.is_some());
+            if let Some(found) = expanded {
+                (visited, len) = (visited + 8, len + found);
+                continue;
+            }
+        }
+        if let Some(ahead) = found.get(visited + PREFETCH_DISTANCE) {
+            words.prefetch(simd, start + *ahead as usize);
+        }
+        let Some(room) = below.words[len..].first_chunk_mut() else { break };
+        let offset = word - first;
+        if !in_reach(offset) {
+            break;
+        }
+        let bits = words.take(start + *word as usize);
+        len += match sparsity.two {
+            true => expand_two(simd, bits, offset << SHIFT, room),
+            false => simd.expand(bits, offset << SHIFT, room),
+        };
+        visited += 1;
+    }
+    here.next += visited;
+    (below.base, below.next, below.len) = ((here.base + u64::from(first)) << SHIFT, 0, len);
 }

@@ -363,15 +363,8 @@ mod shuttle_orders {
             // The vCPU retries until it may run. From then on every frame is marked in time.
             let mut published = WRITES;
             for frame in 20..40 {
-                for tries in 0.. {
-                    let (walked, _) = collect();
-                    assert!(walked <= published, "the walk passed the published entries");
-                    if published - walked < SOFT_LIMIT {
-                        break;
-                    }
-                    assert!(tries < 100, "the vCPU never runs again: {walked} of {published}");
-                    full.report();
-                }
+                let room = |walked| published - walked < SOFT_LIMIT;
+                collect_until(published, room, || collect().0, || full.report());
                 push(&ring, published, frame);
                 published += 1;
                 collect();
@@ -381,6 +374,25 @@ mod shuttle_orders {
             assert_eq!(walked, published);
             assert!(!last.marked_all);
         });
+    }
+
+    /// Collects until the vCPU has `room` in its ring, and reports a full ring until then. `collect`
+    /// returns the number of entries walked so far.
+    fn collect_until(
+        published: u32,
+        room: impl Fn(u32) -> bool,
+        mut collect: impl FnMut() -> u32,
+        report: impl Fn(),
+    ) {
+        for tries in 0.. {
+            let walked = collect();
+            assert!(walked <= published, "the walk passed the published entries");
+            if room(walked) {
+                break;
+            }
+            assert!(tries < 100, "the vCPU never runs again: {walked} of {published}");
+            report();
+        }
     }
 
     /// Two drainers and two inserters. Every inserted frame is drained or still in the tree, whose

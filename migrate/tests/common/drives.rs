@@ -44,6 +44,7 @@ impl TestDrive {
         }
         model[offset as usize..][..bytes.len()].copy_from_slice(bytes);
         if slowly {
+            // The time between a device's write and its mark, in which a pass may begin.
             std::thread::sleep(Duration::from_millis(2));
         }
         let (start, end) =
@@ -142,6 +143,7 @@ impl GuestWithDrives {
                     writes.fetch_add(1, Ordering::SeqCst);
                 }
                 drop(guard);
+                // The pace of the guest's writes.
                 std::thread::sleep(Duration::from_millis(1));
             }
         })

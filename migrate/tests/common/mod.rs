@@ -280,6 +280,21 @@ fn second_migration_succeeds(
     arrived.guest.verify().unwrap_or_else(|e| panic!("{context}: {e}"));
 }
 
+/// Waits until a guest has written `more` times, or does not run any more.
+pub fn await_writes(guest: &impl Lifecycle, writes: impl Fn() -> u64, more: u64) {
+    let before = writes();
+    within(LONG, "the guest writes", || {
+        writes() >= before + more || guest.run_state() != RunState::Running
+    });
+}
+
+/// Waits until the proxy has forwarded the last message of a migration that succeeded.
+pub fn await_last_message(proxy: &Proxy) {
+    within(LONG, "ENDED is forwarded", || {
+        proxy.from_source.lock().unwrap().last() == Some(&tag("ENDED"))
+    });
+}
+
 /// Waits until a condition holds.
 pub fn within(limit: Duration, what: &str, mut holds: impl FnMut() -> bool) {
     let until = Instant::now() + limit;

@@ -276,6 +276,7 @@ impl ProxyDirection {
             }
             if self.trickle.as_ref().is_some_and(|t| t.begun(unit)) {
                 let slow = |b: &u8| {
+                    // The pace of a trickle.
                     std::thread::sleep(Duration::from_millis(100));
                     (&self.to).write_all(&[*b]).is_ok()
                 };

@@ -7,7 +7,7 @@
 //! | modules | own |
 //! | --- | --- |
 //! | `actor`, `limits`, `codec`, `host_memory`, `size`, `cpu_model`, `end_reason`, `local_time`, `signals`, `terminal`, `fail_point`, `schedule`, `histogram`, `tracking`, `wall_clock` | leaves, which use no other module of this crate |
-//! | `log`, `exit`, `sandbox`, `log_thread`, `pm_qos`, `socket` | the process: its log, its exit, what its threads may do |
+//! | `log`, `exit`, `sandbox`, `log_thread`, `pm_qos`, `pool`, `socket` | the process: its log, its exit, what its threads may do |
 //! | `memory`, `config` | guest memory; a machine's configuration |
 //! | `kvm`, `measure`, `sources` | KVM's ioctls; hooks for measurements; the sources of dirty frames |
 //! | `devices`, `boot`, `vm`, `vcpu` | devices; loading the kernel; the trait of a guest; vCPU threads |
@@ -40,6 +40,7 @@ pub mod machine;
 pub mod measure;
 pub mod memory;
 pub mod pm_qos;
+mod pool;
 pub mod sandbox;
 pub mod schedule;
 pub mod signals;

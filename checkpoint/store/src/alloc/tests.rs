@@ -84,6 +84,98 @@ fn act() -> impl Strategy<Value = SlotAct> {
     ]
 }
 
+/// The allocator and its model.
+struct SlotsPair {
+    slots: Slots,
+    plain: PlainSlots,
+}
+
+impl SlotsPair {
+    fn perform(&mut self, act: SlotAct) -> Result<(), TestCaseError> {
+        let Self { slots, plain } = self;
+        match act {
+            SlotAct::Take { count, align } => match slots.allocate(count, align) {
+                Some(run) => {
+                    prop_assert!(run.count == count && run.start.is_multiple_of(align));
+                    prop_assert!(plain.is_free(run.start, count), "{run} twice");
+                    plain.set(run, true);
+                }
+                None => prop_assert!(!plain.has_room(count, align), "{count} by {align}"),
+            },
+            SlotAct::UpTo { count } => {
+                let expected = count.min(plain.longest());
+                let run = slots.allocate_up_to(count);
+                prop_assert_eq!(run.map_or(0, |run| run.count), expected);
+                if let Some(run) = run {
+                    prop_assert!(plain.is_free(run.start, run.count), "{run} twice");
+                    plain.set(run, true);
+                }
+            }
+            SlotAct::Free { which, from, count } => self.free(which, from, count)?,
+            SlotAct::Comb { from, teeth } => self.comb(from, teeth),
+            SlotAct::Mark { start, count } => {
+                let run = SlotRun { start, count };
+                let marked = slots.mark(run);
+                if plain.is_free(start, count) {
+                    prop_assert_eq!(marked, Ok(()));
+                    plain.set(run, true);
+                } else {
+                    prop_assert!(marked.is_err());
+                }
+            }
+            SlotAct::Grow { by } => {
+                let total = slots.total() + by;
+                slots.grow_to(total);
+                plain.0.resize(total as usize, false);
+            }
+        }
+        Ok(())
+    }
+
+    /// Frees a part of a run of used slots, if there is one. It cannot be freed again.
+    fn free(
+        &mut self,
+        which: prop::sample::Index,
+        from: prop::sample::Index,
+        count: u32,
+    ) -> Result<(), TestCaseError> {
+        let runs = self.plain.used_runs();
+        if runs.is_empty() {
+            return Ok(());
+        }
+        let run = runs[which.index(runs.len())];
+        let start = run.start + from.index(run.count as usize) as u32;
+        let count = count.min((run.end() - u64::from(start)) as u32);
+        let part = SlotRun { start, count };
+        self.slots.free(part).unwrap();
+        self.plain.set(part, false);
+        prop_assert_eq!(self.slots.free(part), Err(SlotError::Free { run: part, slot: start }));
+        Ok(())
+    }
+
+    /// Frees every other slot from `from` on, if it is used.
+    fn comb(&mut self, from: prop::sample::Index, teeth: u32) {
+        let from = from.index(self.plain.0.len()) as u32;
+        for tooth in 0..teeth {
+            let run = SlotRun { start: from + 2 * tooth, count: 1 };
+            let is_there = run.end() <= self.plain.0.len() as u64;
+            if is_there && !self.plain.is_free(run.start, 1) {
+                self.slots.free(run).unwrap();
+                self.plain.set(run, false);
+            }
+        }
+    }
+
+    fn check_totals(&self) -> Result<(), TestCaseError> {
+        let Self { slots, plain } = self;
+        let used = plain.0.iter().rposition(|used| *used).map_or(0, |slot| slot as u32 + 1);
+        prop_assert_eq!(slots.used_end(), used);
+        let free = plain.0.iter().filter(|used| !**used).count() as u64;
+        prop_assert_eq!(slots.free_slots(), free);
+        Ok(())
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
     #[test]
@@ -92,78 +184,19 @@ proptest! {
         full in any::<bool>(),
         acts in prop::collection::vec(act(), 1..60),
     ) {
-        let (mut slots, mut plain) = (Slots::new(total), PlainSlots(vec![false; total as usize]));
+        let plain = PlainSlots(vec![false; total as usize]);
+        let mut pair = SlotsPair { slots: Slots::new(total), plain };
         if full {
             let all = SlotRun { start: 0, count: total };
-            slots.mark(all).unwrap();
-            plain.set(all, true);
+            pair.slots.mark(all).unwrap();
+            pair.plain.set(all, true);
         }
         for act in acts {
-            match act {
-                SlotAct::Take { count, align } => match slots.allocate(count, align) {
-                    Some(run) => {
-                        prop_assert!(run.count == count && run.start.is_multiple_of(align));
-                        prop_assert!(plain.is_free(run.start, count), "{run} twice");
-                        plain.set(run, true);
-                    }
-                    None => prop_assert!(!plain.has_room(count, align), "{count} by {align}"),
-                },
-                SlotAct::UpTo { count } => {
-                    let expected = count.min(plain.longest());
-                    let run = slots.allocate_up_to(count);
-                    prop_assert_eq!(run.map_or(0, |run| run.count), expected);
-                    if let Some(run) = run {
-                        prop_assert!(plain.is_free(run.start, run.count), "{run} twice");
-                        plain.set(run, true);
-                    }
-                }
-                SlotAct::Free { which, from, count } => {
-                    let runs = plain.used_runs();
-                    if runs.is_empty() { continue; }
-                    let run = runs[which.index(runs.len())];
-                    let start = run.start + from.index(run.count as usize) as u32;
-                    let count = count.min((run.end() - u64::from(start)) as u32);
-                    let part = SlotRun { start, count };
-                    slots.free(part).unwrap();
-                    plain.set(part, false);
-                    prop_assert_eq!(
-                        slots.free(part),
-                        Err(SlotError::Free { run: part, slot: start })
-                    );
-                }
-                SlotAct::Comb { from, teeth } => {
-                    let from = from.index(plain.0.len()) as u32;
-                    for tooth in 0..teeth {
-                        let run = SlotRun { start: from + 2 * tooth, count: 1 };
-                        if run.end() <= plain.0.len() as u64 && !plain.is_free(run.start, 1) {
-                            slots.free(run).unwrap();
-                            plain.set(run, false);
-                        }
-                    }
-                }
-                SlotAct::Mark { start, count } => {
-                    let run = SlotRun { start, count };
-                    let marked = slots.mark(run);
-                    if plain.is_free(start, count) {
-                        prop_assert_eq!(marked, Ok(()));
-                        plain.set(run, true);
-                    } else {
-                        prop_assert!(marked.is_err());
-                    }
-                }
-                SlotAct::Grow { by } => {
-                    let total = slots.total() + by;
-                    slots.grow_to(total);
-                    plain.0.resize(total as usize, false);
-                }
-            }
-            let used = plain.0.iter().rposition(|used| *used).map_or(0, |slot| slot as u32 + 1);
-            prop_assert_eq!(slots.used_end(), used);
-            let free = plain.0.iter().filter(|used| !**used).count() as u64;
-            prop_assert_eq!(slots.free_slots(), free);
+            pair.perform(act)?;
+            pair.check_totals()?;
         }
-        for (slot, used) in plain.0.iter().enumerate() {
-            prop_assert_eq!(slots.is_used(slot as u32), *used);
+        for (slot, used) in pair.plain.0.iter().enumerate() {
+            prop_assert_eq!(pair.slots.is_used(slot as u32), *used);
         }
     }
 }

@@ -127,103 +127,87 @@ fn short_file_has_the_options_defaults() {
     assert_eq!(short, stopped(Vmm::run(&tmp, "b", &options)));
 }
 
-#[test]
-fn a_wrong_file_is_refused_by_its_field() {
-    let tmp = TestDir::new();
-    let disk = tmp.text("disk");
-    std::fs::File::create(&disk).unwrap().set_len(4096).unwrap();
-    let boot = json!({ "guest": "payload" });
-    let with = |part: &str, value: Value| json!({ "boot-source": boot, part: value });
-    let machine = |value: Value| with("machine-config", value);
-    let kernel = |more: Value| {
-        let mut boot = json!({ "kernel_image_path": "/vmlinux" });
-        boot.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-        json!({ "boot-source": boot })
-    };
-    let none: &[&str] = &[];
-    for (config, options, why) in [
-        (json!({}), none, "boot-source: neither kernel_image_path nor guest is there"),
-        (with("drivs", json!([])), none, "unknown field `drivs`"),
-        (machine(json!({ "vcpus": 2 })), none, "machine-config.vcpus: unknown field `vcpus`"),
-        (
-            machine(json!({ "vcpu_count": 33 })),
-            none,
-            "machine-config.vcpu_count: a guest has 1 to 32",
-        ),
-        (machine(json!({ "vcpu_count": 256 })), none, "machine-config.vcpu_count: invalid value"),
-        (
-            machine(json!({ "mem_size_mib": "1G" })),
-            none,
-            "machine-config.mem_size_mib: invalid type",
-        ),
-        (
-            machine(json!({ "mem_size_mib": 8 })),
-            none,
-            "machine-config.mem_size_mib: a guest has from 16M",
-        ),
-        (machine(json!({ "mem_size_mib": u64::MAX })), none, "MiB is too much"),
-        (machine(json!({ "mem_size_mib": 64, "mem_bytes": 1 << 20 })), none, "leave one out"),
-        (machine(json!({ "smt": true })), none, "machine-config.smt: no two vCPUs"),
-        (
-            machine(json!({ "ring_entries": 1000 })),
-            none,
-            "machine-config.ring_entries: it must be a power",
-        ),
-        (
-            machine(json!({ "cpu": "host,-warp" })),
-            none,
-            "machine-config.cpu: there is no processor feature",
-        ),
-        (
-            machine(json!({ "tracking": "none", "track_dirty_pages": true })),
-            none,
-            "machine-config.track_dirty_pages: it is true, and tracking is none",
-        ),
-        (with("name", json!("a b")), none, "name: \"a b\" is no name of a guest"),
-        (
-            with("drives", json!([{ "is_read_only": true }])),
-            none,
-            "drives[0]: missing field `path_on_host`",
-        ),
-        (
-            with("drives", json!([{ "path_on_host": disk, "is_root_device": true }])),
-            none,
-            "root=/dev/vda",
-        ),
-        (
-            with("drives", json!([{ "path_on_host": disk, "bytes": 1 }])),
-            none,
-            "drives[0].bytes: it is 1, and",
-        ),
-        (
-            with("drives", json!([{ "path_on_host": disk, "drive_id": "a b" }])),
-            none,
-            "\"a b\" is no name",
-        ),
-        (with("entropy", json!({})), none, "entropy: the embedded guest has no driver"),
-        (with("balloon", json!({})), none, "balloon: the embedded guest has no driver"),
-        (
-            with("network-interfaces", json!([{ "host_dev_name": "t", "guest_mac": "x" }])),
-            none,
-            "network-interfaces[0].guest_mac: \"x\" is no Ethernet address",
-        ),
-        (
-            kernel(json!({ "guest": "payload" })),
-            none,
-            "boot-source.guest: the embedded guest has no kernel",
-        ),
-        (
-            json!({ "boot-source": boot }),
-            &["--cmdline", "quiet"],
-            "options about a kernel need --kernel",
-        ),
-        (json!({ "boot-source": { "guest": "payload,colour=red" } }), none, "boot-source.guest: "),
-    ] {
-        let file = write(&tmp, &config);
+fn machine(value: Value) -> Value {
+    json!({ "boot-source": { "guest": "payload" }, "machine-config": value })
+}
+
+/// Returns a configuration of an embedded guest with one more part.
+fn with(part: &str, value: Value) -> Value {
+    json!({ "boot-source": { "guest": "payload" }, part: value })
+}
+
+/// Checks that each configuration is refused for its reason, whatever the `options`.
+fn refuse_each(tmp: &TestDir, options: &[&str], cases: &[(Value, &str)]) {
+    for (config, why) in cases {
+        let file = write(tmp, config);
         let stderr = fail(2, &[&["run", "--config-file", &file][..], options].concat());
         assert!(stderr.contains(&format!("--config-file {file}: ")), "{config}: {stderr}");
         assert!(stderr.contains(why), "{config}: {stderr}");
     }
+}
+
+#[test]
+fn wrong_machine_is_refused_by_its_field() {
+    let cases = [
+        (json!({ "vcpus": 2 }), "machine-config.vcpus: unknown field `vcpus`"),
+        (json!({ "vcpu_count": 33 }), "machine-config.vcpu_count: a guest has 1 to 32"),
+        (json!({ "vcpu_count": 256 }), "machine-config.vcpu_count: invalid value"),
+        (json!({ "mem_size_mib": "1G" }), "machine-config.mem_size_mib: invalid type"),
+        (json!({ "mem_size_mib": 8 }), "machine-config.mem_size_mib: a guest has from 16M"),
+        (json!({ "mem_size_mib": u64::MAX }), "MiB is too much"),
+        (json!({ "mem_size_mib": 64, "mem_bytes": 1 << 20 }), "leave one out"),
+        (json!({ "smt": true }), "machine-config.smt: no two vCPUs"),
+        (json!({ "ring_entries": 1000 }), "machine-config.ring_entries: it must be a power"),
+        (json!({ "cpu": "host,-warp" }), "machine-config.cpu: there is no processor feature"),
+        (
+            json!({ "tracking": "none", "track_dirty_pages": true }),
+            "machine-config.track_dirty_pages: it is true, and tracking is none",
+        ),
+    ];
+    refuse_each(&TestDir::new(), &[], &cases.map(|(config, why)| (machine(config), why)));
+}
+
+#[test]
+fn wrong_device_is_refused_by_its_field() {
+    let tmp = TestDir::new();
+    let disk = tmp.text("disk");
+    std::fs::File::create(&disk).unwrap().set_len(4096).unwrap();
+    let drive = |value: Value| with("drives", json!([value]));
+    let cases = [
+        (with("drivs", json!([])), "unknown field `drivs`"),
+        (drive(json!({ "is_read_only": true })), "drives[0]: missing field `path_on_host`"),
+        (drive(json!({ "path_on_host": disk, "is_root_device": true })), "root=/dev/vda"),
+        (drive(json!({ "path_on_host": disk, "bytes": 1 })), "drives[0].bytes: it is 1, and"),
+        (drive(json!({ "path_on_host": disk, "drive_id": "a b" })), "\"a b\" is no name"),
+        (with("entropy", json!({})), "entropy: the embedded guest has no driver"),
+        (with("balloon", json!({})), "balloon: the embedded guest has no driver"),
+        (
+            with("network-interfaces", json!([{ "host_dev_name": "t", "guest_mac": "x" }])),
+            "network-interfaces[0].guest_mac: \"x\" is no Ethernet address",
+        ),
+    ];
+    refuse_each(&tmp, &[], &cases);
+}
+
+#[test]
+fn wrong_boot_source_is_refused_by_its_field() {
+    let tmp = TestDir::new();
+    let boot = |value: Value| json!({ "boot-source": value });
+    let both = json!({ "kernel_image_path": "/vmlinux", "guest": "payload" });
+    let cases = [
+        (json!({}), "boot-source: neither kernel_image_path nor guest is there"),
+        (with("name", json!("a b")), "name: \"a b\" is no name of a guest"),
+        (boot(both), "boot-source.guest: the embedded guest has no kernel"),
+        (boot(json!({ "guest": "payload,colour=red" })), "boot-source.guest: "),
+    ];
+    refuse_each(&tmp, &[], &cases);
+    let why = "options about a kernel need --kernel";
+    refuse_each(&tmp, &["--cmdline", "quiet"], &[(boot(json!({ "guest": "payload" })), why)]);
+}
+
+#[test]
+fn unreadable_configuration_file_is_refused() {
+    let tmp = TestDir::new();
     std::fs::write(tmp.path("config.json"), "{} {}").unwrap();
     let run = ["run", "--config-file", &tmp.text("config.json")];
     assert!(fail(2, &run).contains("trailing characters"));

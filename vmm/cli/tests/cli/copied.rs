@@ -94,6 +94,19 @@ fn disks_go_along_there_and_back() {
     assert!(tmp.path("a3").exists());
 }
 
+#[test]
+fn copies_are_only_for_receivers() {
+    let tmp = TestDir::new();
+    let made = copy(&tmp, "made", "disk0");
+    for args in [
+        vec!["run", "--mem", "32M", "--guest", "payload,ws=1M", "--disk", &made],
+        vec!["restore", "--store", "none", "--disk", &made],
+    ] {
+        let stderr = fail(2, &args);
+        assert!(stderr.contains("'copy' of --disk is only for receive-migration"), "{stderr}");
+    }
+}
+
 /// A receiver's name and options, the sender's options, and parts of the resulting message.
 type CopyCase<'a> = (&'static str, Vec<&'a str>, &'a [&'a str], &'a [&'a str]);
 
@@ -106,13 +119,6 @@ fn copy_options_of_both_sides_must_match() {
     let a = disk(&tmp, "a");
     let made = copy(&tmp, "made", "disk0");
     let plain = format!("path={},identity=any", tmp.text("a"));
-    for args in [
-        vec!["run", "--mem", "32M", "--guest", "payload,ws=1M", "--disk", &made],
-        vec!["restore", "--store", "none", "--disk", &made],
-    ] {
-        let stderr = fail(2, &args);
-        assert!(stderr.contains("'copy' of --disk is only for receive-migration"), "{stderr}");
-    }
     let first = Vmm::run(&tmp, "first", &[GUEST, &["--disk", &a]].concat());
     let mut before = first.await_progress(1, &[]);
     std::fs::write(tmp.path("precious"), "precious").unwrap();

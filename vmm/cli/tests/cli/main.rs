@@ -15,6 +15,7 @@ mod disks;
 mod exit_codes;
 mod hostile;
 mod identity;
+mod large_disk;
 mod log;
 mod lost;
 mod messages;

@@ -146,41 +146,48 @@ mod tests {
         }
     }
 
+    fn uuid_bytes(n: u8) -> Vec<u8> {
+        [&[16][..], &[n; 16]].concat()
+    }
+
+    /// Returns the bytes of the payload's configuration up to its devices.
+    fn payload_head(tracking: u8) -> Vec<u8> {
+        [
+            b"\x01\x80\x80\x80\x20\x02",
+            &[tracking][..],
+            b"\x80\x80\x01\x00\x00\x07payload\x00\x00\x00\x00\x00",
+        ]
+        .concat()
+    }
+
+    /// Returns a model with all fields set.
+    fn full_cpu() -> CpuConfig {
+        CpuConfig {
+            model: CpuModel::Baseline,
+            without: vec!["cx16".to_owned()],
+            shown: vec![CpuidWord { function: 7, index: 1, registers: [0x80, 1, 0, u32::MAX] }],
+            shown_msrs: vec![MsrWord { index: 0x10a, value: 0x8b }],
+            tsc_khz: Some(2_000_000),
+        }
+    }
+
     /// Fixes the bytes of configurations that each have one special part.
     #[test]
     fn a_configuration_has_its_bytes() {
-        let uuid = |n: u8| [&[16][..], &[n; 16]].concat();
+        let (head, cpu) = (payload_head, full_cpu());
         let plain = Identity {
             name: None,
             lineage: None,
             line: Line { own: LineId(uuid::Uuid::from_bytes([0xb0; 16])), from: None },
         };
         let payload = || MachineConfig { identity: plain.clone(), ..payload() };
-        let none = [b"\x00\x00".to_vec(), uuid(0xb0), b"\x00".to_vec()].concat();
+        let none = [b"\x00\x00".to_vec(), uuid_bytes(0xb0), b"\x00".to_vec()].concat();
         let with_identity = |identity| match disk("a") {
             DeviceConfig::Disk(d) => DeviceConfig::Disk(DiskConfig { identity, ..d }),
             other => other,
         };
         let file = |born_ns| Some(DiskIdentity::File { inode: 300, born_ns });
         let with = |device: DeviceConfig| MachineConfig { devices: vec![device], ..payload() };
-        let without = vec!["cx16".to_owned()];
-        let shown = vec![CpuidWord { function: 7, index: 1, registers: [0x80, 1, 0, u32::MAX] }];
-        let shown_msrs = vec![MsrWord { index: 0x10a, value: 0x8b }];
-        let cpu = CpuConfig {
-            model: CpuModel::Baseline,
-            without,
-            shown,
-            shown_msrs,
-            tsc_khz: Some(2_000_000),
-        };
-        let head = |tracking: u8| {
-            [
-                b"\x01\x80\x80\x80\x20\x02",
-                &[tracking][..],
-                b"\x80\x80\x01\x00\x00\x07payload\x00\x00\x00\x00\x00",
-            ]
-            .concat()
-        };
         let disk_head = b"\x01\x00\x01a\x02/d\x01\x02s1\x80\x80\x40\x80\x04";
         let golden: Vec<(MachineConfig, Vec<u8>)> = vec![
             (payload(), [head(0), b"\x00".to_vec()].concat()),
@@ -204,17 +211,21 @@ mod tests {
             assert_eq!(config.encode(), bytes, "{config:?}");
             assert_eq!(MachineConfig::decode(&bytes).unwrap(), config);
         }
+    }
+
+    #[test]
+    fn an_identity_has_its_bytes() {
         let config = MachineConfig { identity: identity(), ..payload() };
         let whole = [
-            head(0),
+            payload_head(0),
             b"\x00\x01\x05web-1\x01".to_vec(),
-            uuid(0xa0),
+            uuid_bytes(0xa0),
             b"\x07".to_vec(),
-            uuid(0xb0),
+            uuid_bytes(0xb0),
             b"\x01".to_vec(),
-            uuid(0xc0),
+            uuid_bytes(0xc0),
             b"\xac\x02\x05".to_vec(),
-            uuid(0xd0),
+            uuid_bytes(0xd0),
         ]
         .concat();
         assert_eq!(config.encode(), whole);

@@ -39,9 +39,6 @@ use crate::vcpu::{self, Counters, StateContext, Vcpu, cpu_compat, cpuid, msrs, t
 /// quarter of a ring.
 const MANY_FRAMES: u64 = 4096;
 
-/// Bytes of guest memory from which on the threads of rayon's pool absorb a bitmap.
-const PARALLEL_MEMORY: u64 = 32 << 30;
-
 /// Inputs of a build other than the configuration.
 #[derive(Default)]
 pub(super) struct BuildInputs {
@@ -437,10 +434,6 @@ fn start_collector(
     inbox: (Handle<collector::CollectorState>, Inbox<collector::CollectorState>),
 ) -> Result<Option<Collector>, MachineError> {
     let Some(source) = source else { return Ok(None) };
-    if config.mem_bytes >= PARALLEL_MEMORY {
-        // The pool is started here and not by the collector, whose filter allows no new threads.
-        rayon::current_num_threads();
-    }
     let many = MANY_FRAMES.min(u64::from(config.ring_entries) / 4);
     Collector::spawn(source, vm.memory().tracker().clone(), many, throttles, inbox)
         .map(Some)

@@ -1,5 +1,6 @@
 //! Errors of guest memory.
 
+use std::io;
 use std::time::Duration;
 
 use driftline_dirty_tracker::{Gfn, LayoutError};
@@ -36,6 +37,9 @@ pub enum MemoryError {
     /// The host's kernel has no `MADV_POPULATE_WRITE`.
     #[error("this host's kernel cannot prefault memory (Linux 5.14 can): leave --prefault out")]
     NoPrefault,
+    /// The threads that share the work on a large guest's memory cannot be started.
+    #[error("no thread can be started for guest memory: {0}")]
+    Pool(io::Error),
     /// There is no memory backing of this name.
     #[error("there is no memory backing \"{0}\"; there are anon and memfd")]
     UnknownBacking(String),
@@ -61,7 +65,10 @@ pub enum MemoryError {
 impl MemoryError {
     /// Returns whether another host might have enough memory, or a kernel that allows it.
     pub(crate) fn host_lacks(&self) -> bool {
-        matches!(self, Self::DoesNotFit { .. } | Self::PoolTooSmall { .. } | Self::NoPrefault)
+        matches!(
+            self,
+            Self::DoesNotFit { .. } | Self::PoolTooSmall { .. } | Self::NoPrefault | Self::Pool(_)
+        )
     }
 }
 

@@ -43,7 +43,7 @@ use write_protect::MemoryWriteProtection;
 pub(crate) use write_protect::ProtectedFrames;
 pub use write_watch::WriteWatch;
 
-use crate::HostMemory;
+use crate::{HostMemory, pool};
 
 /// Guest memory, its tracker and its options.
 #[derive(Debug)]
@@ -98,6 +98,9 @@ impl Memory {
         } else if let Some(has) = limit_bytes.filter(|has| *has < bytes) {
             let cause = format!("this host has {} of memory and swap", error::gib(has));
             return Err(does_not_fit(cause));
+        }
+        if bytes >= pool::SHARED_FROM || options.prefault {
+            pool::start().map_err(MemoryError::Pool)?;
         }
         let mut regions = Vec::new();
         for slot in layout.slots() {

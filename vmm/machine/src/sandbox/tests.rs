@@ -113,43 +113,49 @@ fn take_landlock_away() {
     seccompiler::apply_filter(&program).unwrap();
 }
 
-fn perform(name: &str) {
+/// Returns the forbidden call that an act makes, if it is one of these.
+fn forbidden_call(name: &str) -> Option<(Sysno, [i64; 3])> {
     use Sysno::*;
-    let forbidden = |call: Sysno, a: [i64; 3]| {
-        let answer = native::call(call, a);
-        panic!("{call} was let through: {answer:?}");
-    };
-    let tmp = std::env::temp_dir();
-    match name {
-        "open" => forbidden(openat, [i64::from(libc::AT_FDCWD), 0, 0]),
-        "exec" => forbidden(execve, [0, 0, 0]),
-        "ptrace" => forbidden(ptrace, [0, 0, 0]),
-        "mount" => forbidden(mount, [0, 0, 0]),
-        "socket" => forbidden(socket, [libc::AF_INET.into(), libc::SOCK_STREAM.into(), 0]),
-        "unix" => forbidden(socket, [libc::AF_UNIX.into(), libc::SOCK_STREAM.into(), 0]),
-        "packet" => forbidden(socket, [libc::AF_PACKET.into(), libc::SOCK_RAW.into(), 0]),
-        "fork" => forbidden(clone, [libc::SIGCHLD.into(), 0, 0]),
-        "kill" => forbidden(kill, [1, 0, 0]),
-        "code" => forbidden(mprotect, [0, 4096, libc::PROT_EXEC.into()]),
+    Some(match name {
+        "open" => (openat, [i64::from(libc::AT_FDCWD), 0, 0]),
+        "exec" => (execve, [0, 0, 0]),
+        "ptrace" => (ptrace, [0, 0, 0]),
+        "mount" => (mount, [0, 0, 0]),
+        "socket" => (socket, [libc::AF_INET.into(), libc::SOCK_STREAM.into(), 0]),
+        "unix" => (socket, [libc::AF_UNIX.into(), libc::SOCK_STREAM.into(), 0]),
+        "packet" => (socket, [libc::AF_PACKET.into(), libc::SOCK_RAW.into(), 0]),
+        "fork" => (clone, [libc::SIGCHLD.into(), 0, 0]),
+        "kill" => (kill, [1, 0, 0]),
+        "code" => (mprotect, [0, 4096, libc::PROT_EXEC.into()]),
         // KVM_CREATE_VM, and TIOCSTI, which injects input into a terminal.
-        "create-vm" => forbidden(ioctl, [-1, 0xae01, 0]),
-        "type" => forbidden(ioctl, [0, 0x5412, 0]),
-        "handler" => forbidden(rt_sigaction, [libc::SIGSYS.into(), 0, 0]),
-        "uring" => forbidden(io_uring_setup, [1, 0, 0]),
-        "uring-register" => forbidden(io_uring_register, [-1, 0, 0]),
-        "connect" => forbidden(connect, [-1, 0, 0]),
-        "accept" => forbidden(accept4, [-1, 0, 0]),
-        "timer" => forbidden(timerfd_settime, [-1, 0, 0]),
-        "space" => forbidden(fallocate, [-1, 0, 0]),
-        "data" => forbidden(pread64, [-1, 0, 0]),
+        "create-vm" => (ioctl, [-1, 0xae01, 0]),
+        "type" => (ioctl, [0, 0x5412, 0]),
+        "handler" => (rt_sigaction, [libc::SIGSYS.into(), 0, 0]),
+        "uring" => (io_uring_setup, [1, 0, 0]),
+        "uring-register" => (io_uring_register, [-1, 0, 0]),
+        "connect" => (connect, [-1, 0, 0]),
+        "accept" => (accept4, [-1, 0, 0]),
+        "timer" => (timerfd_settime, [-1, 0, 0]),
+        "space" => (fallocate, [-1, 0, 0]),
+        "data" => (pread64, [-1, 0, 0]),
         // TUNSETIFF.
-        "attach" => forbidden(ioctl, [-1, 0x4004_54ca, 0]),
-        "lock" => forbidden(fcntl, [-1, libc::F_SETLK.into(), 0]),
+        "attach" => (ioctl, [-1, 0x4004_54ca, 0]),
+        "lock" => (fcntl, [-1, libc::F_SETLK.into(), 0]),
+        _ => return None,
+    })
+}
+
+fn perform(name: &str) {
+    if let Some((call, arguments)) = forbidden_call(name) {
+        let answer = native::call(call, arguments);
+        panic!("{call} was let through: {answer:?}");
+    }
+    match name {
         "devices" => devices(),
         "work" => work(),
         "run" | "run-without-landlock" => {
             // KVM_RUN, on an invalid descriptor.
-            let answer = native::call(ioctl, [-1, 0xae80, 0]).unwrap_err();
+            let answer = native::call(Sysno::ioctl, [-1, 0xae80, 0]).unwrap_err();
             assert_eq!(answer.raw_os_error(), Some(libc::EBADF));
         }
         "files" => {
@@ -165,7 +171,7 @@ fn perform(name: &str) {
             assert_eq!(e.kind(), io::ErrorKind::PermissionDenied);
             std::fs::File::open("/proc/self/pagemap").unwrap();
             check_allowed(Path::new("/etc/driftline-was-here")).unwrap_err();
-            check_allowed(&tmp.join("some/store")).unwrap();
+            check_allowed(&std::env::temp_dir().join("some/store")).unwrap();
         }
         "no-file-by-landlock" => {
             for path in ["/etc/hosts", "/proc/self/maps", "/dev/null"] {
@@ -173,20 +179,23 @@ fn perform(name: &str) {
                 assert_eq!(e.kind(), io::ErrorKind::PermissionDenied, "{path}");
             }
         }
-        "outside" => {
-            let allowed = tmp.join("driftline-sandbox-allowed");
-            std::fs::write(allowed.join("in"), "").unwrap();
-            assert_eq!(check_allowed(&allowed.join("deeper/in")), Ok(()));
-            if landlock_offered().is_some() {
-                let e = std::fs::write(tmp.join("driftline-was-here"), "").unwrap_err();
-                assert_eq!(e.kind(), io::ErrorKind::PermissionDenied);
-                std::fs::read(std::env::current_exe().unwrap()).unwrap_err();
-                let output =
-                    check_allowed(&tmp.join("driftline-was-here")).unwrap_err().to_string();
-                assert!(output.contains("sandbox does not allow writes"), "{output}");
-            }
-        }
+        "outside" => write_outside(),
         other => panic!("no act {other}"),
+    }
+}
+
+/// Writes to the allowed directory, and to others if landlock is there to refuse that.
+fn write_outside() {
+    let tmp = std::env::temp_dir();
+    let allowed = tmp.join("driftline-sandbox-allowed");
+    std::fs::write(allowed.join("in"), "").unwrap();
+    assert_eq!(check_allowed(&allowed.join("deeper/in")), Ok(()));
+    if landlock_offered().is_some() {
+        let e = std::fs::write(tmp.join("driftline-was-here"), "").unwrap_err();
+        assert_eq!(e.kind(), io::ErrorKind::PermissionDenied);
+        std::fs::read(std::env::current_exe().unwrap()).unwrap_err();
+        let output = check_allowed(&tmp.join("driftline-was-here")).unwrap_err().to_string();
+        assert!(output.contains("sandbox does not allow writes"), "{output}");
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use driftline_dirty_tracker::{FrameSet, PAGE_SIZE, Subscription};
+use driftline_dirty_tracker::{FrameSet, Gfn, PAGE_SIZE, Subscription};
 use driftline_guest::{DirtyLog, GuestContents, Lifecycle, Paused, WriteThrottle};
 use driftline_machine::config::MachineConfig;
 use driftline_machine::machine::KvmMachine;
@@ -34,9 +34,12 @@ fn throttled_times(machine: &KvmMachine) -> Vec<Duration> {
     machine.vcpu_writes().iter().map(|v| v.throttled).collect()
 }
 
+/// More than a read-only vCPU dirties again after each drain: its stack.
+const RATE: u64 = 500;
+/// Duration of a measurement of rates.
+const MEASURED: Duration = Duration::from_millis(500);
+
 fn check_throttle(config: MachineConfig) {
-    // More than a read-only vCPU dirties again after each drain: its stack.
-    const RATE: u64 = 500;
     let console = SerialLog::new();
     let machine = launch(config, &console);
     let mut subscription = machine.subscribe("test").unwrap();
@@ -45,17 +48,41 @@ fn check_throttle(config: MachineConfig) {
     console.wait_for("a round of the second vCPU", |_| {
         console.reports().iter().any(|r| r.vcpu == 1 && r.passes > 0)
     });
-    let long = Duration::from_millis(500);
-    let free = rates(&machine, &mut subscription, long);
+    let free = rates(&machine, &mut subscription, MEASURED);
     assert!(free[0] > 8.0 * RATE as f64, "a guest this slow shows nothing: {free:?} a second");
     assert_eq!(throttled_times(&machine), [Duration::ZERO; 2]);
 
+    let slow = only_the_writer_is_throttled(&machine, &mut subscription, &free);
+    every_change_is_dirty(&machine, &mut subscription);
+    // Saving a state needs vCPUs that serve their commands.
+    let paused = Paused::new(&*machine).unwrap();
+    paused.save_state().unwrap();
+    paused.resume().unwrap();
+
+    machine.throttle(None);
+    let again = rates(&machine, &mut subscription, MEASURED);
+    assert!(again[0] > 2.0 * slow[0], "{slow:?} frames a second, free again {again:?}");
+    let times_at_end = throttled_times(&machine);
+    console.wait_for_reports(2, console.reports().len() / 2 + 2);
+    assert_eq!(throttled_times(&machine), times_at_end, "no vCPU is throttled any more");
+
+    throttle_ends_with_its_last_subscriber(&machine, subscription);
+    machine.stop("it has shown enough");
+    console.assert_no_errors();
+}
+
+/// Throttles the vCPUs. Returns their rates then; they were `free` before.
+fn only_the_writer_is_throttled(
+    machine: &KvmMachine,
+    subscription: &mut Subscription,
+    free: &[f64],
+) -> Vec<f64> {
     machine.throttle(Some(RATE));
     // Time for the vCPUs to pay for the frames that they dirtied before the throttle.
     std::thread::sleep(Duration::from_millis(300));
-    let slow = rates(&machine, &mut subscription, long);
+    let slow = rates(machine, subscription, MEASURED);
     assert!(slow[0] < free[0] / 3.0, "{slow:?} frames a second, free {free:?}");
-    let times = throttled_times(&machine);
+    let times = throttled_times(machine);
     // The second one is throttled only if this host was busy elsewhere between two checks.
     assert!(times[1] * 5 < times[0], "{times:?}");
     let info = machine.info().vcpu;
@@ -63,22 +90,22 @@ fn check_throttle(config: MachineConfig) {
         info[0].throttled_ms > 0 && info[1].throttled_ms * 5 < info[0].throttled_ms,
         "{info:?}"
     );
+    slow
+}
 
-    // A throttled vCPU can be paused at any moment, and every changed frame is dirty.
+/// Pauses throttled vCPUs at any moment: every changed frame is dirty.
+fn every_change_is_dirty(machine: &KvmMachine, subscription: &mut Subscription) {
     let mut before = vec![0; machine.machine_config().mem_bytes as usize];
     let mut after = before.clone();
     for round in 0..50 {
-        let paused = Paused::new(&*machine).unwrap();
-        let epoch = paused.drain(&mut subscription).unwrap();
+        let paused = Paused::new(machine).unwrap();
+        let epoch = paused.drain(subscription).unwrap();
         if round % 10 == 1 {
             machine.ram().read_slice(&mut after, GuestAddress(0)).unwrap();
             let dirty: FrameSet = epoch.runs().collect();
             let frames = before.chunks(PAGE_SIZE as usize).zip(after.chunks(PAGE_SIZE as usize));
             for (gfn, _) in (0..).zip(frames).filter(|(_, (before, after))| before != after) {
-                assert!(
-                    dirty.contains(driftline_dirty_tracker::Gfn(gfn)),
-                    "frame {gfn} was missed"
-                );
+                assert!(dirty.contains(Gfn(gfn)), "frame {gfn} was missed");
             }
             std::mem::swap(&mut before, &mut after);
         } else if round % 10 == 0 {
@@ -88,32 +115,20 @@ fn check_throttle(config: MachineConfig) {
         paused.resume().unwrap();
         std::thread::sleep(Duration::from_millis(round % 7));
     }
-    // Saving a state needs vCPUs that serve their commands.
-    let paused = Paused::new(&*machine).unwrap();
-    paused.save_state().unwrap();
-    paused.resume().unwrap();
+}
 
-    machine.throttle(None);
-    let again = rates(&machine, &mut subscription, long);
-    assert!(again[0] > 2.0 * slow[0], "{slow:?} frames a second, free again {again:?}");
-    let times_at_end = throttled_times(&machine);
-    console.wait_for_reports(2, console.reports().len() / 2 + 2);
-    assert_eq!(throttled_times(&machine), times_at_end, "no vCPU is throttled any more");
-
-    // The throttle ends with the last subscriber.
+fn throttle_ends_with_its_last_subscriber(machine: &KvmMachine, subscriber: Subscription) {
     machine.throttle(Some(RATE));
-    drop(subscription);
+    drop(subscriber);
     let end = Instant::now() + LONG;
-    let (mut last, mut quiet) = (throttled_times(&machine), 0);
+    let (mut last, mut quiet) = (throttled_times(machine), 0);
     while quiet < 5 {
         assert!(Instant::now() < end, "without a subscriber, vCPUs are still throttled");
         std::thread::sleep(Duration::from_millis(50));
-        let now = throttled_times(&machine);
+        let now = throttled_times(machine);
         quiet = if now == last { quiet + 1 } else { 0 };
         last = now;
     }
-    machine.stop("it has shown enough");
-    console.assert_no_errors();
 }
 
 #[test]

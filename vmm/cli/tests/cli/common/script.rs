@@ -16,6 +16,7 @@ pub const STATUS: u32 = 0x70;
 pub const QUEUE_DESC_LOW: u32 = 0x80;
 const QUEUE_AVAIL_LOW: u32 = 0x90;
 pub const QUEUE_USED_LOW: u32 = 0xa0;
+const CONFIG: u32 = 0x100;
 
 const NEEDS_RESET: u32 = 64;
 pub const NEXT: u32 = 1;
@@ -154,6 +155,36 @@ impl DriverScript {
         self.0.push(DriverStep::Wait(USED, 0xffff_0000, 1 << 16));
         self.0.push(DriverStep::Wait(status, 0xff, 0));
         self.0.push(DriverStep::Print(b'F'));
+    }
+
+    /// Waits until the driver of `device` reads `value` at `offset` of its configuration space.
+    pub fn await_config(&mut self, device: ScriptedDevice, offset: u32, value: u32) {
+        self.0.push(DriverStep::Wait(device.register(CONFIG + offset), !0, value));
+    }
+
+    /// Discards `gib` GiB of a disk from its start, up to 128, 16 with each request. Prints a D when
+    /// all requests have succeeded.
+    pub fn discard(&mut self, disk: ScriptedDevice, gib: u32) {
+        const DISCARD: u32 = 11;
+        const GIB_SECTORS: u32 = 1 << 21;
+        let (ranges, status) = (BUFFERS + 0x1000, BUFFERS + 0x2000);
+        self.start(disk);
+        let sectors: Vec<u32> = (0..gib).map(|n| n * GIB_SECTORS).collect();
+        for (request, sectors) in (1..).zip(sectors.chunks(16)) {
+            for (word, value) in (0..4).zip([DISCARD, 0, 0, 0]) {
+                self.write(BUFFERS + 4 * word, value);
+            }
+            let words = sectors.iter().flat_map(|sector| [*sector, 0, GIB_SECTORS, 0]);
+            (ranges..).step_by(4).zip(words).for_each(|(at, word)| self.write(at, word));
+            self.write(status, 0xff);
+            self.describe(0, BUFFERS, 16, NEXT, 1);
+            self.describe(1, ranges, 16 * sectors.len() as u32, NEXT, 2);
+            self.describe(2, status, 1, WRITE, 0);
+            self.offer(disk, 0, request);
+            self.0.push(DriverStep::Wait(USED, 0xffff_0000, request << 16));
+            self.0.push(DriverStep::Wait(status, 0xff, 0));
+        }
+        self.0.push(DriverStep::Print(b'D'));
     }
 
     /// Returns an ELF file that performs all steps, then resets.

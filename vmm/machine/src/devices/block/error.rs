@@ -176,7 +176,7 @@ pub enum DiskError {
         /// The reason.
         why: String,
     },
-    /// A thread that flushes the disk cannot be started.
+    /// A thread that flushes the disk, or tracks its writes, cannot be started.
     #[error("no thread can be started for disk \"{id}\": {cause}")]
     Thread {
         /// The disk's name.

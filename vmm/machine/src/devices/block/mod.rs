@@ -42,6 +42,7 @@ use self::request::DiskRequest;
 use super::stats::DiskCounters;
 use super::virtio::{Buffers, Chain, DeviceIo, QuiesceError, Violation};
 use crate::config::{DiskConfig, DiskIdentity};
+use crate::pool;
 
 pub(crate) use self::drive_source::DriveSource;
 pub use self::error::DiskError;
@@ -147,6 +148,10 @@ impl BlockDevice {
         file: Arc<DiskFile>,
         engine: Engine,
     ) -> Result<Self, DiskError> {
+        if !disk.readonly && disk.bytes >= pool::SHARED_FROM {
+            let failed = |cause| DiskError::Thread { id: disk.id.clone(), cause };
+            pool::start().map_err(failed)?;
+        }
         let tracker = match disk.readonly {
             true => None,
             false => Some(Arc::new(Tracker::new(

@@ -1,0 +1,94 @@
+//! A disk so large that the threads of the pool share the drain of its bitmap, under the sandbox.
+
+use std::fs::File;
+use std::process::Stdio;
+
+use serde_json::Value;
+
+use crate::common::script::{DriverScript, MEM_BYTES, ScriptedDevice};
+use crate::common::{TestDir, Vmm, driftline, wait_for};
+use driftline_machine::testing::kvm_or_skip;
+
+/// Twice the bytes for which two threads share a drain. An epoch that ends in the midst of the
+/// discards leaves enough to the one before it or to the one after it.
+const DISK_GIB: u32 = 64;
+const DISK: ScriptedDevice = ScriptedDevice { index: 0, queue: 0, label: "virtio-blk \"disk0\"" };
+const BALLOON: ScriptedDevice =
+    ScriptedDevice { index: 2, queue: 0, label: "virtio-balloon \"balloon\"" };
+
+/// A thread of the pool.
+#[derive(Debug)]
+struct PoolThread {
+    /// The mode of seccomp; 2 is a filter.
+    seccomp: u32,
+    /// Number of times that it has waited for work.
+    waits: u64,
+}
+
+/// Returns the threads of the pool of `vmm`.
+fn pool_threads(vmm: &Vmm<'_>) -> Vec<PoolThread> {
+    let tasks = std::fs::read_dir(format!("/proc/{}/task", vmm.pid())).unwrap();
+    let of = |dir: std::path::PathBuf| {
+        let status = std::fs::read_to_string(dir.join("status")).ok()?;
+        let field = |name| status.lines().find_map(|l| l.strip_prefix(name)).map(str::trim);
+        let number = |name| field(name)?.parse::<u64>().ok();
+        let is_pool = field("Name:")?.starts_with("pool-");
+        let (seccomp, waits) = (number("Seccomp:")?, number("voluntary_ctxt_switches:")?);
+        is_pool.then_some(PoolThread { seccomp: seccomp as u32, waits })
+    };
+    tasks.filter_map(|task| of(task.ok()?.path())).collect()
+}
+
+fn waits(vmm: &Vmm<'_>) -> u64 {
+    pool_threads(vmm).iter().map(|thread| thread.waits).sum()
+}
+
+/// Starts a guest that discards its whole disk when its balloon is to take 1 MiB, and then does
+/// nothing.
+fn discarding_guest(tmp: &TestDir) -> Vmm<'_> {
+    let mut script = DriverScript::default();
+    script.await_config(BALLOON, 0, 256);
+    script.discard(DISK, DISK_GIB);
+    script.await_config(BALLOON, 0, u32::MAX);
+    std::fs::write(tmp.path("kernel"), script.kernel()).unwrap();
+    File::create(tmp.path("disk")).unwrap().set_len(u64::from(DISK_GIB) << 30).unwrap();
+    let (kernel, disk) = (tmp.text("kernel"), format!("path={}", tmp.text("disk")));
+    let memory = MEM_BYTES.to_string();
+    Vmm::run(tmp, "a", &["--mem", &memory, "--kernel", &kernel, "--disk", &disk, "--balloon"])
+}
+
+#[test]
+fn pool_drains_a_large_disk_in_the_sandbox() {
+    if !kvm_or_skip("pool_drains_a_large_disk_in_the_sandbox") {
+        return;
+    }
+    let tmp = TestDir::new();
+    let mut vmm = discarding_guest(&tmp);
+    let processors = std::thread::available_parallelism().unwrap().get();
+    let threads = pool_threads(&vmm);
+    assert_eq!(threads.len(), processors, "{threads:?}");
+    assert!(threads.iter().all(|thread| thread.seccomp == 2), "{threads:?}");
+
+    let mut run = driftline(&["checkpoint", "--json", "--store", &tmp.text("store")]);
+    run.args(["--every", "1s", "--api-sock", &vmm.socket()]);
+    run.stdout(File::create(tmp.path("epochs")).unwrap()).stderr(Stdio::null());
+    let mut run = run.spawn().unwrap();
+    wait_for("the full checkpoint", || tmp.read("epochs").contains('\n').then_some(()));
+    let before = waits(&vmm);
+    vmm.tell(&["balloon", "--size", "1M"]);
+    wait_for("the discards", || tmp.read("a.serial").contains('D').then_some(()));
+    let blocks = || {
+        let of = |line: &str| {
+            let epoch: Value = serde_json::from_str(line).ok()?;
+            epoch["disk_blocks"].as_u64()
+        };
+        tmp.read("epochs").lines().filter_map(of).sum::<u64>()
+    };
+    let all = u64::from(DISK_GIB) << 18;
+    wait_for("checkpoints of all blocks", || (blocks() >= all).then_some(()));
+    // With one processor nothing is shared.
+    assert!(processors == 1 || waits(&vmm) > before, "the pool had no work");
+    vmm.tell(&["stop"]);
+    assert_eq!(vmm.wait(), Some(0), "{}", vmm.stderr());
+    assert!(!run.wait().unwrap().success(), "its guest has ended");
+}

@@ -1,0 +1,40 @@
+//! The process's pool of threads, rayon's global one. It shares passes over the bitmaps of large
+//! guests and drives, and prefaults memory.
+//!
+//! rayon would start the pool at its first use. That may be a pause of the guest, or a thread whose
+//! filter allows no new threads; and a failure would be a panic there. So whatever will need the
+//! pool starts it, while the thread that builds the machine can report an error.
+
+use std::io;
+use std::sync::OnceLock;
+
+use rayon::{ThreadPoolBuildError, ThreadPoolBuilder};
+
+use crate::signals;
+
+/// Bytes of guest memory, or of a drive, from which on the tracker shares its passes between the
+/// threads of the pool.
+pub(crate) const SHARED_FROM: u64 = 32 << 30;
+
+/// Starts the pool unless it exists: as many threads as the caller may use processors. They have
+/// the caller's restrictions and own nothing.
+///
+/// # Errors
+/// A thread cannot be started.
+pub(crate) fn start() -> io::Result<()> {
+    static STARTED: OnceLock<Result<(), ThreadPoolBuildError>> = OnceLock::new();
+    let started = STARTED.get_or_init(|| {
+        let pool = ThreadPoolBuilder::new()
+            .thread_name(|index| format!("pool-{index}"))
+            .start_handler(|_| signals::block());
+        match pool.build_global() {
+            // An error without a cause means that the process had a pool before.
+            Err(e) if std::error::Error::source(&e).is_none() => Ok(()),
+            built => built,
+        }
+    });
+    match started {
+        Ok(()) => Ok(()),
+        Err(e) => Err(io::Error::other(e)),
+    }
+}
