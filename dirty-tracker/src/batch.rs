@@ -7,34 +7,33 @@ use crate::tree::Tree;
 /// Number of words that are inserted together.
 const GATHERED: usize = 64;
 
-/// Words and their bits, in the order of their marks. The last word may still receive bits.
+/// Words and their bits, in the order of their marks. The last `RECENT` words may still receive
+/// bits.
 #[derive(Debug)]
-pub(crate) struct WordBatch {
+pub(crate) struct WordBatch<const RECENT: usize> {
     words: [(u64, u64); GATHERED],
     len: usize,
     /// Slot of the last mark.
     pub(crate) placed: Option<PlacedSlot>,
 }
 
-impl WordBatch {
+impl<const RECENT: usize> WordBatch<RECENT> {
     pub(crate) const EMPTY: Self = Self { words: [(0, 0); GATHERED], len: 0, placed: None };
 
     /// Adds bits of a leaf word. Returns whether there was room. The caller empties a full batch
     /// with [`take`](Self::take) and adds the bits again.
     #[inline]
     pub(crate) fn add(&mut self, word: u64, bits: u64) -> bool {
-        if let Some((last, last_bits)) = self.words[..self.len].last_mut() {
-            if *last == word {
-                *last_bits |= bits;
+        for (other, other_bits) in self.words[..self.len].iter_mut().rev().take(RECENT) {
+            if *other == word {
+                *other_bits |= bits;
                 return true;
             }
         }
-        let room = self.len < GATHERED;
-        if room {
-            self.words[self.len] = (word, bits);
-            self.len += 1;
-        }
-        room
+        let Some(free) = self.words.get_mut(self.len) else { return false };
+        *free = (word, bits);
+        self.len += 1;
+        true
     }
 
     /// Returns the words, and leaves the batch empty.

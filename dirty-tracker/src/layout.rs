@@ -155,6 +155,13 @@ impl PlacedSlot {
         offset < self.slot.frames && run.count <= self.slot.frames - offset
     }
 
+    /// Returns the leaf bit of `gfn` if the slot has that frame.
+    #[inline]
+    pub(crate) fn bit_in(&self, gfn: Gfn) -> Option<u64> {
+        let offset = gfn.0.wrapping_sub(self.slot.base.0);
+        (offset < self.slot.frames).then(|| self.first_word * 64 + offset)
+    }
+
     /// Returns the leaf bit of a frame of the slot.
     pub(crate) fn bit_of(&self, gfn: Gfn) -> u64 {
         self.first_word * 64 + (gfn.0 - self.slot.base.0)

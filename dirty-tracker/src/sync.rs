@@ -1,6 +1,8 @@
 //! The atomics, fences and locks of this crate, in one place, so that model checkers can run the
 //! real code: `--cfg driftline_shuttle` or `--cfg driftline_loom` (see `tests/model/main.rs`).
 
+use std::ops::DerefMut;
+
 #[cfg(driftline_loom)]
 mod imp {
     pub(crate) use loom::sync::atomic::{
@@ -31,6 +33,39 @@ mod imp {
 }
 
 pub(crate) use imp::*;
+
+/// A lock that is held for about a microsecond, and by a change of subscribers a little longer. To
+/// release it is a plain store, half the cost of a [`Mutex`]. A thread that waits for it yields its
+/// processor. Model checkers see a [`Mutex`].
+#[cfg(not(any(driftline_loom, driftline_shuttle)))]
+pub(crate) type BriefMutex<T> = spin::mutex::SpinMutex<T, spin::Yield>;
+#[cfg(any(driftline_loom, driftline_shuttle))]
+pub(crate) type BriefMutex<T> = Mutex<T>;
+
+/// Locks `m`; poison as in [`lock`].
+pub(crate) fn lock_brief<T>(m: &BriefMutex<T>) -> impl DerefMut<Target = T> + '_ {
+    #[cfg(not(any(driftline_loom, driftline_shuttle)))]
+    {
+        m.lock()
+    }
+    #[cfg(any(driftline_loom, driftline_shuttle))]
+    {
+        lock(m)
+    }
+}
+
+/// Locks `m` if it is free; poison as in [`lock`].
+#[inline]
+pub(crate) fn try_lock_brief<T>(m: &BriefMutex<T>) -> Option<impl DerefMut<Target = T> + '_> {
+    #[cfg(not(any(driftline_loom, driftline_shuttle)))]
+    {
+        m.try_lock()
+    }
+    #[cfg(any(driftline_loom, driftline_shuttle))]
+    {
+        try_lock(m)
+    }
+}
 
 /// Locks `m`. No code of this crate panics while it holds a lock, so the data of a poisoned lock is
 /// consistent.

@@ -5,20 +5,23 @@
 //!
 //! # The cost of a mark
 //! Devices mark one frame at a time, so such a mark must cost little. Without a subscriber it costs
-//! a fence and two loads. With subscribers it takes one mutex, if that is free, and adds a bit to a
-//! batch of up to 64 words. A full batch is inserted into all trees at once. Every look at a tree
-//! inserts the batch first. The mutex also orders the write before the mark and the read after the
-//! drain, so that no fence is needed. A mark that finds the mutex taken, and one of more than a few
-//! words, goes to the trees directly. `cargo bench -p driftline-dirty-tracker -- marks` has the
-//! figures.
+//! a fence and two loads. With subscribers it takes a lock, if that is free, and
+//! adds a bit to a batch of up to 64 words. A full batch is inserted into all trees at once. Every
+//! look at a tree inserts the batch first. The lock also orders the write before the mark and the
+//! read after the drain, so that no fence is needed. A mark that finds the lock taken, and one of
+//! more than a few words, goes to the trees directly. `cargo bench -p driftline-dirty-tracker
+//! --all-features -- marks` has the figures.
 //!
 //! # Locks
 //! They are taken in this order: the batch, the state, a subscriber's tree. No thread waits for
-//! others (of a rayon pool) while it holds one.
+//! others (of a rayon pool) while it holds one. Threads that wait for the batch yield to the
+//! scheduler, so they must not have a real-time priority above the threads that mark.
 
 use crate::batch::{self, WordBatch};
 use crate::subscriber::Subscriber;
-use crate::sync::{self, Arc, AtomicU64, AtomicUsize, Mutex, Ordering, RwLock, RwLockReadGuard};
+use crate::sync::{
+    self, Arc, AtomicU64, AtomicUsize, BriefMutex, Ordering, RwLock, RwLockReadGuard,
+};
 use crate::tree::{NoMemory, Tree, masks};
 use crate::{FrameRun, Gfn, Layout, OutOfSlot, PageSize, SlotId};
 
@@ -54,7 +57,7 @@ pub struct Tracker {
     state: RwLock<TrackerState>,
     /// The number of subscribers, so that a mark costs little while there is none.
     active: AtomicUsize,
-    gathered: Mutex<GatheredMarks>,
+    gathered: BriefMutex<GatheredMarks>,
     stats: TrackerCounters,
 }
 
@@ -82,15 +85,27 @@ impl TrackerState {
 #[derive(Debug)]
 struct GatheredMarks {
     state: TrackerState,
-    batch: WordBatch,
+    batch: WordBatch<QUEUE_WORDS>,
     marked: u64,
 }
+
+/// Number of words that a device marks in turn: those of a queue's rings and of a buffer.
+const QUEUE_WORDS: usize = 3;
 
 /// Runs over fewer leaf words are gathered.
 const MAX_GATHERED_RUN: u64 = 4 * 64;
 
 impl GatheredMarks {
+    /// Adds a frame to the batch, if there is room and the frame lies in the slot of the last mark.
+    /// Returns whether it did.
     #[inline]
+    fn gather(&mut self, gfn: Gfn) -> bool {
+        let bit = self.batch.placed.as_ref().and_then(|placed| placed.bit_in(gfn));
+        let added = bit.is_some_and(|bit| self.batch.add(bit >> 6, 1 << (bit & 63)));
+        self.marked += u64::from(added);
+        added
+    }
+
     fn mark(&mut self, run: FrameRun, stats: &TrackerCounters) -> Result<(), OutOfSlot> {
         let placed = match self.batch.placed {
             Some(placed) if placed.has(run) => placed,
@@ -102,16 +117,10 @@ impl GatheredMarks {
         };
         self.marked += run.count;
         let first = placed.bit_of(run.start);
-        if run.count == 1 {
-            self.add(first >> 6, 1 << (first & 63), stats);
-        } else {
-            masks(first, first + run.count - 1)
-                .for_each(|(word, bits)| self.add(word, bits, stats));
-        }
+        masks(first, first + run.count - 1).for_each(|(word, bits)| self.add(word, bits, stats));
         Ok(())
     }
 
-    #[inline]
     fn add(&mut self, word: u64, bits: u64, stats: &TrackerCounters) {
         if !self.batch.add(word, bits) {
             self.flush(stats);
@@ -161,7 +170,7 @@ impl Tracker {
     pub fn new(layout: impl Into<Arc<Layout>>) -> Self {
         let state = TrackerState { layout: layout.into(), members: Arc::new([]) };
         Self {
-            gathered: Mutex::new(GatheredMarks {
+            gathered: BriefMutex::new(GatheredMarks {
                 state: state.clone(),
                 batch: WordBatch::EMPTY,
                 marked: 0,
@@ -233,7 +242,7 @@ impl Tracker {
         &self,
         change: impl FnOnce(&mut TrackerState) -> Result<R, E>,
     ) -> Result<R, E> {
-        let mut gathered = sync::lock(&self.gathered);
+        let mut gathered = sync::lock_brief(&self.gathered);
         gathered.flush(&self.stats);
         let mut state = sync::write(&self.state);
         let result = change(&mut state)?;
@@ -266,11 +275,22 @@ impl Tracker {
     /// Returns an error that names the run if it does not lie in one slot. Nothing is marked.
     #[inline]
     pub fn mark(&self, run: FrameRun) -> Result<(), OutOfSlot> {
-        if run.count == 0 || !self.is_watched() {
+        // Only these checks are inlined: most guests have no subscriber most of the time.
+        if run.count == 0 || !self.is_watched() || run.count == 1 && self.gather(run.start) {
             return Ok(());
         }
+        self.mark_watched(run)
+    }
+
+    /// Gathers the mark of a frame, if that takes neither the layout nor the trees. Returns whether
+    /// it did.
+    fn gather(&self, gfn: Gfn) -> bool {
+        sync::try_lock_brief(&self.gathered).is_some_and(|mut gathered| gathered.gather(gfn))
+    }
+
+    fn mark_watched(&self, run: FrameRun) -> Result<(), OutOfSlot> {
         if run.count <= MAX_GATHERED_RUN {
-            if let Some(mut gathered) = sync::try_lock(&self.gathered) {
+            if let Some(mut gathered) = sync::try_lock_brief(&self.gathered) {
                 return gathered.mark(run, &self.stats);
             }
         }
@@ -302,7 +322,7 @@ impl Tracker {
 
     /// Inserts the gathered marks into all trees, so that they are complete.
     pub(crate) fn flush(&self) {
-        sync::lock(&self.gathered).flush(&self.stats);
+        sync::lock_brief(&self.gathered).flush(&self.stats);
     }
 
     /// Marks every frame of every slot (I6). Writes every leaf of each tree: 1/32,768 of guest
@@ -403,7 +423,7 @@ pub enum RelayoutError {
 pub(crate) struct MarkBatch<'t> {
     tracker: &'t Tracker,
     state: RwLockReadGuard<'t, TrackerState>,
-    batch: WordBatch,
+    batch: WordBatch<1>,
     /// Frames that were new, see [`take_new`](Self::take_new).
     new: u64,
 }

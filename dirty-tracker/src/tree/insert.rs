@@ -87,10 +87,19 @@ impl Tree {
         let mut list = self.word_list.try_list();
         let mut listed = list.is_some();
         let mut new = 0;
-        for (word, bits) in words {
-            new += u64::from(self.set_word(*word, *bits).count_ones());
-            listed = listed && list.as_mut().is_some_and(|list| list.add(*word));
+        // Neighbouring words have one summary word, which is written once for all of them.
+        let (mut summary, mut summary_bits) = (0, 0);
+        for &(word, bits) in words {
+            new += count(self.set_leaf(word, bits));
+            let above = (word >> SHIFT) as usize;
+            if above != summary {
+                self.insert_summary(summary, summary_bits);
+                (summary, summary_bits) = (above, 0);
+            }
+            summary_bits |= 1 << (word & 63);
+            listed = listed && list.as_mut().is_some_and(|list| list.add(word));
         }
+        self.insert_summary(summary, summary_bits);
         drop(list);
         if !listed {
             self.word_list.mark_incomplete();
@@ -101,18 +110,29 @@ impl Tree {
     /// Sets the leaf bits `bits` of word `word` and its summaries. Returns the bits that were new.
     /// If none is, the caller has fenced before.
     fn set_word(&self, word: u64, bits: u64) -> u64 {
+        let new = self.set_leaf(word, bits);
+        self.insert_summary((word >> SHIFT) as usize, 1 << (word & 63));
+        new
+    }
+
+    /// Sets the leaf bits `bits` of word `word`, not its summaries. Returns the bits that were new.
+    #[inline]
+    fn set_leaf(&self, word: u64, bits: u64) -> u64 {
         let leaf = &self.words[word as usize];
         let mut present = leaf.load(SeqCst);
         if present & bits != bits {
             present = leaf.fetch_or(bits, SeqCst);
         }
-        self.insert_summary((word >> SHIFT) as usize, 1 << (word & 63));
         bits & !present
     }
 
     /// Sets the bits `bits` of word `word` of level 1, if there is one, and the summaries above it.
-    /// The words below have been written: see Ordering in the module above.
+    /// The words below have been written: see Ordering in the module above. Sets nothing if there
+    /// are no bits.
     pub(super) fn insert_summary(&self, mut word: usize, mut bits: u64) {
+        if bits == 0 {
+            return;
+        }
         for &(start, _) in &self.levels[1..] {
             self.or(start + word, bits);
             (word, bits) = (word >> SHIFT, 1 << (word & 63));
@@ -134,4 +154,11 @@ impl Tree {
             self.or(start + word as usize, mask);
         }
     }
+}
+
+/// Returns the number of set bits. Most marks set one, which is told from none and from more in
+/// fewer instructions than they are counted in, where the processor may lack POPCNT.
+#[inline]
+fn count(bits: u64) -> u64 {
+    if bits & bits.wrapping_sub(1) == 0 { u64::from(bits != 0) } else { bits.count_ones().into() }
 }
