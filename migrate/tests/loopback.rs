@@ -14,8 +14,8 @@ use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
 use driftline_guest::{
     Clock, DirtyLog, DriveHead, Guest, GuestContents, GuestError, GuestFactory, GuestIdentity,
-    HandOver, Lifecycle, Origin, Populate, RunState, SavedState, Section, Stateful, VcpuPauses,
-    VmId, WithCopies, WriteThrottle,
+    GuestWithCopies, HandOver, Lifecycle, Origin, Populate, RunState, SavedState, Section,
+    Stateful, VcpuPauses, VmId, WriteThrottle,
 };
 use driftline_migrate::{MIN_BANDWIDTH, Phase, SendControl, SendStatus, TimeoutStrategy, send};
 use vm_memory::{Bytes, GuestAddress};
@@ -193,7 +193,7 @@ impl GuestFactory for ShowsGuest {
         vm_id: VmId,
         config: &[u8],
         drives: &[DriveHead],
-    ) -> Result<WithCopies<MemoryGuest>, GuestError> {
+    ) -> Result<GuestWithCopies<MemoryGuest>, GuestError> {
         let (guest, copies) = self.0.create_with_copies(vm_id, config, drives)?;
         *self.1.lock().unwrap() = Some(guest.clone());
         Ok((guest, copies))
@@ -204,7 +204,7 @@ impl GuestFactory for ShowsGuest {
         from: &Origin,
         config: &[u8],
         drives: &[DriveHead],
-    ) -> Result<WithCopies<MemoryGuest>, GuestError> {
+    ) -> Result<GuestWithCopies<MemoryGuest>, GuestError> {
         self.0.create_with_drives(from, config, drives)
     }
 }
