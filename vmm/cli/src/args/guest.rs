@@ -284,7 +284,7 @@ pub(crate) struct ReceiveArgs {
     /// Address to listen on: tcp:HOST:PORT; port 0 selects a free port
     #[arg(value_name = "ADDRESS", value_parser = values::tcp)]
     pub(crate) address: String,
-    /// How long to wait for the source's question about a discarded guest
+    /// How long to answer a source in doubt after a discard
     ///
     /// The receiver discards a complete guest if the source does not commit, or if it cannot take
     /// the guest over. It then waits to answer a source in doubt. `driftline stop` and signals

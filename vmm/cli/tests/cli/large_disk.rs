@@ -70,7 +70,7 @@ fn pool_drains_a_large_disk_in_the_sandbox() {
     assert!(threads.iter().all(|thread| thread.seccomp == 2), "{threads:?}");
 
     let mut run = driftline(&["checkpoint", "--json", "--store", &tmp.text("store")]);
-    run.args(["--every", "1s", "--api-sock", &vmm.socket()]);
+    run.args(["--every", "4s", "--api-sock", &vmm.socket()]);
     run.stdout(File::create(tmp.path("epochs")).unwrap()).stderr(Stdio::null());
     let mut run = run.spawn().unwrap();
     wait_for("the full checkpoint", || tmp.read("epochs").contains('\n').then_some(()));

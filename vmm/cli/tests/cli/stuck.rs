@@ -151,9 +151,9 @@ fn sigterm_ends_a_process_whose_flush_hangs() {
 }
 
 #[test]
-fn guest_in_hanging_flush_can_be_stopped() {
+fn pauses_and_checkpoints_fail_in_hanging_flush() {
     let tmp = TestDir::new();
-    let test = "guest_in_hanging_flush_can_be_stopped";
+    let test = "pauses_and_checkpoints_fail_in_hanging_flush";
     let Some(world) = StuckGuest::in_a_flush(&tmp, test) else { return };
     let vmm = &world.vmm;
     let stderr = in_time("a pause", || vmm.refuse(1, &["pause"]));
@@ -163,6 +163,15 @@ fn guest_in_hanging_flush_can_be_stopped() {
     let stderr = in_time("a checkpoint", || vmm.refuse(4, &["checkpoint", "--store", &store]));
     assert!(stderr.contains("\"disk0\""), "{stderr}");
     assert_eq!(vmm.state(), "running");
+}
+
+#[test]
+fn guest_in_hanging_flush_can_be_stopped() {
+    let tmp = TestDir::new();
+    let test = "guest_in_hanging_flush_can_be_stopped";
+    let Some(world) = StuckGuest::in_a_flush(&tmp, test) else { return };
+    let vmm = &world.vmm;
+    let store = tmp.text("store");
     // A run whose checkpoints wait for the disk ends with the checkpoint in progress.
     vmm.tell(&["checkpoint", "--store", &store, "--every", "1ms", "--detach"]);
     let stderr = vmm.refuse(1, &["checkpoint", "--stop", "--timeout", "1s"]);

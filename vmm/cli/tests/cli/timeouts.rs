@@ -25,7 +25,7 @@ fn every_command_gives_up_a_silent_vmm() {
     let vmm = Vmm::run(&tmp, "stopped", GUEST);
     vmm.signal(Signal::STOP);
     let store = tmp.text("store");
-    for command in [
+    let commands = [
         &["info"][..],
         &["balloon"],
         &["pause"],
@@ -40,7 +40,8 @@ fn every_command_gives_up_a_silent_vmm() {
         &["plan"],
         &["top", "--once"],
         &["resolve", "--run"],
-    ] {
+    ];
+    let give_up = |command: &[&str]| {
         let began = Instant::now();
         let stderr = vmm.refuse(1, &[command, &["--timeout", "1s"]].concat());
         assert!(began.elapsed() < LIMIT, "{command:?} took {:?}", began.elapsed());
@@ -51,7 +52,13 @@ fn every_command_gives_up_a_silent_vmm() {
             "{command:?}: {stderr}"
         );
         assert!(stderr.contains("--timeout"), "{command:?}: {stderr}");
-    }
+    };
+    std::thread::scope(|threads| {
+        for command in commands {
+            let give_up = &give_up;
+            threads.spawn(move || give_up(command));
+        }
+    });
     vmm.signal(Signal::CONT);
 }
 

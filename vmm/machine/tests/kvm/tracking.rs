@@ -205,7 +205,8 @@ fn overrun_in_ring_0_loses_nothing() {
         let mut subscription = machine.subscribe("test").unwrap();
         let changed = check_epochs(&machine, &mut subscription, 15, Duration::from_millis(10));
         drop(subscription);
-        assert!(changed > 3_000, "only {changed} frames changed in rings of {ring_entries}");
+        let enough = changed > 8 * ring_entries as usize;
+        assert!(enough, "only {changed} frames changed in rings of {ring_entries}");
         let info = machine.info();
         let (full, lost) = (info.vcpu[0].ring_full_exits, info.ring_overruns);
         println!("rings of {ring_entries}: {full} ring-full exits, {lost} overruns");
