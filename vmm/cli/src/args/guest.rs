@@ -284,11 +284,11 @@ pub(crate) struct ReceiveArgs {
     /// Address to listen on: tcp:HOST:PORT; port 0 selects a free port
     #[arg(value_name = "ADDRESS", value_parser = values::tcp)]
     pub(crate) address: String,
-    /// How long to answer a source in doubt after a discard
+    /// Time for a source to ask about a discarded guest
     ///
     /// The receiver discards a complete guest if the source does not commit, or if it cannot take
-    /// the guest over. It then waits to answer a source in doubt. `driftline stop` and signals
-    /// shorten this wait to 2 s. Digits and ms or s.
+    /// the guest over. It then waits to answer the source. `driftline stop` and signals shorten
+    /// this wait to 2 s. Digits and ms or s.
     #[arg(long, value_name = "TIME", default_value = "30s", value_parser = values::duration,
           help_heading = headings::WAITING)]
     pub(crate) answer_timeout: Duration,

@@ -33,7 +33,7 @@ pub(crate) struct CheckpointArgs {
     /// Direct I/O takes less processor time and leaves the page cache to others.
     #[arg(long, help_heading = headings::STORE)]
     pub(crate) direct_io: bool,
-    /// Place of the content of writable disks: epoch or external
+    /// Writable disks in checkpoints: epoch or external
     ///
     /// With epoch, each checkpoint includes the disk blocks that changed up to its pause, and
     /// restore writes them back. With external, a checkpoint has memory and devices only. For each

@@ -205,7 +205,7 @@ fn overrun_in_ring_0_loses_nothing() {
         let mut subscription = machine.subscribe("test").unwrap();
         let changed = check_epochs(&machine, &mut subscription, 15, Duration::from_millis(10));
         drop(subscription);
-        let enough = changed > 8 * ring_entries as usize;
+        let enough = changed > 2_000;
         assert!(enough, "only {changed} frames changed in rings of {ring_entries}");
         let info = machine.info();
         let (full, lost) = (info.vcpu[0].ring_full_exits, info.ring_overruns);
