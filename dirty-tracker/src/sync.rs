@@ -5,6 +5,7 @@ use std::ops::DerefMut;
 
 #[cfg(driftline_loom)]
 mod imp {
+    pub(crate) use loom::sync::Mutex as BriefMutex;
     pub(crate) use loom::sync::atomic::{
         AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence,
     };
@@ -14,6 +15,7 @@ mod imp {
 
 #[cfg(driftline_shuttle)]
 mod imp {
+    pub(crate) use shuttle::sync::Mutex as BriefMutex;
     pub(crate) use shuttle::sync::atomic::{
         AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence,
     };
@@ -30,17 +32,14 @@ mod imp {
         Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
         TryLockError,
     };
+
+    /// A lock that is held for about a microsecond, and by a change of subscribers a little longer.
+    /// To release it is a plain store, half the cost of a [`Mutex`]. A thread that waits for it
+    /// yields its processor. Model checkers see a [`Mutex`].
+    pub(crate) type BriefMutex<T> = spin::mutex::SpinMutex<T, spin::Yield>;
 }
 
 pub(crate) use imp::*;
-
-/// A lock that is held for about a microsecond, and by a change of subscribers a little longer. To
-/// release it is a plain store, half the cost of a [`Mutex`]. A thread that waits for it yields its
-/// processor. Model checkers see a [`Mutex`].
-#[cfg(not(any(driftline_loom, driftline_shuttle)))]
-pub(crate) type BriefMutex<T> = spin::mutex::SpinMutex<T, spin::Yield>;
-#[cfg(any(driftline_loom, driftline_shuttle))]
-pub(crate) type BriefMutex<T> = Mutex<T>;
 
 /// Locks `m`; poison as in [`lock`].
 pub(crate) fn lock_brief<T>(m: &BriefMutex<T>) -> impl DerefMut<Target = T> + '_ {

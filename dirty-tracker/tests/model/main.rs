@@ -376,8 +376,8 @@ mod shuttle_orders {
         });
     }
 
-    /// Collects until the vCPU has `room` in its ring, and reports a full ring until then. `collect`
-    /// returns the number of entries walked so far.
+    /// Collects until the vCPU has `room` in its ring, and reports a full ring until then.
+    /// `collect` returns the number of entries walked so far.
     fn collect_until(
         published: u32,
         room: impl Fn(u32) -> bool,

@@ -162,8 +162,8 @@ impl DriverScript {
         self.0.push(DriverStep::Wait(device.register(CONFIG + offset), !0, value));
     }
 
-    /// Discards `gib` GiB of a disk from its start, up to 128, 16 with each request. Prints a D when
-    /// all requests have succeeded.
+    /// Discards `gib` GiB of a disk from its start, up to 128, 16 with each request. Prints a D
+    /// when all requests have succeeded.
     pub fn discard(&mut self, disk: ScriptedDevice, gib: u32) {
         const DISCARD: u32 = 11;
         const GIB_SECTORS: u32 = 1 << 21;
