@@ -24,6 +24,7 @@ mod receive;
 mod report;
 mod restore;
 mod run;
+mod serve;
 mod setup;
 mod status_line;
 mod store;
@@ -57,6 +58,7 @@ fn main() -> ExitCode {
 fn run(command: Command, verbose: bool, started: Instant) -> Result<ExitCode, Failure> {
     match command {
         Command::Run(args) => run::run(*args, started),
+        Command::Serve(args) => serve::serve(args),
         Command::Info(args) => client::info(&args),
         Command::Balloon(args) => balloon::balloon(&args),
         Command::Pause(args) => client::pause(&args),

@@ -98,7 +98,7 @@ pub(super) fn confine(host: &HostArgs, named: NamedFiles) -> Result<Confined, Fa
     let metrics = host.metrics_listen.map(listen_for_metrics).transpose()?;
     let awake = pm_qos::open();
     let options = restrictions(host, named)?;
-    sandbox::start(&options).map_err(sandbox_failure)?;
+    enter_sandbox(&options)?;
     let (metrics, address) = metrics.unzip();
     let listeners = Listeners { api, metrics };
     Ok(Confined { listeners, metrics: address, awake, options })
@@ -206,11 +206,12 @@ fn restrictions(host: &HostArgs, named: NamedFiles) -> Result<sandbox::SandboxOp
     })
 }
 
-fn sandbox_failure(e: sandbox::StartError) -> Failure {
-    match e {
+/// Restricts the process. The caller is the main thread, before it starts others.
+pub(super) fn enter_sandbox(options: &sandbox::SandboxOptions) -> Result<(), Failure> {
+    sandbox::start(options).map_err(|e| match e {
         sandbox::StartError::Seccomp(_) => Failure::host_lacks(e),
         _ => Failure::error(e),
-    }
+    })
 }
 
 /// Returns the host's part of the configuration. Device paths become absolute, because the guest's

@@ -42,6 +42,16 @@ fn unit_hint(text: &str) -> String {
     }
 }
 
+/// Parses the id of an instance.
+pub(super) fn instance_id(text: &str) -> Result<String, String> {
+    let is_valid = (1..=64).contains(&text.len())
+        && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-');
+    match is_valid {
+        true => Ok(text.to_owned()),
+        false => Err("an id has 1 to 64 letters, digits and '-'".to_owned()),
+    }
+}
+
 /// Parses the number of vCPUs.
 pub(super) fn vcpus(text: &str) -> Result<u8, String> {
     let most = driftline_machine::limits::MAX_VCPUS;

@@ -9,6 +9,7 @@ use super::guest::{ReceiveArgs, RestoreArgs, RunArgs};
 use super::log::GlobalArgs;
 use super::migration::{ResolveArgs, SendArgs};
 use super::plan::PlanArgs;
+use super::serve::ServeArgs;
 use super::store::{CheckpointArgs, StoreCommand};
 use super::top::TopArgs;
 use super::{examples, headings};
@@ -40,6 +41,12 @@ pub(crate) enum Command {
     /// Start a guest and run it to its end
     #[command(after_help = examples::RUN)]
     Run(Box<RunArgs>),
+    /// Wait for a client of Firecracker's API to configure a guest
+    ///
+    /// So far the client can set and read the part of the configuration that needs no file.
+    /// A request for anything else is refused, and a guest cannot be started yet.
+    #[command(after_help = examples::SERVE)]
+    Serve(ServeArgs),
     /// Show a guest's state and figures
     #[command(after_help = examples::INFO)]
     Info(QueryArgs),

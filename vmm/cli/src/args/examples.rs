@@ -15,6 +15,9 @@ Examples:
   driftline run --kernel vmlinux --cmdline root=/dev/vda --disk path=root.img --mem 2G --vcpus 2
   driftline run --guest payload,ws=64M,rate=320M --api-sock a.sock
   driftline run --config-file web-1.json --mem 4G --api-sock web-1.sock";
+pub(super) const SERVE: &str = "\
+Example:
+  driftline serve --api-sock a.sock --id web-1";
 pub(super) const INFO: &str = "\
 Examples:
   driftline info --api-sock a.sock

@@ -13,6 +13,7 @@ mod hints;
 mod log;
 mod migration;
 mod plan;
+mod serve;
 mod store;
 #[cfg(test)]
 mod tests;
@@ -26,6 +27,7 @@ pub(crate) use hints::with_hint;
 pub(crate) use log::{LogArgs, LogFormat};
 pub(crate) use migration::{ResolveArgs, SendArgs};
 pub(crate) use plan::PlanArgs;
+pub(crate) use serve::ServeArgs;
 pub(crate) use store::{
     CheckpointArgs, ExportArgs, ExportFormat, RepairArgs, StoreArgs, StoreCommand,
 };

@@ -27,6 +27,7 @@ mod plan;
 mod receiving;
 mod refusals;
 mod sandbox;
+mod serve;
 mod shadow;
 mod stuck;
 mod terminal;

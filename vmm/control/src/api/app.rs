@@ -12,6 +12,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use tokio::sync::oneshot;
 use tracing::Span;
 
+use super::event::ApiEvent;
 use crate::jobs::{JobError, Jobs};
 
 /// Ends the wait for a guest, for the reason in its argument. Returns `false` if it is too late.
@@ -62,12 +63,23 @@ pub struct App {
     changed: Condvar,
     /// Threads that stop the guest or end the wait for one.
     stops: Mutex<Vec<StopThread>>,
-    /// Returns the progress of the guest that arrives, or has arrived, from another host; `None`
-    /// for a guest that began here.
-    arriving: Option<Box<dyn Fn() -> Arriving + Send + Sync>>,
+    source: GuestSource,
     /// Ends the wait for a guest.
     give_up: GiveUp,
 }
+
+/// Where the guest comes from.
+enum GuestSource {
+    /// It began here.
+    Here,
+    /// It arrives, or has arrived, from another host. Returns its progress.
+    OtherHost(Box<dyn Fn() -> Arriving + Send + Sync>),
+    /// It is configured over the API, by the thread that receives these events.
+    Api(mpsc::Sender<ApiEvent>),
+}
+
+/// Why there is no guest in a process that is configured over the API.
+const NOT_STARTED: &str = "it has not been started";
 
 /// A thread of [`App::interrupt_aside`].
 struct StopThread {
@@ -88,7 +100,7 @@ pub struct Arriving {
 impl App {
     /// Creates an app that serves an existing guest.
     pub fn new(jobs: Arc<Jobs>) -> Arc<Self> {
-        let app = Self::build(None, Box::new(|_: &str| true));
+        let app = Self::build(GuestSource::Here, Box::new(|_: &str| true));
         app.provide(jobs);
         app
     }
@@ -100,19 +112,29 @@ impl App {
         arriving: impl Fn() -> Arriving + Send + Sync + 'static,
         give_up: impl Fn(&str) -> bool + Send + Sync + 'static,
     ) -> Arc<Self> {
-        Self::build(Some(Box::new(arriving)), Box::new(give_up))
+        Self::build(GuestSource::OtherHost(Box::new(arriving)), Box::new(give_up))
     }
 
-    fn build(
-        arriving: Option<Box<dyn Fn() -> Arriving + Send + Sync>>,
-        give_up: GiveUp,
-    ) -> Arc<Self> {
+    /// Creates an app for a guest that is configured over the API. The caller takes the events and
+    /// answers the requests among them.
+    pub fn configuring() -> (Arc<Self>, mpsc::Receiver<ApiEvent>) {
+        let (events, received) = mpsc::channel();
+        let stops = events.clone();
+        // If nothing receives events any more, the process is ending already.
+        let give_up = move |why: &str| {
+            let _ = stops.send(ApiEvent::Stop(why.to_owned()));
+            true
+        };
+        (Self::build(GuestSource::Api(events), Box::new(give_up)), received)
+    }
+
+    fn build(source: GuestSource, give_up: GiveUp) -> Arc<Self> {
         Arc::new(Self {
             jobs: OnceLock::new(),
             is_over: Mutex::default(),
             changed: Condvar::new(),
             stops: Mutex::default(),
-            arriving,
+            source,
             give_up,
         })
     }
@@ -141,8 +163,11 @@ impl App {
     /// The reason why there is no guest yet.
     pub(crate) fn jobs(&self) -> Result<&Arc<Jobs>, AppError> {
         self.jobs.get().ok_or_else(|| {
-            let reason = self.arriving.as_ref().map(|arriving| arriving().reason);
-            AppError::NoGuest(reason.unwrap_or_default())
+            AppError::NoGuest(match &self.source {
+                GuestSource::Here => String::new(),
+                GuestSource::OtherHost(arriving) => arriving().reason,
+                GuestSource::Api(_) => NOT_STARTED.to_owned(),
+            })
         })
     }
 
@@ -151,9 +176,23 @@ impl App {
         self.jobs.get().map_or_else(Span::none, |jobs| jobs.span().clone())
     }
 
-    /// Returns the progress of the guest's arrival, or `None` once the guest is here.
+    /// Returns the progress of the guest's arrival, or `None` if the guest is here or does not come
+    /// from another host.
     pub(crate) fn arriving(&self) -> Option<Progress> {
-        self.jobs.get().is_none().then(|| self.received().unwrap_or_default())
+        self.received().filter(|_| self.jobs.get().is_none())
+    }
+
+    /// Returns whether the guest is configured over the API.
+    pub(super) fn is_configured_here(&self) -> bool {
+        matches!(self.source, GuestSource::Api(_))
+    }
+
+    /// Sends an event to the thread that configures the guest. Returns whether there is one.
+    pub(super) fn configure(&self, event: ApiEvent) -> bool {
+        match &self.source {
+            GuestSource::Here | GuestSource::OtherHost(_) => false,
+            GuestSource::Api(events) => events.send(event).is_ok(),
+        }
     }
 
     /// Returns the guest and its jobs, once they are here.
@@ -163,7 +202,10 @@ impl App {
 
     /// Returns the progress of the guest that arrives, or has arrived, from another host.
     pub(super) fn received(&self) -> Option<Progress> {
-        self.arriving.as_ref().map(|arriving| arriving().progress)
+        match &self.source {
+            GuestSource::OtherHost(arriving) => Some(arriving().progress),
+            GuestSource::Here | GuestSource::Api(_) => None,
+        }
     }
 
     /// Stops the guest, or ends the wait for one. A guest that was just handed over to this process

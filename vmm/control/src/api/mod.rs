@@ -4,14 +4,18 @@
 //! `/machine-config`, `/vm`, `/vm/config`, `/actions`, `/balloon`, `/drives/{id}`,
 //! `/network-interfaces/{id}`, `/vsock`). `/info`, `/stop`, `/dirty`, `/dirty/watch`, `/metrics`,
 //! `/migration`, `/migration/plan` and `/checkpoint` are Driftline's own. The server answers a
-//! request with 200 and JSON, with 204, or with a refusal that has a `fault_message`.
+//! request with 200 and JSON, with 204, or with a refusal that has a `fault_message`. A process
+//! that is configured over the API (`driftline serve`) answers Firecracker's paths as Firecracker
+//! does.
 
 mod app;
 mod balloon;
 mod client;
+mod configuring;
 mod connections;
 mod devices;
 mod dirty_watch;
+mod event;
 mod fault;
 mod handler;
 mod metrics;
@@ -22,4 +26,5 @@ mod transport;
 
 pub use app::{App, Arriving};
 pub use client::{Client, ClientError};
+pub use event::{ApiEvent, Caller};
 pub use server::{Listeners, Server};

@@ -16,6 +16,7 @@ use serde_json::{Value, json};
 
 use super::app::App;
 use super::balloon;
+use super::configuring;
 use super::devices;
 use super::dirty_watch;
 use super::fault::{Fault, JsonBody};
@@ -29,23 +30,25 @@ use crate::model::{
     VmConfig, VmRequest, VmTarget,
 };
 
+/// Returns the routes of a process: Driftline's own, and Firecracker's paths as the process answers
+/// them.
 pub(super) fn all(app: Arc<App>) -> Router {
+    let routes = if app.is_configured_here() {
+        own().fallback(configuring::answer).method_not_allowed_fallback(configuring::answer)
+    } else {
+        own().merge(shared()).fallback(unknown).method_not_allowed_fallback(unknown)
+    };
+    routes.with_state(app)
+}
+
+/// Returns the routes that Firecracker does not have.
+fn own() -> Router<Arc<App>> {
     let without_query = Router::new()
-        .route("/", get(instance))
-        .route("/version", get(version))
-        .route("/machine-config", get(machine_config))
-        .route("/vm/config", get(vm_config))
-        .route("/vm", patch(change_vm))
-        .route("/actions", put(act))
         .route("/info", get(info))
         .route("/stop", post(stop))
         .route("/nmi", post(send_nmi))
         .route("/migration/plan", post(plan::plan))
         .route("/migration/resolve", post(resolve_migration))
-        .route("/drives/{id}", get(devices::drive))
-        .route("/network-interfaces/{id}", get(devices::interface))
-        .route("/vsock", get(devices::vsock))
-        .route("/balloon", get(balloon::show).patch(balloon::resize))
         .route("/dirty", get(dirty))
         .merge(metrics::route())
         .route_layer(middleware::from_fn(refuse_query));
@@ -58,9 +61,23 @@ pub(super) fn all(app: Arc<App>) -> Router {
             post(dirty_watch::start).get(dirty_watch::show).delete(dirty_watch::end),
         )
         .merge(without_query)
-        .fallback(unknown)
-        .method_not_allowed_fallback(unknown)
-        .with_state(app)
+}
+
+/// Returns the routes whose paths Firecracker has, too, for a guest that was not configured over
+/// the API.
+fn shared() -> Router<Arc<App>> {
+    Router::new()
+        .route("/", get(instance))
+        .route("/version", get(version))
+        .route("/machine-config", get(machine_config))
+        .route("/vm/config", get(vm_config))
+        .route("/vm", patch(change_vm))
+        .route("/actions", put(act))
+        .route("/drives/{id}", get(devices::drive))
+        .route("/network-interfaces/{id}", get(devices::interface))
+        .route("/vsock", get(devices::vsock))
+        .route("/balloon", get(balloon::show).patch(balloon::resize))
+        .route_layer(middleware::from_fn(refuse_query))
 }
 
 /// Refuses query parameters on a request that takes none, just as bodies refuse unknown fields.

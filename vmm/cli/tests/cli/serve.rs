@@ -1,0 +1,266 @@
+//! `driftline serve`: a process without a guest answers Firecracker's API as Firecracker does, and
+//! refuses by name what is not built yet.
+
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::process::{Child, Stdio};
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::{Value, json};
+
+use crate::common::{TestDir, driftline, fail, raw, request, succeed, text, wait_for};
+
+const NOT_SUPPORTED: &str = "The requested operation is not supported: ";
+
+/// A process that serves `serve.sock` in the test's directory. Killed when dropped.
+struct ServeProcess {
+    socket: String,
+    child: Child,
+}
+
+impl ServeProcess {
+    fn start(tmp: &TestDir, args: &[&str]) -> Self {
+        let socket = tmp.text("serve.sock");
+        let mut command = driftline(&[&["serve", "--api-sock", &socket], args].concat());
+        let child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        wait_for("the socket", || UnixStream::connect(&socket).ok());
+        Self { socket, child }
+    }
+
+    /// Sends a request. Returns the status, the lines of the head, and the body.
+    fn answer(&self, method: &str, path: &str, body: &str) -> (u16, String, String) {
+        let answer = request(&self.socket, method, path, body);
+        let (head, body) = answer.split_once("\r\n\r\n").unwrap_or_else(|| panic!("{answer}"));
+        let status = head.split(' ').nth(1).unwrap().parse().unwrap();
+        (status, head.to_ascii_lowercase(), body.to_owned())
+    }
+
+    fn get(&self, path: &str) -> Value {
+        let (status, head, body) = self.answer("GET", path, "");
+        assert_eq!(status, 200, "GET {path}: {body}");
+        assert!(head.contains("content-type: application/json"), "{head}");
+        serde_json::from_str(&body).unwrap()
+    }
+
+    fn done(&self, method: &str, path: &str, body: &str) {
+        let (status, _, answer) = self.answer(method, path, body);
+        assert_eq!((status, answer.as_str()), (204, ""), "{method} {path} {body}");
+    }
+
+    fn refusal(&self, method: &str, path: &str, body: &str) -> String {
+        let (status, _, answer) = self.answer(method, path, body);
+        assert_eq!(status, 400, "{method} {path} {body}: {answer}");
+        let answer: Value = serde_json::from_str(&answer).unwrap();
+        assert_eq!(answer.as_object().unwrap().len(), 1, "{answer}");
+        answer["fault_message"].as_str().unwrap().to_owned()
+    }
+
+    /// Waits until the process ends. Returns its exit code and what it said.
+    fn wait(&mut self) -> (Option<i32>, String) {
+        let status = wait_for("the process to end", || self.child.try_wait().unwrap());
+        let mut stderr = Vec::new();
+        self.child.stderr.take().unwrap().read_to_end(&mut stderr).unwrap();
+        (status.code(), text(&stderr))
+    }
+}
+
+impl Drop for ServeProcess {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn process_without_guest_shows_its_defaults() {
+    let tmp = TestDir::new();
+    let vmm = ServeProcess::start(&tmp, &["--id", "web-1"]);
+    let instance = vmm.get("/");
+    assert_eq!(instance["id"], "web-1");
+    assert_eq!(instance["state"], "Not started");
+    assert_eq!(instance["app_name"], "Driftline");
+    assert_eq!(vmm.get("/version"), json!({ "firecracker_version": instance["vmm_version"] }));
+    let machine = json!({ "vcpu_count": 1, "mem_size_mib": 128, "smt": false,
+        "track_dirty_pages": false, "huge_pages": "None" });
+    assert_eq!(vmm.get("/machine-config"), machine);
+    let config = vmm.get("/vm/config");
+    assert_eq!(config["machine-config"], machine);
+    assert_eq!(config["drives"], json!([]));
+    assert_eq!(config["balloon"], Value::Null);
+}
+
+#[test]
+fn configuration_without_files_is_set_and_shown() {
+    let tmp = TestDir::new();
+    let vmm = ServeProcess::start(&tmp, &[]);
+    assert_eq!(vmm.get("/")["id"], "anonymous-instance");
+    vmm.done("PUT", "/machine-config", r#"{"vcpu_count": 2, "mem_size_mib": 256}"#);
+    vmm.done("PATCH", "/machine-config", r#"{"track_dirty_pages": true}"#);
+    vmm.done("PUT", "/balloon", r#"{"amount_mib": 8, "deflate_on_oom": true}"#);
+    vmm.done("PUT", "/entropy", "{}");
+    vmm.done("PUT", "/serial", "{}");
+    vmm.done("PUT", "/cpu-config", "{}");
+    vmm.done("PUT", "/mmds", r#"{"a": {"b": 1}}"#);
+    vmm.done("PATCH", "/mmds", r#"{"a": {"c": 2}}"#);
+    let machine = vmm.get("/machine-config");
+    assert_eq!((&machine["vcpu_count"], &machine["mem_size_mib"]), (&json!(2), &json!(256)));
+    assert_eq!(machine["track_dirty_pages"], true);
+    assert_eq!(vmm.get("/balloon")["amount_mib"], 8);
+    assert_eq!(vmm.get("/mmds"), json!({ "a": { "b": 1, "c": 2 } }));
+    let config = vmm.get("/vm/config");
+    assert_eq!(config["entropy"], json!({ "rate_limiter": null }));
+    assert_eq!(config["machine-config"], machine);
+    let small = vmm.refusal("PATCH", "/machine-config", r#"{"mem_size_mib": 4}"#);
+    assert!(small.starts_with("Machine config error: The memory size (MiB) is smaller"), "{small}");
+    assert_eq!(vmm.get("/machine-config"), machine);
+}
+
+#[test]
+fn deprecated_field_is_marked_in_the_answer() {
+    let tmp = TestDir::new();
+    let vmm = ServeProcess::start(&tmp, &[]);
+    let with = r#"{"vcpu_count": 1, "mem_size_mib": 64, "cpu_template": "None"}"#;
+    let (status, head, _) = vmm.answer("PUT", "/machine-config", with);
+    assert_eq!(status, 204);
+    assert!(head.contains("\r\ndeprecation: true"), "{head}");
+    let (_, head, _) = vmm.answer("PATCH", "/machine-config", r#"{"vcpu_count": 1}"#);
+    assert!(!head.contains("deprecation"), "{head}");
+}
+
+#[test]
+fn wrong_requests_get_the_texts_of_firecracker() {
+    let tmp = TestDir::new();
+    let vmm = ServeProcess::start(&tmp, &[]);
+    let before = "The requested operation is not supported before starting the microVM.";
+    for (method, path, body, text) in [
+        ("GET", "/foo", "", "Invalid request method and/or path: GET foo."),
+        ("PUT", "/machine-config", "", "Empty PUT request."),
+        ("GET", "/vm/config", "{}", "GET request cannot have a body."),
+        ("PATCH", "/vm", r#"{"state": "Paused"}"#, before),
+        ("PUT", "/actions", r#"{"action_type": "FlushMetrics"}"#, before),
+        (
+            "PUT",
+            "/machine-config",
+            r#"{"x": 1}"#,
+            "An error occurred when deserializing the json body of a request: unknown field `x`, \
+             expected one of `vcpu_count`, `mem_size_mib`, `smt`, `cpu_template`, \
+             `track_dirty_pages`, `huge_pages` at line 1 column 4.",
+        ),
+        (
+            "PUT",
+            "/actions",
+            r#"{"action_type": "InstanceStart"}"#,
+            "Start microvm error: Cannot start microvm without kernel configuration.",
+        ),
+        ("GET", "/balloon", "", "Balloon config error: No balloon device found."),
+    ] {
+        assert_eq!(vmm.refusal(method, path, body), text, "{method} {path} {body}");
+    }
+}
+
+#[test]
+fn what_is_not_built_is_refused_by_name() {
+    let tmp = TestDir::new();
+    let vmm = ServeProcess::start(&tmp, &[]);
+    let image = tmp.text("disk.img");
+    std::fs::write(&image, [0; 512]).unwrap();
+    let drive = json!({ "drive_id": "a", "is_root_device": true, "path_on_host": &image });
+    let load = json!({ "snapshot_path": &image,
+        "mem_backend": { "backend_path": &image, "backend_type": "File" } });
+    // First, because the others configure a guest that boots.
+    for (path, body, name) in [
+        ("/snapshot/load", load, "PUT /snapshot/load is not built"),
+        ("/boot-source", json!({ "kernel_image_path": &image }), "PUT /boot-source is not built"),
+        ("/drives/a", drive, "PUT /drives is not built"),
+        (
+            "/network-interfaces/a",
+            json!({ "iface_id": "a", "host_dev_name": "lo" }),
+            "PUT /network-interfaces is not built",
+        ),
+        ("/vsock", json!({ "guest_cid": 3, "uds_path": "v" }), "PUT /vsock is not built"),
+        ("/logger", json!({ "level": "Info" }), "PUT /logger is not built"),
+        ("/metrics", json!({ "metrics_path": &image }), "PUT /metrics is not built"),
+        ("/pmem/a", json!({ "id": "a", "path_on_host": &image }), "Driftline has no pmem devices"),
+        ("/machine-config", json!({ "vcpu_count": 2, "mem_size_mib": 8, "smt": true }), "smt"),
+    ] {
+        let text = vmm.refusal("PUT", path, &body.to_string());
+        assert!(text.starts_with(NOT_SUPPORTED) && text.contains(name), "PUT {path}: {text}");
+    }
+    let config = vmm.get("/vm/config");
+    assert_eq!((&config["drives"], &config["network-interfaces"]), (&json!([]), &json!([])));
+    assert_eq!(config["boot-source"]["kernel_image_path"], "");
+    assert_eq!(vmm.get("/")["state"], "Not started");
+}
+
+#[test]
+fn own_requests_say_that_nothing_was_started() {
+    let tmp = TestDir::new();
+    let mut vmm = ServeProcess::start(&tmp, &[]);
+    for path in ["/info", "/dirty", "/migration"] {
+        let text = vmm.refusal("GET", path, "");
+        assert_eq!(text, "there is no guest yet: it has not been started", "GET {path}");
+    }
+    let message = fail(1, &["info", "--api-sock", &vmm.socket]);
+    assert!(message.contains("it has not been started"), "{message}");
+    let (status, _, page) = vmm.answer("GET", "/metrics", "");
+    assert_eq!(status, 200, "{page}");
+    succeed(&["stop", "--api-sock", &vmm.socket]);
+    let (code, stderr) = vmm.wait();
+    assert_eq!(code, Some(1));
+    assert!(stderr.contains("stopped over the API before a guest was started"), "{stderr}");
+}
+
+#[test]
+fn signal_ends_a_process_without_guest() {
+    let tmp = TestDir::new();
+    let mut vmm = ServeProcess::start(&tmp, &[]);
+    vmm.get("/");
+    kill_process(Pid::from_raw(vmm.child.id() as i32).unwrap(), Signal::TERM).unwrap();
+    let (code, stderr) = vmm.wait();
+    assert_eq!(code, Some(1));
+    assert!(stderr.contains("stopped by SIGTERM before a guest was started"), "{stderr}");
+}
+
+#[test]
+fn clients_at_once_all_get_their_answers() {
+    let tmp = TestDir::new();
+    let vmm = ServeProcess::start(&tmp, &[]);
+    std::thread::scope(|scope| {
+        for n in 1..=8u8 {
+            let vmm = &vmm;
+            scope.spawn(move || {
+                for _ in 0..20 {
+                    vmm.done("PATCH", "/machine-config", &json!({ "vcpu_count": n }).to_string());
+                    let vcpus = vmm.get("/machine-config")["vcpu_count"].as_u64().unwrap();
+                    assert!((1..=8).contains(&vcpus));
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn client_that_leaves_does_not_stop_others() {
+    let tmp = TestDir::new();
+    let vmm = ServeProcess::start(&tmp, &[]);
+    for _ in 0..50 {
+        let mut stream = UnixStream::connect(&vmm.socket).unwrap();
+        let body = r#"{"vcpu_count": 2}"#;
+        let head = format!("PATCH /machine-config HTTP/1.1\r\nContent-Length: {}\r\n", body.len());
+        stream.write_all(format!("{head}Host: x\r\n\r\n{body}").as_bytes()).unwrap();
+    }
+    let garbage = raw(&vmm.socket, "no request at all\r\n\r\n");
+    assert!(garbage.contains(" 400 "), "{garbage}");
+    assert_eq!(vmm.get("/")["state"], "Not started");
+}
+
+#[test]
+fn wrong_id_is_a_usage_error() {
+    let tmp = TestDir::new();
+    let socket = tmp.text("serve.sock");
+    for id in ["", "a_b", &"a".repeat(65)] {
+        let message = fail(2, &["serve", "--api-sock", &socket, "--id", id]);
+        assert!(message.contains("1 to 64 letters, digits and '-'"), "{id}: {message}");
+    }
+    assert!(fail(2, &["serve"]).contains("--api-sock"));
+}

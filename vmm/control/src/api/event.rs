@@ -1,0 +1,35 @@
+//! Events for the thread that configures a guest over the API.
+
+use tokio::sync::oneshot;
+
+use crate::firecracker::{Answer, ApiFault, Operation};
+
+/// What the API asks of the thread that configures the guest.
+#[derive(Debug)]
+pub enum ApiEvent {
+    /// A request.
+    Call(Caller, Operation),
+    /// The process is to end, for this reason.
+    Stop(String),
+}
+
+/// The way back to a request's client. A client whose caller is dropped is told that the process
+/// ends.
+#[derive(Debug)]
+pub struct Caller(oneshot::Sender<Answer>);
+
+impl Caller {
+    pub(super) fn new(answer: oneshot::Sender<Answer>) -> Self {
+        Self(answer)
+    }
+
+    /// Sends the answer. The client may have disconnected meanwhile.
+    pub fn answer(self, answer: Answer) {
+        let _ = self.0.send(answer);
+    }
+
+    /// Refuses the request.
+    pub fn refuse(self, fault: ApiFault) {
+        self.answer(Answer::Fault(fault));
+    }
+}

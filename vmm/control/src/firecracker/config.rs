@@ -1,0 +1,212 @@
+//! The configuration that the requests before the start build up, and its rules.
+
+use std::net::Ipv4Addr;
+
+use super::fault::{
+    ApiFault, BalloonFault, BootFault, DriveFault, MachineFault, MmdsFault, NetFault,
+};
+use super::metadata::MetadataStore;
+use super::model::{
+    BalloonDeviceConfig, BlockDeviceConfig, BootSourceConfig, CustomCpuTemplate,
+    EntropyDeviceConfig, MachineConfigUpdate, MachineConfiguration, MmdsConfig,
+    NetworkInterfaceConfig, SerialConfig, StaticCpuTemplate, VmmConfig, VsockDeviceConfig,
+};
+
+/// Longest kernel command line, in bytes, with the final 0.
+const MAX_CMDLINE: usize = 2048;
+/// Smallest value of an interface's largest frame, in bytes.
+const MIN_MTU: u16 = 68;
+/// Address of the metadata service if none is given.
+const DEFAULT_MMDS_ADDRESS: Ipv4Addr = Ipv4Addr::new(169, 254, 169, 254);
+
+/// A guest's configuration before it starts.
+#[derive(Clone, PartialEq, Debug)]
+pub struct MicroVmConfig {
+    /// What the guest boots.
+    pub boot_source: Option<BootSourceConfig>,
+    /// vCPUs and memory.
+    pub machine: MachineConfiguration,
+    /// The custom CPU template.
+    pub cpu_template: Option<CustomCpuTemplate>,
+    /// The drives, the root device first.
+    pub drives: Vec<BlockDeviceConfig>,
+    /// The network interfaces.
+    pub interfaces: Vec<NetworkInterfaceConfig>,
+    /// The vsock device.
+    pub vsock: Option<VsockDeviceConfig>,
+    /// The balloon.
+    pub balloon: Option<BalloonDeviceConfig>,
+    /// The entropy device.
+    pub entropy: Option<EntropyDeviceConfig>,
+    /// The serial port.
+    pub serial: SerialConfig,
+    /// The metadata service.
+    pub mmds: Option<MmdsConfig>,
+    pub(crate) metadata: MetadataStore,
+}
+
+impl MicroVmConfig {
+    pub(crate) fn new(metadata_limit: usize) -> Self {
+        Self {
+            boot_source: None,
+            machine: MachineConfiguration::default(),
+            cpu_template: None,
+            drives: Vec::new(),
+            interfaces: Vec::new(),
+            vsock: None,
+            balloon: None,
+            entropy: None,
+            serial: SerialConfig::default(),
+            mmds: None,
+            metadata: MetadataStore::new(metadata_limit),
+        }
+    }
+
+    /// Returns what `GET /vm/config` shows.
+    pub(crate) fn shown(&self) -> VmmConfig {
+        VmmConfig {
+            balloon: self.balloon.clone(),
+            drives: self.drives.clone(),
+            boot_source: self.boot_source.clone().unwrap_or_default(),
+            machine_config: self.machine.clone(),
+            mmds_config: self.mmds.clone(),
+            network_interfaces: self.interfaces.clone(),
+            vsock: self.vsock.clone(),
+            entropy: self.entropy.clone(),
+            ..VmmConfig::default()
+        }
+    }
+
+    pub(crate) fn update_machine(&mut self, update: &MachineConfigUpdate) -> Result<(), ApiFault> {
+        let updated = self.machine.updated(update)?;
+        let balloon_mib = self.balloon.as_ref().map_or(0, |balloon| balloon.amount_mib);
+        if updated.mem_size_mib < balloon_mib as usize {
+            return Err(MachineFault::SmallerThanBalloon.into());
+        }
+        match update.cpu_template {
+            Some(StaticCpuTemplate::None) | None => {}
+            Some(_) => {
+                return Err(ApiFault::NotInDriftline(
+                    "static CPU templates: give a custom one to PUT /cpu-config",
+                ));
+            }
+        }
+        if updated.smt {
+            return Err(ApiFault::NotBuilt("smt of the machine's configuration"));
+        }
+        if update.cpu_template.is_some() {
+            self.cpu_template = None;
+        }
+        self.machine = updated;
+        Ok(())
+    }
+
+    pub(crate) fn put_balloon(&mut self, balloon: BalloonDeviceConfig) -> Result<(), ApiFault> {
+        if balloon.amount_mib as usize > self.machine.mem_size_mib {
+            return Err(BalloonFault::TooLarge.into());
+        }
+        self.balloon = Some(balloon);
+        Ok(())
+    }
+
+    /// Returns whether the root device is among the drives.
+    pub(crate) fn has_root(&self) -> bool {
+        self.drives.first().is_some_and(|drive| drive.is_root_device)
+    }
+
+    fn position(&self, drive_id: &str) -> Option<usize> {
+        self.drives.iter().position(|drive| drive.drive_id == drive_id)
+    }
+
+    /// Checks a drive before its file is opened.
+    pub(crate) fn check_drive(&self, drive: &BlockDeviceConfig) -> Result<(), ApiFault> {
+        if drive.is_root_device && self.has_root() && self.position(&drive.drive_id) != Some(0) {
+            return Err(DriveFault::SecondRoot.into());
+        }
+        match (&drive.path_on_host, &drive.socket) {
+            (Some(_), None) => Ok(()),
+            (None, Some(_)) => Err(ApiFault::NotInDriftline("vhost-user drives")),
+            (None, None) | (Some(_), Some(_)) => Err(DriveFault::NoBackend.into()),
+        }
+    }
+
+    /// Adds a drive whose file is open. A drive of the same name is replaced in its place; the root
+    /// device becomes the first.
+    pub(crate) fn put_drive(&mut self, drive: BlockDeviceConfig) {
+        let drive = drive.in_effect();
+        let is_root = drive.is_root_device;
+        match self.position(&drive.drive_id) {
+            Some(at) => {
+                self.drives[at] = drive;
+                if is_root {
+                    self.drives.swap(0, at);
+                }
+            }
+            None if is_root => self.drives.insert(0, drive),
+            None => self.drives.push(drive),
+        }
+    }
+
+    /// Checks an interface before its tap is opened. An interface of the same name is removed
+    /// first, because a tap can be open once only.
+    pub(crate) fn prepare_interface(
+        &mut self,
+        net: &NetworkInterfaceConfig,
+    ) -> Result<(), ApiFault> {
+        let is_other = |other: &NetworkInterfaceConfig| other.iface_id != net.iface_id;
+        let in_use = |mac| self.interfaces.iter().any(|o| is_other(o) && o.guest_mac == Some(mac));
+        if let Some(mac) = net.guest_mac.filter(|&mac| in_use(mac)) {
+            return Err(NetFault::MacInUse(mac.to_string()).into());
+        }
+        if let Some(at) = self.interfaces.iter().position(|other| !is_other(other)) {
+            self.interfaces.swap_remove(at);
+            self.forget_metadata_interface(&net.iface_id);
+        }
+        match net.mtu {
+            Some(mtu) if mtu < MIN_MTU => Err(NetFault::Mtu(mtu).into()),
+            _ => Ok(()),
+        }
+    }
+
+    /// Adds an interface whose tap is open.
+    pub(crate) fn put_interface(&mut self, net: NetworkInterfaceConfig) {
+        self.interfaces.push(net.in_effect());
+    }
+
+    /// A removed interface no longer reaches the metadata service, nor does its successor.
+    fn forget_metadata_interface(&mut self, iface_id: &str) {
+        if let Some(mmds) = &mut self.mmds {
+            mmds.network_interfaces.retain(|id| id != iface_id);
+            if mmds.network_interfaces.is_empty() {
+                self.mmds = None;
+            }
+        }
+    }
+
+    pub(crate) fn put_mmds(&mut self, config: MmdsConfig) -> Result<(), ApiFault> {
+        let address = config.ipv4_address.unwrap_or(DEFAULT_MMDS_ADDRESS);
+        if !matches!(address.octets(), [169, 254, 1..=254, _]) {
+            return Err(MmdsFault::Address.into());
+        }
+        if config.network_interfaces.is_empty() {
+            return Err(MmdsFault::NoInterface.into());
+        }
+        let exists = |id: &String| self.interfaces.iter().any(|net| net.iface_id == *id);
+        if !config.network_interfaces.iter().all(exists) {
+            return Err(MmdsFault::UnknownInterface.into());
+        }
+        let ids = self.interfaces.iter().map(|net| net.iface_id.clone());
+        let network_interfaces = ids.filter(|id| config.network_interfaces.contains(id)).collect();
+        let ipv4_address = Some(address);
+        self.mmds = Some(MmdsConfig { network_interfaces, ipv4_address, ..config });
+        Ok(())
+    }
+}
+
+/// Checks a kernel's command line before its files are opened.
+pub(crate) fn check_boot_args(source: &BootSourceConfig) -> Result<(), ApiFault> {
+    match source.boot_args.as_deref().unwrap_or_default().trim().len() < MAX_CMDLINE {
+        true => Ok(()),
+        false => Err(BootFault::TooLong.into()),
+    }
+}

@@ -1,0 +1,277 @@
+//! Refusals: every text that Firecracker answers, and those for what Driftline does not have.
+//!
+//! The texts are Firecracker's to the letter, because clients compare and show them.
+
+use std::io;
+
+/// Why a request is refused.
+#[derive(Debug, thiserror::Error)]
+pub enum ApiFault {
+    /// There is no such operation.
+    #[error("Invalid request method and/or path: {method} {path}.")]
+    UnknownOperation {
+        /// The request's method.
+        method: String,
+        /// The first part of its path.
+        path: String,
+    },
+    /// A GET has a body.
+    #[error("GET request cannot have a body.")]
+    BodyOfGet,
+    /// A PUT has no body.
+    #[error("Empty PUT request.")]
+    EmptyPut,
+    /// A PATCH has no body, or changes nothing.
+    #[error("Empty PATCH request.")]
+    EmptyPatch,
+    /// A DELETE has a body. The text is Firecracker's.
+    #[error("Empty Delete request.")]
+    BodyOfDelete,
+    /// The path names no device.
+    #[error("The ID cannot be empty.")]
+    EmptyId,
+    /// A device's name has other characters.
+    #[error("API Resource IDs can only contain alphanumeric characters and underscores.")]
+    InvalidId,
+    /// The names of a drive in path and body differ.
+    #[error("The id from the path does not match the id from the body!")]
+    OtherId,
+    /// The names of a network interface in path and body differ.
+    #[error("The id from the path [{path}] does not match the id from the body [{body}]!")]
+    OtherInterface {
+        /// The name in the path.
+        path: String,
+        /// The name in the body.
+        body: String,
+    },
+    /// The body is not JSON, or not the JSON of this request.
+    #[error("An error occurred when deserializing the json body of a request: {0}.")]
+    Json(#[from] serde_json::Error),
+    /// The path ends after `/snapshot`.
+    #[error("Missing snapshot operation type.")]
+    NoSnapshotOperation,
+    /// The end of a path is unknown.
+    #[error("Unrecognized {method} request path `{path}`.")]
+    UnknownEnd {
+        /// The request's method.
+        method: &'static str,
+        /// The unknown end.
+        path: String,
+    },
+    /// The guest has not been started.
+    #[error("The requested operation is not supported before starting the microVM.")]
+    BeforeStart,
+    /// The guest has been started.
+    #[error("The requested operation is not supported after starting the microVM.")]
+    AfterStart,
+    /// A device is to be plugged or unplugged.
+    #[error("PCI is not enabled")]
+    NoPci,
+    /// Driftline does not do this.
+    #[error("The requested operation is not supported: Driftline has no {0}.")]
+    NotInDriftline(&'static str),
+    /// Driftline does not do this yet.
+    #[error("The requested operation is not supported: {0} is not built into Driftline yet.")]
+    NotBuilt(&'static str),
+    /// The process ends.
+    #[error("The requested operation is not supported: this process ends.")]
+    Ending,
+    /// The balloon cannot be configured.
+    #[error("Balloon config error: {0}")]
+    Balloon(#[from] BalloonFault),
+    /// The guest's boot cannot be configured.
+    #[error("Boot source error: {0}")]
+    Boot(#[from] BootFault),
+    /// A drive cannot be configured.
+    #[error("Drive config error: {0}")]
+    Drive(#[from] DriveFault),
+    /// The snapshot cannot be loaded.
+    #[error("Load snapshot error: {0}")]
+    Load(#[from] LoadFault),
+    /// The log's file cannot be opened.
+    #[error("Logger error: Failed to open target file: {0}")]
+    Logger(#[source] io::Error),
+    /// The machine cannot be configured.
+    #[error("Machine config error: {0}")]
+    Machine(#[from] MachineFault),
+    /// The metrics cannot be configured.
+    #[error("Metrics error: Cannot initialize the metrics system due to bad user input: {0}")]
+    Metrics(#[from] MetricsFault),
+    /// The metadata has never been set.
+    #[error("MMDS error: The MMDS data store is not initialized.")]
+    NoMetadata,
+    /// The metadata exceeds its limit. Firecracker says "patch" for a PUT, too.
+    #[error("MMDS limit exceeded error: The MMDS patch request doesn't fit.")]
+    MetadataLimit,
+    /// The metadata service cannot be configured. The three M are Firecracker's.
+    #[error("MMMDS config error: {0}")]
+    Mmds(#[from] MmdsFault),
+    /// A network interface cannot be configured.
+    #[error("Network config error: {0}")]
+    Net(#[from] NetFault),
+    /// The guest cannot be started.
+    #[error("Start microvm error: {0}")]
+    Start(#[from] StartFault),
+    /// The vsock's socket cannot be bound.
+    #[error(
+        "Vsock config error: Cannot create backend for vsock device: Error binding to the \
+         host-side Unix socket: {0}"
+    )]
+    Vsock(#[source] io::Error),
+}
+
+impl ApiFault {
+    /// Returns the HTTP status: 413 for the metadata's limit, 400 for everything else.
+    pub(crate) fn status(&self) -> u16 {
+        match self {
+            Self::MetadataLimit => 413,
+            _ => 400,
+        }
+    }
+
+    /// Returns whether the request was refused without being tried.
+    pub(crate) fn is_untried(&self) -> bool {
+        matches!(self, Self::NotBuilt(_) | Self::NotInDriftline(_))
+    }
+}
+
+/// Why the balloon is refused.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum BalloonFault {
+    /// There is none.
+    #[error("No balloon device found.")]
+    None,
+    /// It is larger than the memory.
+    #[error("Amount of pages requested is too large.")]
+    TooLarge,
+}
+
+/// Why the guest's boot source is refused.
+#[derive(Debug, thiserror::Error)]
+pub enum BootFault {
+    /// The kernel cannot be opened.
+    #[error("The kernel file cannot be opened: {0}")]
+    Kernel(#[source] io::Error),
+    /// The initial RAM disk cannot be opened.
+    #[error("The initrd file cannot be opened due to invalid path or invalid permissions. {0}")]
+    Initrd(#[source] io::Error),
+    /// The command line is too long. The text is that of the crate that Firecracker uses.
+    #[error("The kernel command line is invalid: Invalid cmdline capacity provided.")]
+    TooLong,
+}
+
+/// Why a drive is refused.
+#[derive(Debug, thiserror::Error)]
+pub enum DriveFault {
+    /// Another drive is the root device.
+    #[error("A root block device already exists!")]
+    SecondRoot,
+    /// It has neither a file nor a socket, or both.
+    #[error("Unable to create the virtio block device: Invalid block config.")]
+    NoBackend,
+    /// Its file cannot be opened.
+    #[error(
+        "Unable to create the virtio block device: Virtio backend error: Error manipulating the \
+         backing file: {cause} {path}"
+    )]
+    File {
+        /// The system's error.
+        #[source]
+        cause: io::Error,
+        /// The file.
+        path: String,
+    },
+}
+
+/// Why a snapshot is not loaded.
+#[derive(Debug, thiserror::Error)]
+pub enum LoadFault {
+    /// A part of a guest that boots has been configured.
+    #[error("Loading a microVM snapshot not allowed after configuring boot-specific resources.")]
+    Configured,
+    /// Its state cannot be read.
+    #[error(
+        "Failed to restore from snapshot: Failed to get snapshot state from file: Failed to open \
+         snapshot file: {0}"
+    )]
+    State(#[source] io::Error),
+}
+
+/// Why a machine cannot be configured.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum MachineFault {
+    /// The memory is smaller than the balloon.
+    #[error("The memory size (MiB) is smaller than the previously set balloon device target size.")]
+    SmallerThanBalloon,
+    /// The memory is empty, or does not consist of whole pages.
+    #[error("The memory size (MiB) is either 0, or not a multiple of the configured page size.")]
+    Memory,
+    /// There are too many vCPUs, none, or an odd number of threads.
+    #[error(
+        "The number of vCPUs must be greater than 0, less than 32 and must be 1 or an even number \
+         if SMT is enabled."
+    )]
+    Vcpus,
+}
+
+/// Why the metrics are refused.
+#[derive(Debug, thiserror::Error)]
+pub enum MetricsFault {
+    /// They have been configured already.
+    #[error("Reinitialization of metrics not allowed.")]
+    Again,
+    /// Their file cannot be opened.
+    #[error("{0}")]
+    File(#[source] io::Error),
+}
+
+/// Why the metadata service is refused.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum MmdsFault {
+    /// No interface is named.
+    #[error("The list of network interface IDs that allow forwarding MMDS requests is empty.")]
+    NoInterface,
+    /// Its address is not link-local.
+    #[error("The MMDS IPv4 address is not link local.")]
+    Address,
+    /// A named interface does not exist.
+    #[error(
+        "The list of network interface IDs provided contains at least one ID that does not \
+         correspond to any existing network interface."
+    )]
+    UnknownInterface,
+}
+
+/// Why a network interface is refused.
+#[derive(Debug, thiserror::Error)]
+pub enum NetFault {
+    /// Another interface has its address.
+    #[error("The MAC address is already in use: {0}")]
+    MacInUse(String),
+    /// Its largest frame is out of range.
+    #[error("Could not create the network device: MTU {0} is out of range [68, 65535]")]
+    Mtu(u16),
+    /// Its tap cannot be opened.
+    #[error(
+        "Could not create the network device: Open tap device failed: {cause} Invalid TUN/TAP \
+         Backend provided by {tap}. Check our documentation on setting up the network devices."
+    )]
+    Tap {
+        /// The system's error.
+        #[source]
+        cause: io::Error,
+        /// The tap.
+        tap: String,
+    },
+}
+
+/// Why a guest is not started.
+#[derive(Debug, thiserror::Error)]
+pub enum StartFault {
+    /// No kernel is configured.
+    #[error("Cannot start microvm without kernel configuration.")]
+    NoKernel,
+    /// The guest's memory cannot be mapped.
+    #[error("Invalid Memory Configuration: Cannot create mmap region: {0}")]
+    Memory(#[source] io::Error),
+}

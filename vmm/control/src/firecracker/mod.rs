@@ -1,0 +1,20 @@
+//! Firecracker's API without HTTP: the JSON types, the parser of requests, and the state machine
+//! that decides what each request does.
+//!
+//! `fault` <- `model` <- `operation` <- `parse`; `config` <- `state`. None of these does I/O: the
+//! owner of a [`MicroVm`] performs its actions.
+
+mod answer;
+mod config;
+mod fault;
+mod metadata;
+mod model;
+mod operation;
+mod parse;
+mod state;
+
+pub(crate) use answer::Answer;
+pub use fault::ApiFault;
+pub(crate) use operation::Operation;
+pub(crate) use parse::{ParsedCall, parse};
+pub use state::{MicroVm, MicroVmAction, MicroVmEvent};

@@ -1,0 +1,37 @@
+//! JSON types of Firecracker's API, version 1.16.1, with the optional fields of 1.17.
+//!
+//! Names of types and fields and the order of the fields are Firecracker's: the error text for an
+//! unknown field names the struct and lists its fields in this order, and clients show that text.
+//! Bodies refuse unknown fields where Firecracker's do.
+
+mod balloon;
+mod boot;
+mod cpu;
+mod drive;
+mod limits;
+mod log;
+mod machine;
+mod mmds;
+mod net;
+mod refused;
+mod snapshot;
+mod vm;
+
+pub use balloon::{
+    BalloonDeviceConfig, BalloonUpdateConfig, BalloonUpdateStatsConfig, StartHintingCmd,
+};
+pub use boot::{BootSourceConfig, SerialConfig, VsockDeviceConfig};
+pub use cpu::CustomCpuTemplate;
+pub use drive::{BlockDeviceConfig, BlockDeviceUpdateConfig};
+pub use limits::EntropyDeviceConfig;
+pub use log::{LoggerConfig, MetricsConfig};
+pub use machine::{MachineConfigUpdate, MachineConfiguration, StaticCpuTemplate};
+pub use mmds::{MmdsConfig, MmdsVersion};
+pub use net::{NetworkInterfaceConfig, NetworkInterfaceUpdateConfig};
+pub use refused::{
+    MemoryHotplugConfig, MemoryHotplugSizeUpdate, PmemConfig, PmemDeviceUpdateConfig,
+};
+pub use snapshot::{
+    CreateSnapshotParams, LoadSnapshotConfig, LoadSnapshotParams, MemBackendConfig, MemBackendType,
+};
+pub use vm::{ActionBody, ActionType, TargetState, VmStateChange, VmmConfig};

@@ -1,0 +1,343 @@
+//! Decides what each request does, before and after the guest starts: events in, actions out. Does
+//! no I/O and has no clock.
+//!
+//! ```text
+//! Configuring --Start, Finished(Ok)--> Started
+//!      |       --Load, Finished(Ok)--> Started
+//!      +-------Load, Finished(Err)---> Ending
+//! ```
+//!
+//! At most one task (opening a file, starting, loading) is under way. Requests that arrive
+//! meanwhile wait in their order. A task's request is answered by the task's `Finished`.
+
+use std::collections::VecDeque;
+
+use super::answer::Answer;
+use super::config::{MicroVmConfig, check_boot_args};
+use super::fault::{ApiFault, BalloonFault, LoadFault, MetricsFault, StartFault};
+use super::model::{
+    BlockDeviceConfig, BootSourceConfig, LoadSnapshotParams, LoggerConfig, MetricsConfig,
+    NetworkInterfaceConfig, VsockDeviceConfig,
+};
+use super::operation::Operation;
+use crate::model::InstanceInfo;
+
+/// The version of Firecracker whose API this is.
+pub const IMITATED_VERSION: &str = "1.16.1";
+/// Exit code of a process whose snapshot could not be loaded.
+const LOAD_FAILED: u8 = 1;
+
+/// What happens to a machine. `C` is the way back to a request's caller.
+#[derive(Debug)]
+pub enum MicroVmEvent<C> {
+    /// A request was received.
+    Request(C, Operation),
+    /// The task under way has ended.
+    Finished(Result<(), ApiFault>),
+}
+
+/// What the owner of a machine is to do.
+#[derive(Debug)]
+pub enum MicroVmAction<C> {
+    /// Send an answer.
+    Reply(C, Answer),
+    /// Perform a task, and report its end by [`MicroVmEvent::Finished`].
+    Perform(Task),
+    /// Let the guest, which has been started, answer.
+    ToGuest(C, Operation),
+    /// End the process with this exit code, after the answers above.
+    Exit(u8),
+}
+
+/// Work outside the machine's state.
+#[derive(Clone, PartialEq, Debug)]
+pub enum Task {
+    /// Open the kernel and the initial RAM disk.
+    OpenBootSource(BootSourceConfig),
+    /// Open a drive's file.
+    OpenDrive(BlockDeviceConfig),
+    /// Open a tap.
+    OpenTap(NetworkInterfaceConfig),
+    /// Bind the vsock's socket.
+    BindVsock(VsockDeviceConfig),
+    /// Change the log.
+    SetLogger(LoggerConfig),
+    /// Open the metrics' file.
+    OpenMetrics(MetricsConfig),
+    /// Build the guest and run it.
+    Start(Box<MicroVmConfig>),
+    /// Load the guest from a snapshot.
+    Load(Box<LoadSnapshotParams>),
+}
+
+impl Task {
+    /// Returns the request that leads to the task.
+    pub fn request(&self) -> &'static str {
+        match self {
+            Self::OpenBootSource(_) => "PUT /boot-source",
+            Self::OpenDrive(_) => "PUT /drives",
+            Self::OpenTap(_) => "PUT /network-interfaces",
+            Self::BindVsock(_) => "PUT /vsock",
+            Self::SetLogger(_) => "PUT /logger",
+            Self::OpenMetrics(_) => "PUT /metrics",
+            Self::Start(_) => "InstanceStart of PUT /actions",
+            Self::Load(_) => "PUT /snapshot/load",
+        }
+    }
+}
+
+/// Which requests are possible.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum MicroVmStage {
+    /// There is no guest yet.
+    Configuring,
+    /// There is a guest.
+    Started,
+    /// The process ends.
+    Ending,
+}
+
+/// A machine as Firecracker's API presents it.
+#[derive(Debug)]
+pub struct MicroVm<C> {
+    id: String,
+    app_name: &'static str,
+    stage: MicroVmStage,
+    config: MicroVmConfig,
+    /// Whether a part of a guest that boots was configured, or was to be: nothing is loaded then.
+    is_boot_path: bool,
+    /// Whether the metrics have a file.
+    has_metrics: bool,
+    /// The task under way and the caller that waits for it.
+    under_way: Option<(C, Task)>,
+    /// Requests that wait for the task under way. Each connection has at most one.
+    waiting: VecDeque<(C, Operation)>,
+}
+
+/// The outcome of a request before the start.
+enum Outcome {
+    Answered(Answer),
+    Begun(Task),
+}
+
+/// The answer to a request that changes something and returns nothing.
+const DONE: Outcome = Outcome::Answered(Answer::Done);
+
+impl<C> MicroVm<C> {
+    /// Creates a machine that is not started. `metadata_limit` is the longest metadata, in bytes.
+    pub fn new(id: String, app_name: &'static str, metadata_limit: usize) -> Self {
+        Self {
+            id,
+            app_name,
+            stage: MicroVmStage::Configuring,
+            config: MicroVmConfig::new(metadata_limit),
+            is_boot_path: false,
+            has_metrics: false,
+            under_way: None,
+            waiting: VecDeque::new(),
+        }
+    }
+
+    /// Takes an event. Returns the actions that follow, in order.
+    pub fn step(&mut self, event: MicroVmEvent<C>) -> Vec<MicroVmAction<C>> {
+        let mut actions = Vec::new();
+        match event {
+            MicroVmEvent::Request(caller, operation) => {
+                self.waiting.push_back((caller, operation));
+            }
+            MicroVmEvent::Finished(result) => {
+                if let Some((caller, task)) = self.under_way.take() {
+                    self.finish(caller, task, result, &mut actions);
+                }
+            }
+        }
+        while self.under_way.is_none()
+            && let Some((caller, operation)) = self.waiting.pop_front()
+        {
+            self.answer(caller, operation, &mut actions);
+        }
+        actions
+    }
+
+    fn answer(&mut self, caller: C, operation: Operation, to: &mut Vec<MicroVmAction<C>>) {
+        let outcome = match self.stage {
+            MicroVmStage::Configuring => self.before_start(operation),
+            MicroVmStage::Started => match after_start(&operation) {
+                Ok(()) => return to.push(MicroVmAction::ToGuest(caller, operation)),
+                Err(fault) => Err(fault),
+            },
+            MicroVmStage::Ending => Err(ApiFault::Ending),
+        };
+        match outcome {
+            Ok(Outcome::Answered(answer)) => to.push(MicroVmAction::Reply(caller, answer)),
+            Ok(Outcome::Begun(task)) => {
+                to.push(MicroVmAction::Perform(task.clone()));
+                self.under_way = Some((caller, task));
+            }
+            Err(fault) => to.push(MicroVmAction::Reply(caller, Answer::Fault(fault))),
+        }
+    }
+
+    /// Does what a request says while there is no guest.
+    fn before_start(&mut self, operation: Operation) -> Result<Outcome, ApiFault> {
+        self.is_boot_path |= sets_boot_path(&operation);
+        match operation {
+            Operation::GetInstance => Ok(Outcome::Answered(Answer::page(&self.instance())?)),
+            Operation::GetVersion => Ok(Outcome::Answered(Answer::version(IMITATED_VERSION))),
+            Operation::GetMachine => Ok(Outcome::Answered(Answer::page(&self.config.machine)?)),
+            Operation::GetConfig => Ok(Outcome::Answered(Answer::page(&self.config.shown())?)),
+            Operation::GetMetadata => {
+                Ok(Outcome::Answered(Answer::page(&self.config.metadata.shown())?))
+            }
+            Operation::GetBalloon => {
+                let balloon = self.config.balloon.as_ref().ok_or(BalloonFault::None)?;
+                Ok(Outcome::Answered(Answer::page(balloon)?))
+            }
+            Operation::Start => match self.config.boot_source {
+                Some(_) => Ok(Outcome::Begun(Task::Start(Box::new(self.config.clone())))),
+                None => Err(StartFault::NoKernel.into()),
+            },
+            Operation::LoadSnapshot(_) if self.is_boot_path => Err(LoadFault::Configured.into()),
+            Operation::LoadSnapshot(snapshot) => Ok(Outcome::Begun(Task::Load(Box::new(snapshot)))),
+            operation => self.configure(operation),
+        }
+    }
+
+    /// Returns the answer to `GET /`.
+    fn instance(&self) -> InstanceInfo {
+        InstanceInfo {
+            id: self.id.clone(),
+            state: "Not started".to_owned(),
+            vmm_version: IMITATED_VERSION.to_owned(),
+            app_name: self.app_name.to_owned(),
+        }
+    }
+
+    /// Changes the configuration, or begins what must precede the change.
+    fn configure(&mut self, operation: Operation) -> Result<Outcome, ApiFault> {
+        let config = &mut self.config;
+        match operation {
+            Operation::PutBootSource(source) => {
+                check_boot_args(&source)?;
+                return Ok(Outcome::Begun(Task::OpenBootSource(source)));
+            }
+            Operation::PutDrive(drive) => {
+                config.check_drive(&drive)?;
+                return Ok(Outcome::Begun(Task::OpenDrive(drive)));
+            }
+            Operation::PutInterface(net) => {
+                config.prepare_interface(&net)?;
+                return Ok(Outcome::Begun(Task::OpenTap(net)));
+            }
+            Operation::PutVsock(vsock) => {
+                // The old socket is closed before the new one is bound.
+                config.vsock = None;
+                return Ok(Outcome::Begun(Task::BindVsock(vsock)));
+            }
+            Operation::PutLogger(logger) => return Ok(Outcome::Begun(Task::SetLogger(logger))),
+            Operation::PutMetrics(_) if self.has_metrics => {
+                return Err(MetricsFault::Again.into());
+            }
+            Operation::PutMetrics(metrics) => {
+                return Ok(Outcome::Begun(Task::OpenMetrics(metrics)));
+            }
+            Operation::PutPmem(_) => return Err(ApiFault::NotInDriftline("pmem devices")),
+            Operation::PutMemoryHotplug(_) => {
+                return Err(ApiFault::NotInDriftline("memory hotplug"));
+            }
+            Operation::PutBalloon(balloon) => config.put_balloon(balloon)?,
+            Operation::PutCpuTemplate(template) => config.cpu_template = Some(template),
+            Operation::PutEntropy(mut entropy) => {
+                let limits = entropy.rate_limiter.take();
+                entropy.rate_limiter = limits.and_then(|limits| limits.in_effect());
+                config.entropy = Some(entropy);
+            }
+            Operation::PutMetadata(value) => config.metadata.put(value)?,
+            Operation::PatchMetadata(patch) => config.metadata.patch(&patch)?,
+            Operation::PutMmds(mmds) => config.put_mmds(mmds)?,
+            Operation::PutSerial(serial) => config.serial = serial,
+            Operation::UpdateMachine(update) => config.update_machine(&update)?,
+            // All others need a guest.
+            _ => return Err(ApiFault::BeforeStart),
+        }
+        Ok(DONE)
+    }
+
+    /// Answers the request of a task that has ended.
+    fn finish(
+        &mut self,
+        caller: C,
+        task: Task,
+        result: Result<(), ApiFault>,
+        to: &mut Vec<MicroVmAction<C>>,
+    ) {
+        if let Err(fault) = result {
+            // A failed load leaves a process in an unknown state, as in Firecracker.
+            let is_fatal = matches!(task, Task::Load(_)) && !fault.is_untried();
+            to.push(MicroVmAction::Reply(caller, Answer::Fault(fault)));
+            if is_fatal {
+                self.stage = MicroVmStage::Ending;
+                let waiting = std::mem::take(&mut self.waiting);
+                to.extend(waiting.into_iter().map(|(caller, _)| {
+                    MicroVmAction::Reply(caller, Answer::Fault(ApiFault::Ending))
+                }));
+                to.push(MicroVmAction::Exit(LOAD_FAILED));
+            }
+            return;
+        }
+        match task {
+            Task::OpenBootSource(source) => self.config.boot_source = Some(source),
+            Task::OpenDrive(drive) => self.config.put_drive(drive),
+            Task::OpenTap(net) => self.config.put_interface(net),
+            Task::BindVsock(vsock) => self.config.vsock = Some(vsock),
+            Task::SetLogger(_) => {}
+            Task::OpenMetrics(_) => self.has_metrics = true,
+            Task::Start(_) | Task::Load(_) => self.stage = MicroVmStage::Started,
+        }
+        to.push(MicroVmAction::Reply(caller, Answer::Done));
+    }
+}
+
+/// Returns whether a request, even one that fails, configures a guest that boots.
+fn sets_boot_path(operation: &Operation) -> bool {
+    matches!(
+        operation,
+        Operation::PutBalloon(_)
+            | Operation::PutBootSource(_)
+            | Operation::PutDrive(_)
+            | Operation::PutEntropy(_)
+            | Operation::PutInterface(_)
+            | Operation::PutMemoryHotplug(_)
+            | Operation::PutMmds(_)
+            | Operation::PutPmem(_)
+            | Operation::PutVsock(_)
+            | Operation::UpdateMachine(_)
+    )
+}
+
+/// Refuses a request that a started guest does not answer.
+fn after_start(operation: &Operation) -> Result<(), ApiFault> {
+    match operation {
+        Operation::PutDrive(_)
+        | Operation::PutInterface(_)
+        | Operation::PutPmem(_)
+        | Operation::Unplug(_) => Err(ApiFault::NoPci),
+        Operation::LoadSnapshot(_)
+        | Operation::PutBalloon(_)
+        | Operation::PutBootSource(_)
+        | Operation::PutCpuTemplate(_)
+        | Operation::PutEntropy(_)
+        | Operation::PutLogger(_)
+        | Operation::PutMemoryHotplug(_)
+        | Operation::PutMetrics(_)
+        | Operation::PutMmds(_)
+        | Operation::PutSerial(_)
+        | Operation::PutVsock(_)
+        | Operation::Start
+        | Operation::UpdateMachine(_) => Err(ApiFault::AfterStart),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests;
