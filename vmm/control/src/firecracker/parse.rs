@@ -99,7 +99,8 @@ fn parse_put(first: &str, mut rest: Rest<'_>, body: Option<&[u8]>) -> ByMethod {
         "boot-source" => known(Operation::PutBootSource(json(body)?)),
         "cpu-config" => known(Operation::PutCpuTemplate(json(body)?)),
         "drives" => {
-            let drive = named(rest.next(), body, |drive: &BlockDeviceConfig| &drive.drive_id)?;
+            let drive =
+                named(rest.next(), body, |drive: &BlockDeviceConfig| &drive.drive_id, other_id)?;
             known(Operation::PutDrive(drive))
         }
         "entropy" => known(Operation::PutEntropy(json(body)?)),
@@ -111,11 +112,16 @@ fn parse_put(first: &str, mut rest: Rest<'_>, body: Option<&[u8]>) -> ByMethod {
         "metrics" => known(Operation::PutMetrics(json(body)?)),
         "mmds" => put_mmds(rest, body).map(Some),
         "network-interfaces" => {
-            let net = interface(rest.next(), body, |net: &NetworkInterfaceConfig| &net.iface_id)?;
+            let net = named(
+                rest.next(),
+                body,
+                |net: &NetworkInterfaceConfig| &net.iface_id,
+                other_interface,
+            )?;
             known(Operation::PutInterface(net))
         }
         "pmem" => {
-            let pmem = named(rest.next(), body, |pmem: &PmemConfig| &pmem.id)?;
+            let pmem = named(rest.next(), body, |pmem: &PmemConfig| &pmem.id, other_id)?;
             known(Operation::PutPmem(pmem))
         }
         "serial" => known(Operation::PutSerial(json(body)?)),
@@ -132,8 +138,12 @@ fn parse_patch(first: &str, mut rest: Rest<'_>, body: Option<&[u8]>) -> ByMethod
     let body = body.ok_or(ApiFault::EmptyPatch)?;
     match first {
         "drives" => {
-            let update =
-                named(rest.next(), body, |drive: &BlockDeviceUpdateConfig| &drive.drive_id)?;
+            let update = named(
+                rest.next(),
+                body,
+                |drive: &BlockDeviceUpdateConfig| &drive.drive_id,
+                other_id,
+            )?;
             known(Operation::PatchDrive(update))
         }
         "hotplug" if rest.next() == Some("memory") => {
@@ -142,12 +152,17 @@ fn parse_patch(first: &str, mut rest: Rest<'_>, body: Option<&[u8]>) -> ByMethod
         "machine-config" => patch_machine(body).map(Some),
         "mmds" => known(Operation::PatchMetadata(json(body)?)),
         "network-interfaces" => {
-            let update =
-                interface(rest.next(), body, |net: &NetworkInterfaceUpdateConfig| &net.iface_id)?;
+            let update = named(
+                rest.next(),
+                body,
+                |net: &NetworkInterfaceUpdateConfig| &net.iface_id,
+                other_interface,
+            )?;
             known(Operation::PatchInterface(update))
         }
         "pmem" => {
-            let pmem = named(rest.next(), body, |pmem: &PmemDeviceUpdateConfig| &pmem.id)?;
+            let pmem =
+                named(rest.next(), body, |pmem: &PmemDeviceUpdateConfig| &pmem.id, other_id)?;
             known(Operation::PatchPmem(pmem))
         }
         "vm" => known(match json::<VmStateChange>(body)?.state {
@@ -268,29 +283,28 @@ fn put_vsock(body: &[u8]) -> Parsing {
     Ok(ParsedCall { operation: Operation::PutVsock(vsock), deprecation })
 }
 
-/// Parses the body of a device whose name is also in the path.
+/// Parses the body of a device whose name is also in the path. `refusal` makes the fault for two
+/// names that differ, that of the path and that of the body.
 fn named<T: DeserializeOwned>(
     id: Option<&str>,
     body: &[u8],
     name: impl Fn(&T) -> &String,
+    refusal: impl Fn(&str, &str) -> ApiFault,
 ) -> Result<T, ApiFault> {
     let id = checked_id(id)?;
     let device: T = json(body)?;
-    if name(&device) == id { Ok(device) } else { Err(ApiFault::OtherId) }
+    if name(&device) == id { Ok(device) } else { Err(refusal(id, name(&device))) }
 }
 
-/// Does the same as [`named`] for network interfaces, for which the refusal has the names.
-fn interface<T: DeserializeOwned>(
-    id: Option<&str>,
-    body: &[u8],
-    name: impl Fn(&T) -> &String,
-) -> Result<T, ApiFault> {
-    let id = checked_id(id)?;
-    let device: T = json(body)?;
-    if name(&device) == id {
-        return Ok(device);
-    }
-    Err(ApiFault::OtherInterface { path: id.to_owned(), body: name(&device).clone() })
+/// The fault for a device that the path and the body name differently. It does not repeat the
+/// names.
+fn other_id(_: &str, _: &str) -> ApiFault {
+    ApiFault::OtherId
+}
+
+/// The fault for such a network interface.
+fn other_interface(path: &str, body: &str) -> ApiFault {
+    ApiFault::OtherInterface { path: path.to_owned(), body: body.to_owned() }
 }
 
 fn checked_id(id: Option<&str>) -> Result<&str, ApiFault> {

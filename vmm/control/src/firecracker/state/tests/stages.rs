@@ -138,7 +138,7 @@ fn nothing_is_loaded_into_a_configured_machine() {
         let expected = "Load snapshot error: Loading a microVM snapshot not allowed after \
                         configuring boot-specific resources.";
         assert_eq!(text, expected, "{method} {path}");
-        // The process goes on.
+        // The process continues.
         vm.get("/");
     }
     let mut vm = TestMachine::new();
