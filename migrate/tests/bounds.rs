@@ -13,7 +13,7 @@ use common::raw::{
 };
 use common::{HostPair, LONG, Receiver, Sender, exactly_one_runs, quick_send, tag, within};
 use driftline_format::FORMAT_VERSION;
-use driftline_guest::testing::{MemoryConfig, MemoryGuest, Op};
+use driftline_guest::testing::{MemoryConfig, MemoryGuest, Op, threads};
 use driftline_guest::{Lifecycle, RunState};
 use driftline_migrate::{Received, Records};
 use parking_lot::{Mutex, MutexGuard};
@@ -48,12 +48,8 @@ fn alone() -> MutexGuard<'static, ()> {
 /// Returns the numbers of migration threads and of file descriptors of this process. Threads of the
 /// test harness do not count.
 fn threads_and_files() -> (usize, usize) {
-    let threads = std::fs::read_dir("/proc/self/task").unwrap().filter(|thread| {
-        // A thread that has ended meanwhile has no name.
-        let name = std::fs::read_to_string(thread.as_ref().unwrap().path().join("comm"));
-        name.is_ok_and(|name| name.starts_with("migrate-"))
-    });
-    (threads.count(), std::fs::read_dir("/proc/self/fd").unwrap().count())
+    let ours = threads(|name| name.starts_with("migrate-"));
+    (ours.len(), std::fs::read_dir("/proc/self/fd").unwrap().count())
 }
 
 /// Returns the resident bytes of this process.

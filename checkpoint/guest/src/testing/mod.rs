@@ -26,6 +26,7 @@ mod faults;
 mod guest;
 mod memory_loader;
 mod pages;
+mod threads;
 mod write_protection;
 mod writers;
 
@@ -35,3 +36,4 @@ pub use factory::MemoryGuestFactory;
 pub use faults::{ExclusiveDrive, Faults, Op};
 pub use guest::MemoryGuest;
 pub use pages::{WrongFrame, WrongMemory, mix};
+pub use threads::threads;

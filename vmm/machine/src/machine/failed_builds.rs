@@ -8,6 +8,7 @@ use std::process::Stdio;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use driftline_guest::testing::threads;
 use driftline_guest::{DriveHead, GuestError, GuestFactory, VmId};
 
 use super::{EarlyVm, KvmMachine, MachineFactory};
@@ -78,14 +79,14 @@ fn resources(folder: &Path) -> ProcessResources {
     let comm = |task: PathBuf| fs::read_to_string(task.join("comm")).ok();
     let link = |fd: PathBuf| Some(fs::read_link(fd).ok()?.display().to_string());
     let maps = fs::read_to_string("/proc/self/maps").unwrap();
-    let all = |dir: &str, read: &dyn Fn(PathBuf) -> Option<String>| {
-        let mut all: Vec<String> = entries(Path::new(dir)).into_iter().filter_map(read).collect();
+    let all = |paths: Vec<PathBuf>, read: &dyn Fn(PathBuf) -> Option<String>| {
+        let mut all: Vec<String> = paths.into_iter().filter_map(read).collect();
         all.sort();
         all
     };
     ProcessResources {
-        threads: all("/proc/self/task", &comm),
-        files: all("/proc/self/fd", &link),
+        threads: all(threads(|_| true), &comm),
+        files: all(entries(Path::new("/proc/self/fd")), &link),
         mappings: maps.lines().filter(|line| is_of_a_machine(line)).map(str::to_owned).collect(),
         folder: entries(folder),
     }

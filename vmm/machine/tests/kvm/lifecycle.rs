@@ -1,5 +1,6 @@
 //! Pausing, resuming and ending a machine, and what a machine leaves behind.
 
+use driftline_guest::testing::threads;
 use driftline_guest::{DirtyLog, GuestError, HandOver, Lifecycle, RunState, Stateful};
 use driftline_machine::config::{HostConfig, MachineConfig, SerialSink};
 use driftline_machine::testing::kvm_or_skip;
@@ -87,15 +88,9 @@ fn fifty_machines_leave_nothing_behind() {
         let count = |dir| std::fs::read_dir(dir).unwrap().count();
         let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
         let kvm_maps = maps.lines().filter(|l| l.contains("kvm-vcpu")).count();
-        let threads = std::fs::read_dir("/proc/self/task").unwrap();
-        let ours = threads.filter_map(|t| {
-            let name = std::fs::read_to_string(t.ok()?.path().join("comm")).ok()?;
-            ["vcpu", "supervisor", "collector", "serial"]
-                .iter()
-                .any(|n| name.starts_with(n))
-                .then_some(())
-        });
-        (count("/proc/self/fd"), ours.count(), kvm_maps)
+        let kinds = ["vcpu", "supervisor", "collector", "serial"];
+        let ours = threads(|name| kinds.iter().any(|kind| name.starts_with(kind)));
+        (count("/proc/self/fd"), ours.len(), kvm_maps)
     };
     // Runs in its own process, so that machines of other tests are not counted.
     if std::env::var_os("FIFTY_MACHINES").is_none() {
