@@ -5,8 +5,8 @@ use super::words::{SHIFT, masks};
 use crate::sync::Ordering::SeqCst;
 use crate::{FrameRun, OutOfSlot};
 
-/// Runs over fewer leaf words are inserted word by word, and listed.
-const MAX_LISTED_RUN: u64 = 4;
+/// Leaf words of the longest run that is inserted word by word, and listed.
+const MAX_LISTED_WORDS: u64 = 4;
 
 impl Tree {
     /// Inserts a run of frames, which must lie in one slot. Many threads may insert at once. A
@@ -41,7 +41,7 @@ impl Tree {
             return;
         }
         let (mut lo, mut hi) = (first, first + count - 1);
-        if (hi >> SHIFT) - (lo >> SHIFT) < MAX_LISTED_RUN {
+        if (hi >> SHIFT) - (lo >> SHIFT) < MAX_LISTED_WORDS {
             masks(lo, hi).for_each(|(word, bits)| {
                 self.insert_word(word, bits);
             });
@@ -75,8 +75,13 @@ impl Tree {
             // If the bits are still set after the fence, a drain that takes them later sees the
             // caller's writes, and nothing has to change.
             fence_prior_writes();
+            self.set_leaf(word, bits);
+        } else {
+            // An exchange, even if another thread has set the bits by now: without a fence before
+            // it, a load that finds them set does not order the caller's writes.
+            self.words[word as usize].fetch_or(bits, SeqCst);
         }
-        self.set_word(word, bits);
+        self.insert_summary((word >> SHIFT) as usize, 1 << (word & 63));
     }
 
     /// Sets the bits of each word, with one access to the list for all. Returns the number of bits
@@ -107,15 +112,8 @@ impl Tree {
         new
     }
 
-    /// Sets the leaf bits `bits` of word `word` and its summaries. Returns the bits that were new.
-    /// If none is, the caller has fenced before.
-    fn set_word(&self, word: u64, bits: u64) -> u64 {
-        let new = self.set_leaf(word, bits);
-        self.insert_summary((word >> SHIFT) as usize, 1 << (word & 63));
-        new
-    }
-
     /// Sets the leaf bits `bits` of word `word`, not its summaries. Returns the bits that were new.
+    /// The caller has [fenced](fence_prior_writes) before.
     #[inline]
     fn set_leaf(&self, word: u64, bits: u64) -> u64 {
         let leaf = &self.words[word as usize];
@@ -156,8 +154,8 @@ impl Tree {
     }
 }
 
-/// Returns the number of set bits. Most marks set one, which is told from none and from more in
-/// fewer instructions than they are counted in, where the processor may lack POPCNT.
+/// Returns the number of set bits. Most marks set one bit. The test for at most one bit takes fewer
+/// instructions than a count that is compiled for processors without POPCNT.
 #[inline]
 fn count(bits: u64) -> u64 {
     if bits & bits.wrapping_sub(1) == 0 { u64::from(bits != 0) } else { bits.count_ones().into() }

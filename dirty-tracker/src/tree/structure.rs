@@ -192,8 +192,8 @@ impl Tree {
 }
 
 /// Orders the caller's writes to frames before a load of the tree that may find their bits set and
-/// change nothing. Pairs with [`fence_later_reads`]. An exchange that sets a bit needs no such
-/// fence.
+/// change nothing. Pairs with [`fence_later_reads`]. An exchange needs no such fence, whether it
+/// sets a bit or finds it set.
 pub(super) fn fence_prior_writes() {
     sync::fence(SeqCst);
 }
