@@ -9,9 +9,9 @@ pub const PAGE_SIZE: u64 = PageSize::Kib4.bytes();
 
 /// The size of a frame: that of the host's pages, the unit in which KVM tracks writes.
 ///
-/// The tree counts frames and does not depend on their size. A layout has it, for callers that
-/// count bytes: `TrackedBitmap`, and the methods here. Those of [`Gfn`] and [`FrameRun`] are for
-/// the default size.
+/// The tree counts frames and does not depend on their size. A layout has the size, for callers
+/// that count bytes, such as `TrackedBitmap`. The methods here are for each size. Those of [`Gfn`]
+/// and [`FrameRun`] are for the default size.
 ///
 /// ```
 /// use driftline_dirty_tracker::{FrameRun, Gfn, Layout, PageSize, Slot, SlotId};

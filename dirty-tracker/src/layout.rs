@@ -101,7 +101,7 @@ pub enum OutOfSlot {
     },
     /// The frames lie in no slot, or extend past the end of one.
     #[error("{run} is not inside any one memory slot")]
-    NoMemory {
+    NotInOneSlot {
         /// The requested frames.
         run: FrameRun,
     },
@@ -177,7 +177,7 @@ impl PlacedSlot {
     pub(crate) fn check_bitmap(&self, bitmap: &[u64]) -> Result<(), OutOfSlot> {
         let Slot { id: slot, frames, .. } = self.slot;
         for (w, &bits) in bitmap.iter().enumerate().skip((frames / 64) as usize) {
-            let valid = frames.saturating_sub(w as u64 * 64).min(63);
+            let valid = frames.saturating_sub(w as u64 * 64);
             let stray = bits >> valid << valid;
             if stray != 0 {
                 let offset = w as u64 * 64 + u64::from(stray.trailing_zeros());
@@ -319,7 +319,7 @@ impl Layout {
     /// Returns the slot in which all of `run` lies.
     pub(crate) fn placed_around(&self, run: FrameRun) -> Result<&PlacedSlot, OutOfSlot> {
         let around = self.placed_at(run.start).filter(|p| p.has(run));
-        around.ok_or(OutOfSlot::NoMemory { run })
+        around.ok_or(OutOfSlot::NotInOneSlot { run })
     }
 
     /// Returns the leaf bit of the first frame of `run`, which must lie in one slot.

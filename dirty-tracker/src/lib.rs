@@ -134,7 +134,7 @@
 //! tree on the KVM list, April to June 2016: "Dirty memory tracking for performant checkpointing
 //! and improved live migration". The tree is in Krcmar's reply of 5 May 2016. Its nodes are bytes;
 //! here they are 64-bit words. The lists became KVM's dirty ring in Linux 5.11.
-// `tree/simd.rs` alone allows unsafe code, for vector instructions.
+// Only `tree/simd.rs` and the modules below it allow unsafe code.
 #![deny(unsafe_code)]
 
 #[cfg(doctest)]

@@ -33,9 +33,9 @@ mod imp {
         TryLockError,
     };
 
-    /// A lock that is held for about a microsecond, and by a change of subscribers a little longer.
-    /// To release it is a plain store, half the cost of a [`Mutex`]. A thread that waits for it
-    /// yields its processor. Model checkers see a [`Mutex`].
+    /// A lock that is held for about a microsecond. Only a change of the subscribers or of the
+    /// layout holds it longer. Releasing it is a plain store, half the cost of a [`Mutex`]. A
+    /// thread that waits for it yields its processor. Model checkers see a [`Mutex`].
     pub(crate) type BriefMutex<T> = spin::mutex::SpinMutex<T, spin::Yield>;
 }
 

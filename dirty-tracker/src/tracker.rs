@@ -5,12 +5,12 @@
 //!
 //! # The cost of a mark
 //! Devices mark one frame at a time, so such a mark must cost little. Without a subscriber it costs
-//! a fence and two loads. With subscribers it takes a lock, if that is free, and
-//! adds a bit to a batch of up to 64 words. A full batch is inserted into all trees at once. Every
-//! look at a tree inserts the batch first. The lock also orders the write before the mark and the
-//! read after the drain, so that no fence is needed. A mark that finds the lock taken, and one of
-//! more than a few words, goes to the trees directly. `cargo bench -p driftline-dirty-tracker
-//! --all-features -- marks` has the figures.
+//! a fence and two loads. With subscribers it takes a lock, if that is free, and adds a bit to a
+//! batch of up to 64 words. A full batch is inserted into all trees at once. Every look at a tree
+//! inserts the batch first. The lock also orders the write before the mark and the read after the
+//! drain, so that no fence is needed. A mark that finds the lock taken, and one of more than a few
+//! words, goes to the trees directly. `cargo bench -p driftline-dirty-tracker --all-features --
+//! marks` has the figures.
 //!
 //! # Locks
 //! They are taken in this order: the batch, the state, a subscriber's tree. No thread waits for
@@ -22,7 +22,7 @@ use crate::subscriber::Subscriber;
 use crate::sync::{
     self, Arc, AtomicU64, AtomicUsize, BriefMutex, Ordering, RwLock, RwLockReadGuard,
 };
-use crate::tree::{NoMemory, Tree, masks};
+use crate::tree::{NoMemory, Tree, masks, ones};
 use crate::{FrameRun, Gfn, Layout, OutOfSlot, PageSize, SlotId};
 
 /// All subscribers' trees. Any number of threads can mark frames in them.
@@ -92,7 +92,7 @@ struct GatheredMarks {
 /// Number of words that a device marks in turn: those of a queue's rings and of a buffer.
 const QUEUE_WORDS: usize = 3;
 
-/// Runs over fewer leaf words are gathered.
+/// Frames of the longest run that is gathered.
 const MAX_GATHERED_RUN: u64 = 4 * 64;
 
 impl GatheredMarks {
@@ -159,7 +159,6 @@ pub struct TrackerStats {
     pub marked_all: u64,
     /// Number of marks by the VMM outside the layout, each of which marked all memory instead. Any
     /// is a bug in the VMM.
-    #[cfg_attr(feature = "serde", serde(default))]
     pub marks_outside: u64,
     /// Bytes reserved for trees, see [`Tree::reserved_bytes`](crate::Tree::reserved_bytes).
     pub tree_bytes: u64,
@@ -355,18 +354,22 @@ impl Tracker {
     /// Nothing is marked.
     pub fn absorb_bitmap(&self, slot: SlotId, bitmap: &[u64]) -> Result<u64, OutOfSlot> {
         let state = sync::read(&self.state).clone();
-        let (_, bitmap) = state.layout.checked_bitmap(slot, bitmap)?;
+        let (placed, bitmap) = state.layout.checked_bitmap(slot, bitmap)?;
         let mut absorbed = None;
         for member in state.members.iter() {
-            // If the slot does not exist any more, its frames do not either.
             member.subscriber.with_tree(|tree| {
-                absorbed = tree.absorb_bitmap(slot, bitmap).ok().or(absorbed);
+                if Arc::ptr_eq(tree.layout(), &state.layout) {
+                    absorbed = Some(tree.absorb(placed.first_word as usize, bitmap));
+                } else {
+                    // The layout has changed meanwhile, and with it perhaps the slot.
+                    tree.mark_bitmap_of(placed.slot, bitmap);
+                }
             });
         }
-        let Some(frames) = absorbed else {
-            return Ok(bitmap.iter().map(|bits| u64::from(bits.count_ones())).sum());
-        };
-        self.stats.marked_frames.fetch_add(frames, Ordering::Relaxed);
+        let frames = absorbed.unwrap_or_else(|| ones(bitmap));
+        if !state.members.is_empty() {
+            self.stats.marked_frames.fetch_add(frames, Ordering::Relaxed);
+        }
         Ok(frames)
     }
 

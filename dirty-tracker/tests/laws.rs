@@ -317,7 +317,7 @@ proptest! {
             let (at, id) = (format!("{offset:#x}"), format!("slot {}", slot.id.0));
             prop_assert!(text.contains(&at) && text.contains(&id), "{}", text);
             let over = FrameRun { start: slot.base, count: slot.frames + 1 };
-            prop_assert_eq!(tracker.mark(over), Err(OutOfSlot::NoMemory { run: over }));
+            prop_assert_eq!(tracker.mark(over), Err(OutOfSlot::NotInOneSlot { run: over }));
         }
         let unknown = tracker.mark_offset(SlotId(99), past);
         prop_assert_eq!(unknown, Err(OutOfSlot::NoSlot { slot: SlotId(99), offset: past }));
@@ -372,8 +372,8 @@ proptest! {
         let mut tree = Tree::new(layout.clone()).unwrap();
         for slot in layout.slots() {
             let run = FrameRun { start: slot.base, count: slot.frames + 1 };
-            prop_assert_eq!(tree.mark(run), Err(OutOfSlot::NoMemory { run }));
-            prop_assert_eq!(tree.exclusive().mark(run), Err(OutOfSlot::NoMemory { run }));
+            prop_assert_eq!(tree.mark(run), Err(OutOfSlot::NotInOneSlot { run }));
+            prop_assert_eq!(tree.exclusive().mark(run), Err(OutOfSlot::NotInOneSlot { run }));
         }
         prop_assert!(tree.is_empty());
     }

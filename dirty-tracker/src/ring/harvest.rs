@@ -110,8 +110,8 @@ impl Harvester {
         &self.dirtied
     }
 
-    /// Returns the number of entries that the last harvest found in each ring, in the order of the
-    /// rings. O(1).
+    /// Returns the number of entries in each ring at the last harvest, in the order of the rings:
+    /// those that it took, and those of earlier harvests that are not reprotected yet. O(1).
     ///
     /// ```
     /// # use driftline_dirty_tracker::{*, ring::*};
@@ -276,7 +276,7 @@ impl Readable<'_> {
         let mut out = Inserted::default();
         for (_, list) in &mut self.harvester.vcpus {
             for frame in list.frames() {
-                match visit(SlotId(frame.slot & 0xffff), frame.offset) {
+                match visit(frame.slot_id(), frame.offset) {
                     true => out.frames += 1,
                     false => out.foreign += 1,
                 }
@@ -302,9 +302,7 @@ impl Readable<'_> {
         for ((_, list), dirtied) in self.harvester.vcpus.iter_mut().zip(&mut self.harvester.dirtied)
         {
             for frame in list.frames() {
-                // The high half is KVM's address space number. All address spaces share the guest's
-                // memory.
-                match marking.mark_offset(SlotId(frame.slot & 0xffff), frame.offset) {
+                match marking.mark_offset(frame.slot_id(), frame.offset) {
                     Ok(()) => out.frames += 1,
                     Err(_) => out.foreign += 1,
                 }

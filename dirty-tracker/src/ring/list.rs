@@ -1,5 +1,7 @@
 //! A vCPU's dirty list: a preallocated buffer for frames between harvest and reprotect.
 
+use crate::SlotId;
+
 /// A dirty frame in KVM's terms.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct DirtyFrame {
@@ -7,6 +9,13 @@ pub(super) struct DirtyFrame {
     pub(super) slot: u32,
     /// Offset of the frame in its slot, in frames.
     pub(super) offset: u64,
+}
+
+impl DirtyFrame {
+    /// Returns the slot without the address space: all address spaces share the guest's memory.
+    pub(super) fn slot_id(self) -> SlotId {
+        SlotId(self.slot & 0xffff)
+    }
 }
 
 /// Dirty frames in the order of their harvest. The list never grows past its capacity. Every

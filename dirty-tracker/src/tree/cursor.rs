@@ -117,8 +117,8 @@ impl Tree {
         Iter { tree: self, placed: self.layout.placed()[0], bit: 0 }
     }
 
-    /// Returns whether no frame is in the tree. O(levels), if the last drain was not of a small
-    /// epoch.
+    /// Returns whether no frame is in the tree. O(levels), and a load for each word that drains of
+    /// small epochs have emptied since the last walk.
     pub fn is_empty(&self) -> bool {
         self.next_bit(0).is_none()
     }

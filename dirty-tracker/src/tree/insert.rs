@@ -1,9 +1,9 @@
 //! Inserts a frame, a run, or the bits of a word, into a tree that other threads use.
 
 use super::structure::{Tree, fence_prior_writes};
-use super::words::{SHIFT, masks};
+use super::words::{SHIFT, masks, set_bits_of};
 use crate::sync::Ordering::SeqCst;
-use crate::{FrameRun, OutOfSlot};
+use crate::{FrameRun, Gfn, OutOfSlot, Slot};
 
 /// Leaf words of the longest run that is inserted word by word, and listed.
 const MAX_LISTED_WORDS: u64 = 4;
@@ -32,6 +32,16 @@ impl Tree {
                 self.insert(first, part.count);
             }
         }
+    }
+
+    /// Inserts the frames of a bitmap of `slot`, a slot of another layout, as far as this tree has
+    /// them.
+    pub(crate) fn mark_bitmap_of(&self, slot: Slot, bitmap: &[u64]) {
+        let frames = bitmap.iter().zip(0u64..).flat_map(|(bits, word)| {
+            let gfn = move |bit: usize| Gfn(slot.base.0 + (word << SHIFT) + bit as u64);
+            set_bits_of(*bits).map(move |bit| FrameRun { start: gfn(bit), count: 1 })
+        });
+        self.mark_parts(frames);
     }
 
     /// Sets leaf bits `first .. first + count`, which must lie in one slot of the layout.

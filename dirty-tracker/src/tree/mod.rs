@@ -55,4 +55,4 @@ pub use element::Element;
 pub use exclusive::Exclusive;
 pub(crate) use run_lists::{ListedRuns, RunLists};
 pub use structure::{NoMemory, Tree};
-pub(crate) use words::masks;
+pub(crate) use words::{masks, ones};

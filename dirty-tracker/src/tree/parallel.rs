@@ -30,7 +30,7 @@ impl Tree {
     /// insert at once.
     ///
     /// Costs a load of each word, an atomic OR for each word that changes, and a load of the
-    /// summaries for every 64 words. Several threads share bitmaps of more than 32 GiB of memory.
+    /// summaries for every 64 words. Several threads share bitmaps of at least 32 GiB of memory.
     ///
     /// # Errors
     /// Returns an error if there is no such slot, or if the bitmap has bits past the slot's end; it

@@ -142,7 +142,7 @@ pub(super) fn nonzero(words: &[u64]) -> u64 {
 }
 
 /// Returns the number of set bits.
-pub(super) fn ones(words: &[u64]) -> u64 {
+pub(crate) fn ones(words: &[u64]) -> u64 {
     words.iter().map(|word| u64::from(word.count_ones())).sum()
 }
 
