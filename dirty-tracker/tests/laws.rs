@@ -119,8 +119,9 @@ proptest! {
             prop_assert!(layout.contains(*run), "{} is not inside a slot", run);
         }
         for pair in runs.windows(2) {
-            let same_slot = layout.locate(pair[0].start).unwrap().0 == layout.locate(pair[1].start).unwrap().0;
-            prop_assert!(pair[0].end() < pair[1].start || !same_slot && pair[0].end() == pair[1].start);
+            let [slot, next_slot] = [0, 1].map(|i| layout.locate(pair[i].start).unwrap().0);
+            let (end, next) = (pair[0].end(), pair[1].start);
+            prop_assert!(end < next || slot != next_slot && end == next);
         }
     }
 
@@ -172,11 +173,11 @@ proptest! {
     fn bit_past_the_slot_marks_nothing(layout in layout(), past in 0..130u64) {
         let (tracker, mut subscription) = tracker(&layout);
         for slot in layout.slots() {
-            let stray = slot.frames + past;
+            let (frames, stray) = (slot.frames, slot.frames + past);
             let mut bitmap = vec![0u64; (stray / 64 + 1) as usize];
             bitmap[0] |= 1;
             bitmap[(stray / 64) as usize] |= 1 << (stray % 64);
-            let error = OutOfSlot::PastSlot { slot: slot.id, offset: stray, count: 1, frames: slot.frames };
+            let error = OutOfSlot::PastSlot { slot: slot.id, offset: stray, count: 1, frames };
             prop_assert_eq!(tracker.absorb_bitmap(slot.id, &bitmap), Err(error));
         }
         prop_assert!(subscription.drain().is_empty());
@@ -188,7 +189,8 @@ proptest! {
     ) {
         let (tracker, mut subscription) = tracker(&layout);
         let mark = |picks: Vec<(Index, Index, u64)>| {
-            let runs: Vec<FrameRun> = picks.into_iter().map(|(s, a, c)| pick(&layout, s, a, c)).collect();
+            let pick = |(slot, at, count)| pick(&layout, slot, at, count);
+            let runs: Vec<FrameRun> = picks.into_iter().map(pick).collect();
             runs.iter().for_each(|r| tracker.mark(*r).unwrap());
             set(runs)
         };
@@ -207,7 +209,9 @@ proptest! {
     }
 
     #[test]
-    fn concurrent_dirty_sets_are_independent(layout in layout(), picks in picks(20), commits in any::<u32>()) {
+    fn concurrent_dirty_sets_are_independent(
+        layout in layout(), picks in picks(20), commits in any::<u32>(),
+    ) {
         let (tracker, mut subscription) = tracker(&layout);
         let mut dirty_sets = Vec::new();
         let mut returned = BTreeSet::new();
@@ -229,7 +233,9 @@ proptest! {
     }
 
     #[test]
-    fn two_subscribers_are_independent(layout in layout(), ops in picks(20), choices in any::<u32>()) {
+    fn two_subscribers_are_independent(
+        layout in layout(), ops in picks(20), choices in any::<u32>(),
+    ) {
         let (tracker, one) = tracker(&layout);
         let mut pair = [one, tracker.subscribe("second").unwrap()];
         let mut models = [BTreeSet::new(), BTreeSet::new()];
@@ -251,7 +257,9 @@ proptest! {
     /// a set that is given back afterwards returns what still exists.
     #[test]
     fn relayout_keeps_what_is_dirty(
-        layouts in prop::collection::vec(layout(), 2..4), steps in prop::collection::vec(picks(8), 4), commits in any::<u8>(),
+        layouts in prop::collection::vec(layout(), 2..4),
+        steps in prop::collection::vec(picks(8), 4),
+        commits in any::<u8>(),
     ) {
         let (tracker, one) = tracker(&layouts[0]);
         let mut pair = [one, tracker.subscribe("second").unwrap()];
@@ -300,7 +308,9 @@ proptest! {
     }
 
     #[test]
-    fn locate_and_contains_agree_with_the_slots(layout in layout(), gfn in 0..700_000u64, count in 0..300u64) {
+    fn locate_and_contains_agree_with_the_slots(
+        layout in layout(), gfn in 0..700_000u64, count in 0..300u64,
+    ) {
         let slot = layout.slots().find(|s| s.run().frames().any(|g| g == Gfn(gfn)));
         prop_assert_eq!(layout.locate(Gfn(gfn)), slot.map(|s| (s.id, gfn - s.base.0)));
         let run = FrameRun { start: Gfn(gfn), count };
@@ -347,7 +357,10 @@ proptest! {
                 let run = pick(&layout, slot, at, count);
                 model.extend(run.frames());
                 for (i, tree) in trees.iter_mut().enumerate() {
-                    if i % 2 == 0 { tree.mark(run).unwrap() } else { tree.exclusive().mark(run).unwrap() }
+                    match i % 2 {
+                        0 => tree.mark(run).unwrap(),
+                        _ => tree.exclusive().mark(run).unwrap(),
+                    }
                     prop_assert_eq!(tree.count(), model.len() as u64);
                 }
             }

@@ -129,8 +129,10 @@ fn op(vcpus: usize, size: usize) -> impl Strategy<Value = RingOp> {
     let frames = |n| prop::collection::vec(0..FRAMES, 1..n);
     let vcpu = 0..vcpus;
     prop_oneof![
-        4 => (vcpu.clone(), frames(size)).prop_map(|(vcpu, frames)| RingOp::Run { vcpu, frames, emulated: false }),
-        1 => (vcpu.clone(), frames(8 * size)).prop_map(|(vcpu, frames)| RingOp::Run { vcpu, frames, emulated: true }),
+        4 => (vcpu.clone(), frames(size))
+            .prop_map(|(vcpu, frames)| RingOp::Run { vcpu, frames, emulated: false }),
+        1 => (vcpu.clone(), frames(8 * size))
+            .prop_map(|(vcpu, frames)| RingOp::Run { vcpu, frames, emulated: true }),
         2 => vcpu.prop_map(|vcpu| RingOp::Report { vcpu }),
         4 => Just(RingOp::Collect),
         1 => Just(RingOp::HarvestOnly),
@@ -208,7 +210,8 @@ proptest! {
 
         // From here on exactly the written frames are dirty.
         for round in 0..4 * size as u64 {
-            let written: BTreeSet<u64> = (0..vcpus as u64).map(|v| (round * 7 + v * 31) % FRAMES).collect();
+            let frame = |vcpu| (round * 7 + vcpu * 31) % FRAMES;
+            let written: BTreeSet<u64> = (0..vcpus as u64).map(frame).collect();
             for (vcpu, &frame) in written.iter().enumerate() {
                 prop_assert_eq!(vmm.run(vcpu, &[frame], false), 1);
             }
@@ -220,7 +223,9 @@ proptest! {
 
     /// The same with free-running indices that are about to pass 2^32.
     #[test]
-    fn indices_wrap_past_32_bits(pushes in prop::collection::vec(1..12u64, 1..40), behind in 0..100u32) {
+    fn indices_wrap_past_32_bits(
+        pushes in prop::collection::vec(1..12u64, 1..40), behind in 0..100u32,
+    ) {
         let start = 0u32.wrapping_sub(behind).wrapping_mul(16);
         let ring = KernelRing::new(16, 4, start);
         let mut harvester = Harvester::new(1, 16);

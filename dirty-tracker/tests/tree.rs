@@ -54,7 +54,8 @@ fn op() -> impl Strategy<Value = TreeStep> {
         8 => (any::<bool>(), frame(), count)
             .prop_map(|(owned, frame, count)| TreeStep::Mark { owned, frame, count }),
         2 => (frame(), frame()).prop_map(|(one, two)| TreeStep::Contains(one, two)),
-        2 => (any::<bool>(), any::<bool>()).prop_map(|(owned, frames)| TreeStep::Drain { owned, frames }),
+        2 => (any::<bool>(), any::<bool>())
+            .prop_map(|(owned, frames)| TreeStep::Drain { owned, frames }),
         1 => Just(TreeStep::Look),
         1 => Just(TreeStep::Clear),
     ]
@@ -130,7 +131,9 @@ proptest! {
     }
 
     #[test]
-    fn drain_equals_roaring_and_flat_bitmaps(marks in prop::collection::vec((0..20_000u64, 1..300u64), 0..MARKS)) {
+    fn drain_equals_roaring_and_flat_bitmaps(
+        marks in prop::collection::vec((0..20_000u64, 1..300u64), 0..MARKS),
+    ) {
         let layout = layout();
         let tree = Tree::new(layout.clone()).unwrap();
         let mut roaring = RoaringTreemap::new();

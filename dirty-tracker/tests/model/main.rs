@@ -1,9 +1,10 @@
 //! Runs the real code under model checkers, which try the orders in which threads can run.
 //!
 //! ```text
-//! RUSTFLAGS="--cfg driftline_shuttle" cargo test -p driftline-dirty-tracker --target-dir target/shuttle --test model
-//! RUSTFLAGS="--cfg driftline_loom"    cargo test -p driftline-dirty-tracker --target-dir target/loom    --test model
-//! MIRIFLAGS=-Zmiri-many-seeds=0..16   cargo +nightly miri test -p driftline-dirty-tracker --test model
+//! cd dirty-tracker
+//! RUSTFLAGS="--cfg driftline_shuttle" cargo test --target-dir ../target/shuttle --test model
+//! RUSTFLAGS="--cfg driftline_loom"    cargo test --target-dir ../target/loom    --test model
+//! MIRIFLAGS=-Zmiri-many-seeds=0..16   cargo +nightly miri test --test model
 //! ```
 //!
 //! Each command runs for seconds. Shuttle tries random orders of the tree's operations and of rings

@@ -38,7 +38,12 @@ fn layout() -> impl Strategy<Value = Layout> {
 type Bitmaps = Vec<(Slot, Vec<u64>)>;
 
 fn bitmaps(layout: &Layout) -> impl Strategy<Value = Bitmaps> + use<> {
-    let word = prop_oneof![6 => Just(0), 2 => any::<u64>(), 2 => Just(u64::MAX), 1 => (0..64u32).prop_map(|b| 1 << b)];
+    let word = prop_oneof![
+        6 => Just(0),
+        2 => any::<u64>(),
+        2 => Just(u64::MAX),
+        1 => (0..64u32).prop_map(|b| 1 << b),
+    ];
     let slots: Vec<_> = layout
         .slots()
         .map(|&slot| {
@@ -161,8 +166,8 @@ proptest! {
             tree.absorb_bitmap(slot.id, bitmap).unwrap();
         }
         for (slot, _) in &bitmaps {
-            let bit = slot.frames + past;
-            let named = OutOfSlot::PastSlot { slot: slot.id, offset: bit, count: 1, frames: slot.frames };
+            let (id, frames, bit) = (slot.id, slot.frames, slot.frames + past);
+            let named = OutOfSlot::PastSlot { slot: id, offset: bit, count: 1, frames };
             let mut stray = vec![u64::MAX; (slot.frames / 64) as usize];
             stray.resize((bit / 64 + 1) as usize, 0);
             stray[(bit / 64) as usize] |= 1 << (bit % 64);
