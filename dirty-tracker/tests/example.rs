@@ -6,30 +6,20 @@
 ))]
 #![allow(clippy::unwrap_used, reason = "tests")]
 
-use std::io::Write;
-
 use driftline_dirty_tracker::{FrameRun, Gfn};
 
 #[path = "../examples/dirty_pages.rs"]
 mod dirty_pages;
+mod skip;
 
 #[test]
 fn example_shows_exactly_the_written_pages() {
     if std::fs::File::options().read(true).write(true).open("/dev/kvm").is_err() {
-        skipped("there is no /dev/kvm");
+        let test = "example::example_shows_exactly_the_written_pages";
+        skip::skipped(test, "there is no /dev/kvm");
         return;
     }
     let run = |start, count| FrameRun { start: Gfn(start), count };
     let guest = vec![run(0x20, 1), run(0x23, 1), run(0x70, 2)];
     assert_eq!(dirty_pages::track().unwrap(), [vec![run(1, 1)], guest.clone(), guest]);
-}
-
-/// Reports on stderr, and in the file that `DRIFTLINE_SKIP_LOG` names, that the test did not run.
-fn skipped(why: &str) {
-    let line = format!("example::example_shows_exactly_the_written_pages: {why}\n");
-    eprint!("SKIPPED: {line}");
-    if let Some(path) = std::env::var_os("DRIFTLINE_SKIP_LOG") {
-        let mut log = std::fs::OpenOptions::new().append(true).create(true).open(path).unwrap();
-        log.write_all(line.as_bytes()).unwrap();
-    }
 }

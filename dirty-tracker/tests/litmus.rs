@@ -5,6 +5,8 @@
 #![cfg(not(any(driftline_loom, driftline_shuttle, miri)))]
 #![allow(clippy::unwrap_used, reason = "tests")]
 
+mod skip;
+
 use std::hint::spin_loop;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -67,7 +69,8 @@ fn lost_writes(rounds: u64, mark: impl Fn(&Tree, FrameRun) + Sync) -> u64 {
 fn write_before_a_mark_is_copied_or_remarked() {
     // Spinning threads that share one CPU take too long.
     if std::thread::available_parallelism().is_ok_and(|n| n.get() < 2) {
-        eprintln!("SKIPPED: a litmus test needs two CPUs");
+        let test = "litmus::write_before_a_mark_is_copied_or_remarked";
+        skip::skipped(test, "spinning threads need two CPUs");
         return;
     }
     let rounds = 100_000;

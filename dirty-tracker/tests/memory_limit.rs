@@ -3,7 +3,8 @@
 #![cfg(not(any(driftline_loom, driftline_shuttle, miri)))]
 #![allow(clippy::unwrap_used, reason = "tests")]
 
-use std::io::Write;
+mod skip;
+
 use std::sync::Arc;
 
 use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tracker, Tree};
@@ -14,7 +15,9 @@ fn tree_without_address_space_is_an_error() {
     const LIMIT: Option<u64> = Some(8 << 30);
     setrlimit(Resource::As, Rlimit { current: LIMIT, ..getrlimit(Resource::As) }).unwrap();
     if getrlimit(Resource::As).current != LIMIT {
-        skipped("the address space cannot be limited here (qemu-user ignores RLIMIT_AS)");
+        let test = "memory_limit::tree_without_address_space_is_an_error";
+        let why = "the address space cannot be limited here (qemu-user ignores RLIMIT_AS)";
+        skip::skipped(test, why);
         return;
     }
     // The largest guest: its dirty bits take 128 GiB.
@@ -32,14 +35,4 @@ fn tree_without_address_space_is_an_error() {
 
     let tracker = Arc::new(Tracker::new(small));
     assert!(tracker.subscribe("migration").is_ok(), "a smaller guest's tree fits");
-}
-
-/// Reports on stderr, and in the file that `DRIFTLINE_SKIP_LOG` names, that the test did not run.
-fn skipped(why: &str) {
-    let line = format!("memory_limit::tree_without_address_space_is_an_error: {why}\n");
-    eprint!("SKIPPED: {line}");
-    if let Some(path) = std::env::var_os("DRIFTLINE_SKIP_LOG") {
-        let mut log = std::fs::OpenOptions::new().append(true).create(true).open(path).unwrap();
-        log.write_all(line.as_bytes()).unwrap();
-    }
 }
