@@ -12,7 +12,7 @@ use common::raw::{
     JOIN, MOVE, QUERY, admitted, ask, caller, ends, golden, greeted, header, hello, next, record,
 };
 use common::{HostPair, LONG, Receiver, Sender, exactly_one_runs, quick_send, tag, within};
-use driftline_format::FORMAT_VERSION;
+use driftline_format::STREAM_VERSION;
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, Op, threads};
 use driftline_guest::{Lifecycle, RunState};
 use driftline_migrate::{Received, Records};
@@ -221,7 +221,7 @@ fn short_connections_do_not_end_the_receiver() {
     let hosts = HostPair::new();
     let there = hosts.receiver();
     let before = at_rest(&hosts, &there);
-    let whole = [header(FORMAT_VERSION), hello(MOVE)].concat();
+    let whole = [header(STREAM_VERSION), hello(MOVE)].concat();
     let kinds: [&[u8]; 4] = [b"", &whole[..30], &[b'x'; 200], &whole];
     attack(200, |n| {
         let mut stream = TcpStream::connect(&there.to).unwrap();

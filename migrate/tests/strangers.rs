@@ -11,7 +11,7 @@ use common::raw::{MOVE, admitted, ends, golden, greeted, header, hello, record};
 use common::{
     HostPair, LONG, Proxy, ProxyPlan, Receiver, Sender, exactly_one_runs, quick_send, tag, within,
 };
-use driftline_format::{FORMAT_VERSION, Header, MAGIC_STREAM, RECORD_HEAD_LEN, RecordHead};
+use driftline_format::{Header, MAGIC_STREAM, RECORD_HEAD_LEN, RecordHead, STREAM_VERSION};
 use driftline_guest::testing::MemoryConfig;
 use driftline_guest::{GuestIdentity, MAX_QUEUED_PACKETS};
 use driftline_migrate::{Phase, ReceiveOptions};
@@ -48,10 +48,10 @@ fn takes_a_proper_source(hosts: &HostPair, there: Receiver) {
 fn strangers_are_refused_and_the_receiver_waits() {
     let hosts = HostPair::new();
     let there = hosts.receiver();
-    let absurd = [header(FORMAT_VERSION), record(tag("HELLO"), 0, u32::MAX, b"")].concat();
-    let unknown = [header(FORMAT_VERSION), record(999, 0, 0, b"")].concat();
-    let early = [header(FORMAT_VERSION), record(tag("COMMIT"), 0, 16, &[0; 16])].concat();
-    let mut padded = header(FORMAT_VERSION);
+    let absurd = [header(STREAM_VERSION), record(tag("HELLO"), 0, u32::MAX, b"")].concat();
+    let unknown = [header(STREAM_VERSION), record(999, 0, 0, b"")].concat();
+    let early = [header(STREAM_VERSION), record(tag("COMMIT"), 0, 16, &[0; 16])].concat();
+    let mut padded = header(STREAM_VERSION);
     for sequence in 0..17 {
         let (tag, must_understand, instance, length) = (999, false, 0, 0);
         let payload_crc = crc32c::crc32c(b"");
@@ -66,7 +66,7 @@ fn strangers_are_refused_and_the_receiver_waits() {
             "not a Driftline migration stream",
         ),
         ("nothing", Vec::new(), "closed the connection"),
-        ("half a header", header(FORMAT_VERSION)[..30].to_vec(), "closed the connection"),
+        ("half a header", header(STREAM_VERSION)[..30].to_vec(), "closed the connection"),
         ("an absurd length", absurd, "claims 4294967295 bytes"),
         ("an unknown tag", unknown, "unknown tag 999"),
         ("COMMIT first", early, "COMMIT came where HELLO was expected"),
@@ -125,7 +125,7 @@ fn early_leave_ends_a_receiver_with_once() {
 fn bad_source_after_hello_is_refused() {
     let hosts = HostPair::new();
     let there = hosts.receiver();
-    let greeted = [header(FORMAT_VERSION), hello(MOVE)].concat();
+    let greeted = [header(STREAM_VERSION), hello(MOVE)].concat();
     let abort = [greeted.clone(), record(tag("ABORT"), 1, 2, b"no")].concat();
     let ready = [greeted.clone(), record(tag("READY"), 1, 16, &[0; 16])].concat();
     let torn = [greeted.clone(), vec![0xff; RECORD_HEAD_LEN]].concat();
@@ -156,7 +156,7 @@ fn silent_source_delays_no_other_source() {
     options.handshake_timeout = Duration::from_secs(600);
     let there = hosts.receiver_with(options);
     let mut silent = TcpStream::connect(&there.to).unwrap();
-    silent.write_all(&[header(FORMAT_VERSION), hello(MOVE)].concat()).unwrap();
+    silent.write_all(&[header(STREAM_VERSION), hello(MOVE)].concat()).unwrap();
     Header::read_from(&mut silent, MAGIC_STREAM).unwrap();
     let guest = hosts.start(MemoryConfig::small());
     let sent = Sender::start(&guest, &there.to, &quick_send(&hosts)).result();
@@ -214,7 +214,7 @@ fn other_version_gets_a_readable_refusal() {
     let hosts = HostPair::new();
     let there = hosts.receiver();
     let mut stream = TcpStream::connect(&there.to).unwrap();
-    stream.write_all(&header(FORMAT_VERSION + 1)).unwrap();
+    stream.write_all(&header(STREAM_VERSION + 1)).unwrap();
     stream.write_all(&hello(MOVE)).unwrap();
     let answered = Header::read_from(&mut stream, MAGIC_STREAM).unwrap();
     assert_eq!(answered.layout_hash(), 0);

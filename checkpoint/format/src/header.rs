@@ -25,7 +25,7 @@ use crate::error::FormatError;
 use crate::limits::HEADER_LEN;
 
 /// Version of the migration stream that this program uses.
-pub const FORMAT_VERSION: u16 = 1;
+pub const STREAM_VERSION: u16 = 1;
 /// Version of the store that this program writes.
 const STORE_VERSION: u16 = 1;
 /// Version of archives that this program writes.
@@ -46,11 +46,11 @@ pub const MAGIC_ARCHIVE: [u8; 8] = *b"DRIFTARC";
 pub const MAGIC_WORKING_SET: [u8; 8] = *b"DRIFTWKS";
 
 /// Returns the version of the format whose files begin with `magic`.
-const fn version_of(magic: [u8; 8]) -> u16 {
-    match &magic {
-        b"DRIFTMIG" => FORMAT_VERSION,
-        b"DRIFTARC" => ARCHIVE_VERSION,
-        b"DRIFTWKS" => WORKING_SET_VERSION,
+fn version_of(magic: [u8; 8]) -> u16 {
+    match magic {
+        MAGIC_STREAM => STREAM_VERSION,
+        MAGIC_ARCHIVE => ARCHIVE_VERSION,
+        MAGIC_WORKING_SET => WORKING_SET_VERSION,
         _ => STORE_VERSION,
     }
 }
@@ -67,8 +67,8 @@ fn name_of(magic: [u8; 8]) -> &'static str {
     }
 }
 
-/// Required feature bits that this program knows, with their names.
-const KNOWN_FEATURES: &[(u64, &str)] = &[];
+/// Required feature bits that this program knows.
+const KNOWN_FEATURES: u64 = 0;
 
 /// The fixed header.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
@@ -158,8 +158,7 @@ impl Header {
         if usize::from(h.header_len.get()) != HEADER_LEN {
             return Err(FormatError::HeaderLen { found: h.header_len.get() });
         }
-        let known = KNOWN_FEATURES.iter().fold(0, |all, (bit, _)| all | bit);
-        let bits = h.required.get() & !known;
+        let bits = h.required.get() & !KNOWN_FEATURES;
         if bits != 0 {
             return Err(FormatError::Features { bits });
         }

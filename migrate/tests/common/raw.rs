@@ -4,7 +4,7 @@ use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::time::Duration;
 
-use driftline_format::{FORMAT_VERSION, Header, MAGIC_STREAM, RECORD_HEAD_LEN, RecordHead};
+use driftline_format::{Header, MAGIC_STREAM, RECORD_HEAD_LEN, RecordHead, STREAM_VERSION};
 use driftline_guest::VmId;
 
 use super::tag;
@@ -42,7 +42,7 @@ pub fn hello(purpose: u8) -> Vec<u8> {
 pub fn caller(to: &str, purpose: u8) -> TcpStream {
     let mut stream = TcpStream::connect(to).unwrap();
     stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
-    stream.write_all(&[header(FORMAT_VERSION), hello(purpose)].concat()).unwrap();
+    stream.write_all(&[header(STREAM_VERSION), hello(purpose)].concat()).unwrap();
     stream
 }
 
