@@ -39,9 +39,9 @@ pub trait GuestContents: Send + Sync {
     /// The host does not say which frames it has memory for.
     fn resident(&self) -> Result<Vec<FrameRun>, GuestError>;
 
-    /// Returns write protection of frames, with which they are copied while the guest runs; one at
-    /// a time. `None` means unsupported: frames are then copied in the pause. Opening one
-    /// costs about as much as a few pauses, so callers keep it for as long as they take epochs.
+    /// Returns write protection of frames, with which they are copied while the guest runs. A guest
+    /// has one at a time. `None` means unsupported: frames are then copied in the pause. Opening
+    /// one costs about as much as a few pauses, so callers keep it for as long as they take epochs.
     /// While nothing is protected, it costs the guest nothing.
     ///
     /// # Errors

@@ -135,6 +135,14 @@ impl ActiveFreeze {
         self.reading.iter().any(|read| read.start < run.end() && run.start < read.end())
     }
 
+    /// Returns the error that ended copy-before-write, and to later calls
+    /// [`CopyBeforeWriteError::Ended`].
+    fn take_failure(&mut self) -> Result<(), CopyBeforeWriteError> {
+        let Some(why) = self.failed.take() else { return Ok(()) };
+        self.failed = Some(CopyBeforeWriteError::Ended);
+        Err(why)
+    }
+
     /// Copies saved blocks, as many as `contents` has room for, and frees their room. Returns the
     /// number of blocks.
     fn take_saved(&mut self, buffer: &[u8], runs: &mut Vec<FrameRun>, contents: &mut [u8]) -> u64 {
@@ -367,8 +375,8 @@ pub struct FrozenBlocks {
 }
 
 impl FrozenBlocks {
-    /// Copies as many blocks as `contents` has room for, replaces `runs` with their runs, and ends
-    /// copy-before-write for them. Returns their number; 0 if none is left.
+    /// Copies as many blocks as `contents` has room for, at least one, replaces `runs` with their
+    /// runs, and ends copy-before-write for them. Returns their number; 0 if none is left.
     ///
     /// # Errors
     ///
@@ -384,10 +392,7 @@ impl FrozenBlocks {
         let FreezeState { active: Some(active), buffer, .. } = &mut *state else {
             return Err(CopyBeforeWriteError::Ended);
         };
-        if let Some(e) = active.failed.replace(CopyBeforeWriteError::Ended) {
-            return Err(e);
-        }
-        active.failed = None;
+        active.take_failure()?;
         // Under the same lock as the check whether any are left: a block saved in between would be
         // in no epoch.
         let saved = active.take_saved(buffer, runs, contents);
@@ -421,10 +426,7 @@ impl FrozenBlocks {
         }
         // The write that ended copy-before-write may have happened, here or on another host, during
         // this read.
-        if let Some(e) = active.failed.replace(CopyBeforeWriteError::Ended) {
-            return Err(e);
-        }
-        active.failed = None;
+        active.take_failure()?;
         self.owner.changed.notify_all();
         runs.extend(chosen);
         Ok(saved + (filled / PAGE) as u64)

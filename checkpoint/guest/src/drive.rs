@@ -54,6 +54,7 @@ pub trait GuestDrive: Send + Sync {
     /// one bit of memory per block until it is dropped.
     ///
     /// # Errors
+    ///
     /// There is no address space for that.
     fn subscribe(&self, name: &str) -> Result<Option<Subscription>, NoMemory>;
 

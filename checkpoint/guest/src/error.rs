@@ -42,7 +42,8 @@ pub enum GuestError {
     },
     /// The guest's tracking mode is `none`.
     #[error(
-        "the guest was started with --tracking none, so its writes are not tracked: start it with another --tracking mode"
+        "the guest was started with --tracking none, so its writes are not tracked: start it with \
+         another --tracking mode"
     )]
     NotTracked,
     /// The configuration or a state section cannot be used on this host.
@@ -71,9 +72,9 @@ pub enum GuestError {
     },
 }
 
-/// A tracker has no memory for another subscriber.
+/// The host lacks address space for another subscriber's tree.
 impl From<NoMemory> for GuestError {
     fn from(e: NoMemory) -> Self {
-        Self::System { what: "following the guest's writes", cause: Box::new(e) }
+        Self::System { what: "tracking the guest's writes", cause: Box::new(e) }
     }
 }

@@ -71,6 +71,6 @@ pub use page_source::{LazyRestoreProgress, PageSource, PageSourceError};
 pub use populate::{MemoryLoader, Populate};
 pub use section::{Section, SectionTag};
 pub use stateful::{Clock, SavedState, Stateful};
-pub use vm_id::VmId;
+pub use vm_id::{VmId, VmIdError};
 pub use write_protect::WriteProtection;
 pub use write_throttle::{VcpuWrites, WriteThrottle};

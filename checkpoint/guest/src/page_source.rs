@@ -17,7 +17,7 @@ pub trait PageSource: Send {
 
     /// Returns the working set: frames to prefetch while no fault waits, because the guest accessed
     /// them first after its last restore. A hint; may name frames without content, or none at all.
-    fn first(&self) -> &[FrameRun];
+    fn working_set(&self) -> &[FrameRun];
 
     /// Records that all frames have arrived. `faulted` lists the frames that faulted, in order:
     /// they should be prefetched first the next time.

@@ -17,14 +17,31 @@ impl VmId {
     }
 }
 
-impl FromStr for VmId {
-    type Err = String;
+/// Why a text is not a guest's identity.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum VmIdError {
+    /// It is the nil UUID.
+    #[error("the nil UUID is no guest's id")]
+    Nil,
+    /// It is not a UUID.
+    #[error("\"{text}\" is no UUID: {cause}")]
+    Malformed {
+        /// The text.
+        text: String,
+        /// What is wrong with it.
+        cause: uuid::Error,
+    },
+}
 
-    fn from_str(s: &str) -> Result<Self, String> {
-        match Uuid::parse_str(s) {
-            Ok(id) if id.is_nil() => Err("the nil UUID is no guest's id".to_owned()),
+impl FromStr for VmId {
+    type Err = VmIdError;
+
+    fn from_str(text: &str) -> Result<Self, VmIdError> {
+        match Uuid::parse_str(text) {
+            Ok(id) if id.is_nil() => Err(VmIdError::Nil),
             Ok(id) => Ok(Self(id)),
-            Err(e) => Err(format!("\"{s}\" is no UUID: {e}")),
+            Err(cause) => Err(VmIdError::Malformed { text: text.to_owned(), cause }),
         }
     }
 }

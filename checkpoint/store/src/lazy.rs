@@ -59,7 +59,7 @@ impl PageSource for LazyFrames {
         &self.frames
     }
 
-    fn first(&self) -> &[FrameRun] {
+    fn working_set(&self) -> &[FrameRun] {
         self.working_set.as_ref().map_or(&[], WorkingSetFile::runs)
     }
 

@@ -53,7 +53,7 @@ pub(crate) enum CollectorError {
 
 impl From<CollectorError> for GuestError {
     fn from(e: CollectorError) -> Self {
-        Self::System { what: "following the guest's writes", cause: Box::new(e) }
+        Self::System { what: "tracking the guest's writes", cause: Box::new(e) }
     }
 }
 
@@ -452,7 +452,7 @@ mod tests {
         let (collector, slots) = collector_of(SlotLogging::default(), vec![all]);
         for _ in 0..2 {
             let error = GuestError::from(collector.subscribe("migration").unwrap_err()).to_string();
-            assert!(error.contains("following the guest's writes failed"), "{error}");
+            assert!(error.contains("tracking the guest's writes failed"), "{error}");
             assert!(error.contains("ulimit -v"), "{error}");
             // The source stops again, and the collector continues.
             wait(&slots, |s| s.starts == s.stops && s.logging == [false, false]);

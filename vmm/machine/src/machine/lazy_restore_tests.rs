@@ -45,7 +45,7 @@ impl PageSource for ZeroPageSource {
         &self.frames
     }
 
-    fn first(&self) -> &[FrameRun] {
+    fn working_set(&self) -> &[FrameRun] {
         &[]
     }
 

@@ -300,7 +300,7 @@ impl Fetcher {
     fn run(mut self) {
         let began = Instant::now();
         let mut faults: Vec<u64> = Vec::new();
-        let mut working_set = self.source.first().to_vec().into_iter();
+        let mut working_set = self.source.working_set().to_vec().into_iter();
         let mut in_grace = true;
         while !self.shared.over.load(Ordering::Acquire) {
             in_grace &= !self.owner.runs() && began.elapsed() < BOOT_GRACE;

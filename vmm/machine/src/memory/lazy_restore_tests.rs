@@ -60,7 +60,7 @@ impl PageSource for FakePageSource {
         &self.frames
     }
 
-    fn first(&self) -> &[FrameRun] {
+    fn working_set(&self) -> &[FrameRun] {
         &self.first
     }
 
