@@ -62,7 +62,8 @@ impl Words for OwnedWords<'_> {
 }
 
 /// Picks the bit-extraction strategy from the density of non-zero words. The density gives the
-/// number of bits in each word if bits are distributed uniformly.
+/// number of bits in each word if bits are distributed uniformly. `cargo bench -p
+/// driftline-dirty-tracker -- density` measures the strategies.
 #[derive(Clone, Copy)]
 pub(super) struct Sparsity {
     /// Words are taken one by one, and most have one or two bits.
