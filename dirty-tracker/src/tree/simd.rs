@@ -1,8 +1,8 @@
 //! Turns set bits into numbers, the one step of a walk that is worth vector instructions. There are
 //! three levels: CPUs with AVX-512 VBMI2, x86-64 with BMI, and any other. This module and those
 //! below it contain all unsafe code of the crate. The tests below compare every level with the
-//! portable one. `cargo bench -p driftline-dirty-tracker -- 2016 density` measures the best level of
-//! the CPU.
+//! portable one. `cargo bench -p driftline-dirty-tracker -- 2016 density` measures the best level
+//! of the CPU.
 #![allow(
     unsafe_code,
     reason = "vector instructions and the spare capacity of lists; each block says why it is sound"

@@ -30,6 +30,10 @@ pub struct TestDisk {
 
 impl TestDisk {
     /// Creates a drive of `bytes` zeros.
+    ///
+    /// # Errors
+    ///
+    /// The size is 0 or more than 4 PiB, or the host refuses the file.
     pub fn new(id: &str, bytes: u64) -> io::Result<Arc<Self>> {
         let file = File::from(memfd_create(id, MemfdFlags::CLOEXEC)?);
         file.set_len(bytes)?;
@@ -77,17 +81,29 @@ impl TestDisk {
     }
 
     /// Writes `bytes`, which must not be empty.
+    ///
+    /// # Errors
+    ///
+    /// The write failed, or lies outside the drive.
     pub fn write(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
         self.change(offset, bytes.len() as u64, |file| file.write_all_at(bytes, offset))
     }
 
     /// Makes `len` bytes zeros, which take no room.
+    ///
+    /// # Errors
+    ///
+    /// The host refuses, or the range lies outside the drive.
     pub fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
         let how = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         self.change(offset, len, |file| Ok(fallocate(file, how, offset, len)?))
     }
 
     /// Returns its whole content.
+    ///
+    /// # Errors
+    ///
+    /// The file cannot be read.
     pub fn contents(&self) -> io::Result<Vec<u8>> {
         let mut contents = vec![0; self.head.bytes as usize];
         self.file.read_exact_at(&mut contents, 0)?;
@@ -95,6 +111,10 @@ impl TestDisk {
     }
 
     /// Reads from `offset` on, as much as `to` has room for.
+    ///
+    /// # Errors
+    ///
+    /// The file cannot be read, or is shorter.
     pub fn read(&self, offset: u64, to: &mut [u8]) -> io::Result<()> {
         self.file.read_exact_at(to, offset)
     }
@@ -106,6 +126,10 @@ impl TestDisk {
 
     /// Truncates its file to `bytes` without the guest noticing: bytes beyond cannot be read.
     /// Truncating it to its size again restores that part as zeros.
+    ///
+    /// # Errors
+    ///
+    /// The host refuses.
     pub fn truncate(&self, bytes: u64) -> io::Result<()> {
         self.file.set_len(bytes)
     }

@@ -1,5 +1,6 @@
 //! The guest itself.
 
+mod hand_over;
 mod state;
 
 use std::fmt;
@@ -80,11 +81,19 @@ impl MemoryGuest {
     }
 
     /// Creates a paused guest that has never run.
+    ///
+    /// # Errors
+    ///
+    /// The configuration is malformed, or the host refuses memory or a thread.
     pub fn new(vm_id: VmId, config: MemoryConfig) -> Result<Arc<Self>, GuestError> {
         Self::with_disks(vm_id, config, Vec::new())
     }
 
     /// Like [`new`](Self::new), with drives.
+    ///
+    /// # Errors
+    ///
+    /// As [`new`](Self::new).
     pub fn with_disks(
         vm_id: VmId,
         config: MemoryConfig,
@@ -94,6 +103,10 @@ impl MemoryGuest {
     }
 
     /// Creates a paused guest of another line that has never run.
+    ///
+    /// # Errors
+    ///
+    /// As [`new`](Self::new).
     pub fn of_line(vm_id: VmId, line: Line, config: MemoryConfig) -> Result<Arc<Self>, GuestError> {
         let mut guest = Self::new(vm_id, config)?;
         if let Some(new) = Arc::get_mut(&mut guest) {
@@ -103,6 +116,10 @@ impl MemoryGuest {
     }
 
     /// Starts a guest with a random identity, which holds its own [`ExclusiveDrive`].
+    ///
+    /// # Errors
+    ///
+    /// As [`new`](Self::new).
     pub fn start(config: MemoryConfig) -> Result<Arc<Self>, GuestError> {
         let guest = Self::new(VmId::random(), config)?;
         guest.acquire()?;
@@ -199,6 +216,10 @@ impl MemoryGuest {
 
     /// Writes to a frame as a vCPU or device of the guest does: waits while the frame is
     /// write-protected.
+    ///
+    /// # Errors
+    ///
+    /// The frame lies in no slot, or `bytes` extends past the end of one.
     pub fn write(&self, gfn: Gfn, bytes: &[u8]) -> Result<(), GuestError> {
         self.protected.wait(gfn);
         let written = self.ram.write_slice(bytes, GuestAddress(gfn.gpa()));
@@ -216,6 +237,10 @@ impl MemoryGuest {
     }
 
     /// Compares all of memory with what must have been written last; stops the writers meanwhile.
+    ///
+    /// # Errors
+    ///
+    /// Memory differs, or a writer found a wrong frame before.
     pub fn verify(&self) -> Result<(), WrongMemory> {
         self.gate.while_parked(|| self.compare())
     }
@@ -460,41 +485,6 @@ impl Lifecycle for MemoryGuest {
     fn vcpu_pauses(&self) -> Vec<VcpuPauses> {
         // Writers keep no account of their pauses.
         Vec::new()
-    }
-}
-
-impl HandOver for MemoryGuest {
-    fn stay_awake(&self) {}
-
-    fn flush(&self, _: Duration) -> Result<bool, GuestError> {
-        self.faults.check(Op::Flush, "flushing the drive")?;
-        self.drive.flush();
-        Ok(true)
-    }
-
-    fn release(&self) -> Result<(), GuestError> {
-        self.must_be_paused("release")?;
-        // As a guest with two drives does if the second fails.
-        self.drive.release(self.serial);
-        self.faults.check(Op::Release, "releasing the drive")
-    }
-
-    fn detach(&self) -> Result<Vec<u8>, GuestError> {
-        self.must_be_paused("detach")?;
-        self.faults.check(Op::Detach, "detaching")?;
-        self.drive.detach(self.serial);
-        Ok(self.mark())
-    }
-
-    fn attach(&self, packets: &[u8]) -> Result<(), GuestError> {
-        self.faults.check(Op::Attach, "attaching")?;
-        *self.received_packets.lock() = packets.to_vec();
-        Ok(())
-    }
-
-    fn acquire(&self) -> Result<(), GuestError> {
-        self.faults.check(Op::Acquire, "acquiring the drive")?;
-        self.drive.acquire(self.serial)
     }
 }
 

@@ -1,0 +1,42 @@
+//! What only one host may hold of a test guest: its [`ExclusiveDrive`](super::ExclusiveDrive).
+
+use std::time::Duration;
+
+use super::MemoryGuest;
+use crate::testing::faults::Op;
+use crate::{GuestError, HandOver};
+
+impl HandOver for MemoryGuest {
+    fn stay_awake(&self) {}
+
+    fn flush(&self, _: Duration) -> Result<bool, GuestError> {
+        self.faults.check(Op::Flush, "flushing the drive")?;
+        self.drive.flush();
+        Ok(true)
+    }
+
+    fn release(&self) -> Result<(), GuestError> {
+        self.must_be_paused("release")?;
+        // As a guest with two drives does if the second fails.
+        self.drive.release(self.serial);
+        self.faults.check(Op::Release, "releasing the drive")
+    }
+
+    fn detach(&self) -> Result<Vec<u8>, GuestError> {
+        self.must_be_paused("detach")?;
+        self.faults.check(Op::Detach, "detaching")?;
+        self.drive.detach(self.serial);
+        Ok(self.mark())
+    }
+
+    fn attach(&self, packets: &[u8]) -> Result<(), GuestError> {
+        self.faults.check(Op::Attach, "attaching")?;
+        *self.received_packets.lock() = packets.to_vec();
+        Ok(())
+    }
+
+    fn acquire(&self) -> Result<(), GuestError> {
+        self.faults.check(Op::Acquire, "acquiring the drive")?;
+        self.drive.acquire(self.serial)
+    }
+}
