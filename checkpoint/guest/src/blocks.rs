@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread::Builder;
 use std::time::Duration;
@@ -47,18 +48,47 @@ pub fn read_blocks(file: &File, bytes: u64, start: Gfn, to: &mut [u8]) -> io::Re
 /// Upper bound on finding out where a drive has data: a file on hung storage never answers.
 const SEEK_TIME_LIMIT: Duration = Duration::from_secs(20);
 
+/// Maximum number of threads that find out where drives have data. A thread on hung storage stays
+/// until the storage answers, and a checkpoint that fails for that reason is tried again.
+const MAX_SEEK_THREADS: usize = 64;
+
+/// Number of threads that find out where drives have data.
+static SEEK_THREADS: AtomicUsize = AtomicUsize::new(0);
+
+/// One of at most [`MAX_SEEK_THREADS`] threads, counted until this is dropped.
+struct SeekPermit<'c>(&'c AtomicUsize);
+
+impl<'c> SeekPermit<'c> {
+    fn take(count: &'c AtomicUsize) -> io::Result<Self> {
+        let more = |n| (n < MAX_SEEK_THREADS).then_some(n + 1);
+        match count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more) {
+            Ok(_) => Ok(Self(count)),
+            Err(n) => Err(io::Error::other(format!("{n} earlier calls wait for hung storage"))),
+        }
+    }
+}
+
+impl Drop for SeekPermit<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
 /// Returns the blocks of the first `bytes` of `file` that are not in its holes, ascending. Includes
 /// all blocks of a file or device that does not report holes, and everything after the first 65,536
 /// runs, because a guest can make any number of holes. Costs two system calls per hole.
 ///
 /// # Errors
 ///
-/// The file cannot be read, or its storage has not answered for 20 s.
+/// The file cannot be read, its storage has not answered for 20 s, or 64 earlier calls still wait
+/// for their storage.
 pub fn data_runs(file: &File, bytes: u64) -> io::Result<Vec<FrameRun>> {
     let all = FrameRun { start: Gfn(0), count: bytes.div_ceil(PAGE_SIZE) };
     let (file, (sender, receiver)) = (file.try_clone()?, mpsc::channel());
+    let permit = SeekPermit::take(&SEEK_THREADS)?;
     // A thread of its own, because a hung call cannot be interrupted.
     Builder::new().name("drive-data".into()).spawn(move || {
+        let _permit = permit;
         // The caller has returned if the limit has passed.
         let _ = sender.send(data_within(&file, all, bytes));
     })?;
@@ -161,6 +191,18 @@ mod tests {
         assert!(within(0, 100_000).contains(&100) && within(0, 100_000).contains(&50_000));
         assert!(within(50_000, 1) == [50_000] && within(200_000, 62_144).contains(&200_000));
         assert_eq!(within(60_000, 100_000), [0; 0]);
+    }
+
+    #[test]
+    fn threads_on_hung_storage_are_bounded() {
+        let count = AtomicUsize::new(0);
+        let mut hung: Vec<_> =
+            (0..MAX_SEEK_THREADS).map(|_| SeekPermit::take(&count).unwrap()).collect();
+        assert!(SeekPermit::take(&count).is_err());
+        hung.pop();
+        assert!(SeekPermit::take(&count).is_ok());
+        drop(hung);
+        assert_eq!(count.into_inner(), 0);
     }
 
     #[test]
