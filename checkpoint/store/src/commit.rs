@@ -234,8 +234,8 @@ impl Committer {
                 if !waits.warned && waits.since.elapsed() >= LONG_READ {
                     waits.warned = true;
                     tracing::warn!(
-                        "checkpoint {epoch} of the store {} has been read for more than {} s; until its reader \
-                         ends no checkpoint is dropped, and the store grows",
+                        "checkpoint {epoch} of the store {} has been read for more than {} s; \
+                         until its reader ends no checkpoint is dropped, and the store grows",
                         self.store.location().display(),
                         LONG_READ.as_secs()
                     );
@@ -321,7 +321,7 @@ impl Committer {
 
     /// Cuts off what a failed epoch left in the log. Its slots are free once that is durable.
     fn undo(&mut self, slots: Vec<SlotRun>) {
-        let bytes = self.end.sector * SECTOR as u64;
+        let bytes = self.end.offset();
         // Nothing is cut off that another process may have appended.
         let cut = self.check().and_then(|()| {
             let cut = self.log.truncate(bytes).and_then(|()| self.log.sync());
@@ -361,7 +361,7 @@ impl Committer {
         if !matches!(self.log_status, LogStatus::Sound) {
             return false;
         }
-        let bytes = self.end.sector * SECTOR as u64;
+        let bytes = self.end.offset();
         if bytes <= self.bounds.log.max(self.rotate_from) {
             return false;
         }
@@ -377,7 +377,7 @@ impl Committer {
 
     /// Rotates the log. To be called when no caller waits for the committer.
     pub fn rotate_log(&mut self) {
-        let bytes = self.end.sector * SECTOR as u64;
+        let bytes = self.end.offset();
         if let Err(e) = self.rotate() {
             tracing::warn!("the log could not be rewritten, so it grows: {e}");
             self.rotate_from = bytes + bytes / 4;

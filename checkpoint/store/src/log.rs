@@ -50,7 +50,7 @@ struct DamageGap {
 pub(crate) struct LogFile {
     sectors: Sectors,
     pub(crate) vm_id: VmId,
-    /// Groups of the log behind [skipped](Self::skipped) damage, ascending; includes epochs that
+    /// Epochs of the log behind [skipped](Self::skipped) damage, ascending; includes epochs that
     /// are no longer retained.
     pub(crate) epochs: Vec<LoggedEpoch>,
     /// Position behind the last epoch.
@@ -118,21 +118,36 @@ impl LogFile {
     /// Opens the log of `generation` and reads through all of it.
     pub(crate) fn open(store: &Store, generation: u64) -> Result<Self, StoreError> {
         let (sectors, header) = Self::open_header(store, generation)?;
-        let end = LogPosition { sector: 1, sequence: 0, digest: Some(Digest(header.checksum())) };
-        let vm_id = header.vm_id();
-        let (epochs, tail) = (Vec::new(), Tail::Clean);
-        let mut log = Self {
-            sectors,
-            vm_id,
-            epochs,
-            end,
-            last_sectors: None,
-            tail,
-            skipped: None,
-            lost: BTreeMap::new(),
-        };
+        let mut log = Self::unread(sectors, header.vm_id(), header.checksum());
         log.read_appended()?;
         Ok(log)
+    }
+
+    /// Returns a log of which no epoch has been read. `seed` is the checksum with which its digest
+    /// begins.
+    fn unread(sectors: Sectors, vm_id: VmId, seed: u32) -> Self {
+        let end = LogPosition { sector: 1, sequence: 0, digest: Some(Digest(seed)) };
+        Self {
+            sectors,
+            vm_id,
+            epochs: Vec::new(),
+            end,
+            last_sectors: None,
+            tail: Tail::Clean,
+            skipped: None,
+            lost: BTreeMap::new(),
+        }
+    }
+
+    /// Opens the log of `generation`; nothing in it has been read. A `lenient` reader, for a
+    /// salvage, skips damaged state and gives up parts that the disk cannot read.
+    fn open_sectors(store: &Store, generation: u64, lenient: bool) -> Result<Sectors, StoreError> {
+        let name = log_name(generation);
+        let file = store.backend().open(&name).map_err(|e| store.io("opening", &name, e))?;
+        let (path, pause_gate) = (store.path(&name), store.pause_gate().clone());
+        let mut sectors = Sectors::new(file, path, pause_gate, store.unreadable(lenient))?;
+        sectors.lenient = lenient;
+        Ok(sectors)
     }
 
     /// Fails if the log of `generation` is missing, has a damaged header, or is not of guest
@@ -152,10 +167,7 @@ impl LogFile {
     }
 
     fn open_header(store: &Store, generation: u64) -> Result<(Sectors, Header), StoreError> {
-        let name = log_name(generation);
-        let file = store.backend().open(&name).map_err(|e| store.io("opening", &name, e))?;
-        let (path, pause_gate) = (store.path(&name), store.pause_gate().clone());
-        let mut sectors = Sectors::new(file, path, pause_gate, store.unreadable(false))?;
+        let mut sectors = Self::open_sectors(store, generation, false)?;
         let data = match sectors.data(0, SectorKind::Other) {
             Ok(data) => data,
             Err(SectorError::Damaged(e)) => return Err(e),
@@ -194,17 +206,9 @@ impl LogFile {
         generation: u64,
         vm_id: VmId,
     ) -> Result<(Self, Option<StoreError>, Vec<Hole>), StoreError> {
-        let name = log_name(generation);
-        let file = store.backend().open(&name).map_err(|e| store.io("opening", &name, e))?;
-        let (path, pause_gate) = (store.path(&name), store.pause_gate().clone());
-        let mut sectors = Sectors::new(file, path, pause_gate, store.unreadable(true))?;
-        sectors.lenient = true;
+        let mut sectors = Self::open_sectors(store, generation, true)?;
         let (seed, header_damage) = salvage_header(&mut sectors, generation, vm_id)?;
-        let digest = Some(Digest(seed));
-        let end = LogPosition { sector: 1, sequence: 0, digest };
-        let (epochs, tail) = (Vec::new(), Tail::Clean);
-        let (last_sectors, skipped, lost) = (None, None, BTreeMap::new());
-        let mut log = Self { sectors, vm_id, epochs, end, last_sectors, tail, skipped, lost };
+        let mut log = Self::unread(sectors, vm_id, seed);
         let holes = log.salvage_epochs()?;
         Ok((log, header_damage, holes))
     }
@@ -270,7 +274,7 @@ impl LogFile {
 
     /// Returns the number of bytes up to the end of the last epoch.
     pub(crate) fn bytes(&self) -> u64 {
-        self.end.sector * SECTOR as u64
+        self.end.offset()
     }
 
     /// Reads what was appended since the last read. The last epoch may have failed after it was
@@ -284,7 +288,7 @@ impl LogFile {
         }
         let mut gap: Option<DamageGap> = None;
         self.tail = loop {
-            if self.end.sector * SECTOR as u64 == self.sectors.len() {
+            if self.end.offset() == self.sectors.len() {
                 break Tail::Clean;
             }
             let after = gap.as_ref().and_then(|gap| gap.epochs.last()).map(|g| g.info.epoch);
@@ -319,7 +323,7 @@ impl LogFile {
     fn skip_damage(&mut self, stop: SectorError, later: LogPosition, gap: &mut Option<DamageGap>) {
         let (epoch, end) = (self.front_epoch(self.end), std::mem::replace(&mut self.end, later));
         let (epochs, last_sectors) = (std::mem::take(&mut self.epochs), self.last_sectors.take());
-        // Groups that were found behind an earlier gap are useless without the epochs of this gap.
+        // Epochs that were found behind an earlier gap are useless without the epochs of this gap.
         gap.get_or_insert_with(|| DamageGap {
             damage: stop.into(),
             epoch,
@@ -357,7 +361,7 @@ impl LogFile {
 
     /// Returns how the log ends, if reading stops within the last epoch that begins in it.
     fn tail_of(&mut self, stop: SectorError) -> Result<Tail, StoreError> {
-        let torn = Tail::Torn(self.end.sector * SECTOR as u64);
+        let torn = Tail::Torn(self.end.offset());
         Ok(match stop {
             SectorError::Unwritten(..) => torn,
             SectorError::Damaged(StoreError::Damaged { offset, .. })
@@ -423,7 +427,7 @@ impl LogFile {
         let lenient = lenient && commit.oldest <= epoch;
         if commit.oldest < oldest || !(known(commit.oldest) || beyond || lenient) {
             let (what, found) = ("the oldest retained epoch", commit.oldest);
-            let at = reader_offset(place);
+            let at = place.offset();
             let e = self.sectors.damaged(at, Damage::Mismatch { what, found, expected: oldest });
             return Err(e.into());
         }
@@ -455,7 +459,7 @@ impl LogFile {
 
     /// Returns an error for damage of epoch `index`, with the place where the epoch begins.
     pub(crate) fn damaged(&self, index: usize, damage: Damage) -> StoreError {
-        self.sectors.damaged(reader_offset(self.epochs[index].place), damage)
+        self.sectors.damaged(self.epochs[index].place.offset(), damage)
     }
 
     /// Returns the index of the first epoch that is needed for the memory of epoch `index`.
@@ -490,10 +494,6 @@ impl LogFile {
 /// Returns the sequence number in the record's head at the beginning of a sector's data.
 fn sequence_of(data: &[u8]) -> u32 {
     data[16..20].iter().rev().fold(0, |all, byte| all << 8 | u32::from(*byte))
-}
-
-fn reader_offset(place: LogPosition) -> u64 {
-    place.sector * SECTOR as u64
 }
 
 /// Returns whether an error means that a file does not exist.

@@ -13,7 +13,6 @@ use crate::backend::StoreFile;
 use crate::commit::{Bounds, Committer, LogStatus, RetainedEpoch};
 use crate::epoch_encoder::begin_log;
 use crate::error::StoreError;
-use crate::limits::SECTOR;
 use crate::log::LogFile;
 use crate::manifest::{Manifest, ManifestNotWritten};
 use crate::names::{MANIFEST, log_name, pages_name};
@@ -44,9 +43,7 @@ impl Store {
             _ => Err(StoreError::Replaced { file: self.path(MANIFEST) }),
         }
     }
-}
 
-impl Store {
     /// Adds the repair command to damage that keeps a writer from the store.
     pub(super) fn with_repair_hint<T>(
         &self,
@@ -89,7 +86,7 @@ impl Committer {
             file.truncate(bytes).map_err(|e| store.io("truncating", &name, e))?;
         }
         if let Some(last) = log.epochs.last() {
-            let again = rewrite(&*file, last.place.sector * SECTOR as u64, bytes);
+            let again = rewrite(&*file, last.place.offset(), bytes);
             again.map_err(|e| store.io("writing", &name, e))?;
         }
         file.sync().map_err(|e| store.io("syncing", &name, e))?;

@@ -194,7 +194,8 @@ impl Store {
             return Ok(vec![(files, vm_id)]);
         }
         if logs.is_empty() {
-            return Err(self.without_log(manifest)?);
+            let log = manifest.map(|manifest| log_name(manifest.files.log));
+            return Err(StoreError::NoLog { dir: self.dir(), log });
         }
         if pages.is_empty() {
             // Without page files: the checkpoints of the log are listed as damaged.
@@ -219,12 +220,6 @@ impl Store {
             return Err(self.without_owner(manifest, &owners));
         }
         Ok(candidates)
-    }
-
-    /// Returns the error for a store without a log.
-    fn without_log(&self, manifest: Option<Manifest>) -> Result<StoreError, StoreError> {
-        let dir = self.dir();
-        Ok(StoreError::NoLog { dir, log: manifest.map(|manifest| log_name(manifest.files.log)) })
     }
 
     /// Returns the reason why no log and page file belong together: they are of several guests, or
@@ -260,30 +255,57 @@ impl Store {
         }
     }
 
-    /// Returns the damage of an epoch whose page file is missing; `None` if it has no stored frame.
-    fn missing_page(&self, files: Files, map: &FrameMap) -> Option<StoreError> {
-        let (_, location) = map.all().next()?;
-        let damage = Damage::EndsEarly { length: 0, wanted: PAGE_SIZE };
-        let offset = u64::from(location.slot) * PAGE_SIZE;
-        Some(StoreError::Damaged { file: self.path(&pages_name(files.pages)), offset, damage })
-    }
-
     /// Reads all of these files.
     fn assess(&self, files: Files, vm_id: VmId) -> Result<Salvage, StoreError> {
         let (mut log, header, holes) = LogFile::salvage(self, files.log, vm_id)?;
-        let mut survey = Survey::default();
         let (pages, wrong) = self.open_damaged_pages(files, vm_id)?;
-        let pages_are_sound = wrong.is_none();
+        let mut survey = Survey::default();
         survey.damage.extend(header.iter().chain(&wrong).map(ToString::to_string));
+        let pages_are_sound = wrong.is_none();
+        let mut checked = CheckedPages { store: self, files, pages, check: PageCheck::default() };
+        let chosen = checked.assess_epochs(&mut log, &holes, &mut survey)?;
+        let all_sound = survey.sound == survey.checkpoints.len() as u64;
+        let log_is_sound = header.is_none() && holes.is_empty() && log.lost.is_empty() && all_sound;
+        Ok(Salvage {
+            vm_id,
+            files,
+            log,
+            pages: checked.pages,
+            chosen,
+            survey,
+            manifest_is_sound: false,
+            log_is_sound,
+            pages_are_sound,
+        })
+    }
+}
+
+/// The page file of a store that is surveyed, and what has been checked of it.
+struct CheckedPages<'s> {
+    store: &'s Store,
+    files: Files,
+    /// `None` if the page file is missing.
+    pages: Option<PageReader>,
+    check: PageCheck,
+}
+
+impl CheckedPages<'_> {
+    /// Reads the frames of all retained epochs of `log`, and notes in `survey` which epochs are
+    /// sound. Returns the indices of those.
+    fn assess_epochs(
+        &mut self,
+        log: &mut LogFile,
+        holes: &[Hole],
+        survey: &mut Survey,
+    ) -> Result<Vec<usize>, StoreError> {
         let (count, oldest) = (log.epochs.len(), log.oldest().unwrap_or(0));
         let first = log.epochs.partition_point(|g| g.info.epoch < oldest);
-        let mut chosen = Vec::new();
-        let (mut map, mut check) = (FrameMap::default(), PageCheck::default());
+        let (mut chosen, mut map) = (Vec::new(), FrameMap::default());
         // Whether the places of this epoch's frames are known, and whether the frames of the epoch
         // before it were read.
         let (mut known, mut was_read) = (false, false);
         for index in 0..count {
-            let is_behind = note_holes(&mut survey, &log, &holes, index, oldest);
+            let is_behind = note_holes(survey, log, holes, index, oldest);
             let whole = log.epochs[index].front.is_whole();
             let info = log.epochs[index].info;
             known = whole || (known && !is_behind);
@@ -297,17 +319,11 @@ impl Store {
                 }
                 continue;
             }
-            apply(&mut log, index, &mut map)?;
+            apply(log, index, &mut map)?;
             if index < first {
                 continue;
             }
-            let of_pages = match &pages {
-                Some(pages) => {
-                    let all = whole || !was_read;
-                    check.epoch(pages, &mut log, index, &map, all)?.1.map(|e| e.to_string())
-                }
-                None => self.missing_page(files, &map).map(|e| e.to_string()),
-            };
+            let of_pages = self.damage(log, index, &map, whole || !was_read)?;
             was_read = true;
             let of_state = log.lost.get(&log.epochs[index].place.sector).map(ToString::to_string);
             let damage = of_state.or(of_pages);
@@ -316,21 +332,35 @@ impl Store {
             }
             survey.push(Some(info.epoch), damage);
         }
-        note_holes(&mut survey, &log, &holes, count, oldest);
-        let all_sound = survey.sound == survey.checkpoints.len() as u64;
-        let log_is_sound = header.is_none() && holes.is_empty() && log.lost.is_empty() && all_sound;
-        let manifest_is_sound = false;
-        Ok(Salvage {
-            vm_id,
-            files,
-            log,
-            pages,
-            chosen,
-            survey,
-            manifest_is_sound,
-            log_is_sound,
-            pages_are_sound,
-        })
+        note_holes(survey, log, holes, count, oldest);
+        Ok(chosen)
+    }
+
+    /// Reads the frames that epoch `index` brought, or `all` of its frames, which are in `map`.
+    /// Returns the first damage among all frames of the epoch.
+    fn damage(
+        &mut self,
+        log: &mut LogFile,
+        index: usize,
+        map: &FrameMap,
+        all: bool,
+    ) -> Result<Option<String>, StoreError> {
+        match &self.pages {
+            Some(pages) => {
+                let (_, damage) = self.check.epoch(pages, log, index, map, all)?;
+                Ok(damage.map(|e| e.to_string()))
+            }
+            None => Ok(self.missing_page(map).map(|e| e.to_string())),
+        }
+    }
+
+    /// Returns the damage of an epoch whose page file is missing; `None` if it has no stored frame.
+    fn missing_page(&self, map: &FrameMap) -> Option<StoreError> {
+        let (_, location) = map.all().next()?;
+        let damage = Damage::EndsEarly { length: 0, wanted: PAGE_SIZE };
+        let offset = u64::from(location.slot) * PAGE_SIZE;
+        let file = self.store.path(&pages_name(self.files.pages));
+        Some(StoreError::Damaged { file, offset, damage })
     }
 }
 

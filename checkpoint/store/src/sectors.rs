@@ -4,9 +4,11 @@
 //! ```text
 //!  0                                               508        512
 //!  +-----------------------------------------------+-----------+
-//!  | data: records, one after the other            | CRC32C    |  of the data, the sector's number, and its kind
+//!  | data: records, one after the other            | CRC32C    |
 //!  +-----------------------------------------------+-----------+
 //! ```
+//!
+//! The CRC32C covers the data, the sector's number, and its kind.
 //!
 //! The checksums tell the remains of a crash from damage. A sector that was never written is
 //! missing or zeros, and zeros never have a valid checksum. Any other sector whose checksum is
@@ -42,6 +44,13 @@ pub(crate) struct LogPosition {
     /// Digest of all records before it; `None` if some of those are damaged, and the next COMMIT
     /// has to tell the digest.
     pub(crate) digest: Option<Digest>,
+}
+
+impl LogPosition {
+    /// Returns the offset in the file, in bytes.
+    pub(crate) fn offset(self) -> u64 {
+        self.sector * SECTOR as u64
+    }
 }
 
 /// Kind of a sector, which its checksum covers. A guest chooses the checksums of frames, and so the
