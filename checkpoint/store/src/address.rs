@@ -36,11 +36,10 @@ pub(crate) fn name(gfn: Gfn) -> String {
 
 /// Returns the name of a run for messages, as [`name`] does for a frame.
 pub(crate) fn name_run(run: FrameRun) -> String {
-    match place(run.start) {
-        (0, _) => format!("frames {run}"),
-        (drive, start) => {
-            let (first, end) = (start.0, start.0.saturating_add(run.count));
-            format!("blocks {first:#x}..{end:#x} of drive {drive}")
-        }
+    let (object, start) = place(run.start);
+    let (first, end) = (start.0, start.0.saturating_add(run.count));
+    match object {
+        0 => format!("pages {first:#x}..{end:#x}"),
+        drive => format!("blocks {first:#x}..{end:#x} of drive {drive}"),
     }
 }

@@ -77,11 +77,11 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// The file cannot be created.
     fn create(&self, name: &str) -> io::Result<Box<dyn StoreFile>>;
 
-    /// Creates an empty file, for reading and writing; `AlreadyExists` if the name is in use.
+    /// Creates an empty file, for reading and writing.
     ///
     /// # Errors
     ///
-    /// The name is in use, or the file cannot be created.
+    /// `AlreadyExists` if the name is in use; or the file cannot be created.
     fn create_new(&self, name: &str) -> io::Result<Box<dyn StoreFile>>;
 
     /// Opens a file for reading.
@@ -106,12 +106,12 @@ pub trait Backend: fmt::Debug + Send + Sync {
     fn rename(&self, from: &str, to: &str) -> io::Result<()>;
 
     /// Gives a file a second name that is not in use: its bytes stay for as long as it has either
-    /// name. The name is not durable before [`sync_dir`](Self::sync_dir). Fails with EPERM,
-    /// EOPNOTSUPP or ENOSYS where files have one name only.
+    /// name. The name is not durable before [`sync_dir`](Self::sync_dir).
     ///
     /// # Errors
     ///
-    /// The new name is in use, or the system refuses.
+    /// The new name is in use, or the system refuses: with EPERM, EOPNOTSUPP or ENOSYS where files
+    /// have one name only.
     fn link(&self, from: &str, to: &str) -> io::Result<()>;
 
     /// Removes a file.
@@ -154,11 +154,11 @@ pub trait StoreFile: fmt::Debug + Send + Sync {
         Ok(self.len()? == 0)
     }
 
-    /// Fills `buf` from byte `offset` on; `UnexpectedEof` if the file is shorter.
+    /// Fills `buf` from byte `offset` on.
     ///
     /// # Errors
     ///
-    /// The bytes cannot be read.
+    /// `UnexpectedEof` if the file is shorter; or the bytes cannot be read.
     fn read_exact_at(&self, buf: &mut [u8], offset: u64) -> io::Result<()>;
 
     /// Hints that `len` bytes from byte `offset` on will be read soon. The default does nothing,
@@ -190,8 +190,7 @@ pub trait StoreFile: fmt::Debug + Send + Sync {
     /// The system refuses.
     fn truncate(&self, len: u64) -> io::Result<()>;
 
-    /// Makes the file's bytes and length durable. After an error, bytes written since the last
-    /// successful sync count as lost.
+    /// Makes the file's bytes and length durable.
     ///
     /// # Errors
     ///
@@ -467,6 +466,10 @@ impl StoreFile for DirectFile {
 
     fn truncate(&self, len: u64) -> io::Result<()> {
         self.file.truncate(len)
+    }
+
+    fn will_read(&self, offset: u64, len: u64) {
+        self.file.will_read(offset, len);
     }
 
     // Direct writes need it as well: the disk has a cache of its own.

@@ -40,8 +40,8 @@ pub enum StoreError {
     /// A retained checkpoint is damaged, or one that it builds on, or the record of which
     /// checkpoints there are.
     #[error(
-        "the store {} takes no new checkpoints, because {} is damaged: {cause}. Salvage the sound ones with: \
-         driftline store repair {}",
+        "the store {} takes no new checkpoints, because {} is damaged: {cause}. Salvage the sound \
+         ones with: driftline store repair {}",
         dir.display(),
         epoch.map_or_else(|| damaged_part(cause).to_owned(), |epoch| format!("checkpoint {epoch}")),
         dir.display()
@@ -62,8 +62,8 @@ pub enum StoreError {
     },
     /// The directory has files of several guests, and no manifest says which guest's store it is.
     #[error(
-        "{} has checkpoints of guests {one} and {other} and no manifest that says which of them are its own. Move \
-         the log and page file of one of them to another directory",
+        "{} has checkpoints of guests {one} and {other} and no manifest that says which of them \
+         are its own. Move the log and page file of one of them to another directory",
         dir.display()
     )]
     Ambiguous {
@@ -76,8 +76,8 @@ pub enum StoreError {
     },
     /// The store has a file of another guest.
     #[error(
-        "{} belongs to guest {found}, and the manifest names it as guest {expected}'s. Put the file of guest \
-         {expected} in its place",
+        "{} belongs to guest {found}, and the manifest names it as guest {expected}'s. Put the \
+         file of guest {expected} in its place",
         file.display()
     )]
     Mixed {
@@ -89,15 +89,18 @@ pub enum StoreError {
         expected: VmId,
     },
     /// Checkpoints are lost, and no sound one is left.
-    #[error("no checkpoint in {} is sound, so there is nothing to repair: nothing was changed", dir.display())]
+    #[error(
+        "no checkpoint in {} is sound, so there is nothing to repair: nothing was changed",
+        dir.display()
+    )]
     NothingSound {
         /// The store.
         dir: PathBuf,
     },
     /// The log is missing, and no other file says which checkpoints there are.
     #[error(
-        "the store {} has lost its log{}, without which nothing says which checkpoints it has, and nothing can be \
-         salvaged. Put the log back, from a backup",
+        "the store {} has lost its log{}, without which nothing says which checkpoints it has, and \
+         nothing can be salvaged. Put the log back, from a backup",
         dir.display(),
         log.as_ref().map_or(String::new(), |log| format!(" ({log})"))
     )]
@@ -109,8 +112,9 @@ pub enum StoreError {
     },
     /// A file that the manifest names is missing, and other files of a store are there.
     #[error(
-        "the manifest of the store {} names {file}, which is not there, and other logs or page files are: nothing \
-         was changed. Look for sound checkpoints in those with: driftline store repair {}",
+        "the manifest of the store {} names {file}, which is not there, and other logs or page \
+         files are: nothing was changed. Look for sound checkpoints in those with: driftline store \
+         repair {}",
         dir.display(),
         dir.display()
     )]
@@ -122,9 +126,9 @@ pub enum StoreError {
     },
     /// Neither the manifest nor any header says which guest the files belong to.
     #[error(
-        "the manifest of the store {} and the headers of its log and page file are all damaged or missing, so nothing \
-         says whose checkpoints it has, and nothing was changed. Put one of the three files back, from a backup, and \
-         repair again",
+        "the manifest of the store {} and the headers of its log and page file are all damaged or \
+         missing, so nothing says whose checkpoints it has, and nothing was changed. Put one of \
+         the three files back, from a backup, and repair again",
         dir.display()
     )]
     HeadersDamaged {
@@ -133,7 +137,8 @@ pub enum StoreError {
     },
     /// The manifest is missing, so which epochs the store has is unknown.
     #[error(
-        "{} holds checkpoints, but the store has no manifest; rebuild it with: driftline store repair {}",
+        "{} holds checkpoints, but the store has no manifest; rebuild it with: driftline store \
+         repair {}",
         log.display(),
         log.parent().unwrap_or(log).display()
     )]
@@ -143,7 +148,8 @@ pub enum StoreError {
     },
     /// No generation number is left for a new file.
     #[error(
-        "{} has the highest number that a file of a store can have, so no new file can be created: move it to another directory",
+        "{} has the highest number that a file of a store can have, so no new file can be created: \
+         move it to another directory",
         file.display()
     )]
     LastName {
@@ -171,7 +177,10 @@ pub enum StoreError {
         parent: u64,
     },
     /// The page file has the largest number of slots that there can be.
-    #[error("the page file {} has {slots} slots, the most that there can be; use another store", pages.display())]
+    #[error(
+        "the page file {} has {slots} slots, the most that there can be; use another store",
+        pages.display()
+    )]
     NoMoreSlots {
         /// The page file.
         pages: PathBuf,
@@ -208,8 +217,8 @@ pub enum StoreError {
     },
     /// The store has epochs of another guest.
     #[error(
-        "the store {} holds checkpoints of guest {stored}, and this is guest {asked}: a store has checkpoints of one \
-         guest. Name another directory (--store DIR --new-store)",
+        "the store {} holds checkpoints of guest {stored}, and this is guest {asked}: a store has \
+         checkpoints of one guest. Name another directory (--store DIR --new-store)",
         dir.display()
     )]
     OtherVm {
@@ -222,9 +231,9 @@ pub enum StoreError {
     },
     /// The last epoch in the store is of the same guest, but this guest was not restored from it.
     #[error(
-        "checkpoint {last}, the latest in the store {}, was taken by another process that ran guest {asked}, and this one \
-         {}. Name another directory (--store DIR --new-store), or stop this guest and continue from checkpoint {last} \
-         (restore --same-id)",
+        "checkpoint {last}, the latest in the store {}, was taken by another process that ran \
+         guest {asked}, and this one {}. Name another directory (--store DIR --new-store), or stop this \
+         guest and continue from checkpoint {last} (restore --same-id)",
         dir.display(),
         match from {
             None => "was not restored from it".to_owned(),
@@ -342,9 +351,9 @@ pub enum Damage {
     /// The file belongs to another guest than the others.
     #[error("the file belongs to guest {found}, the others to guest {expected}")]
     OtherVm {
-        /// The VM in this file.
+        /// The guest of this file.
         found: VmId,
-        /// The VM of the store.
+        /// The guest of the store.
         expected: VmId,
     },
     /// Bytes that must have been written are not there, although what follows them was written
@@ -382,7 +391,8 @@ pub enum Damage {
     },
     /// The content of a frame is not what was stored.
     #[error(
-        "{} of checkpoint {epoch} fails its checksum: it is {found:#010x} and should be {expected:#010x}",
+        "{} of checkpoint {epoch} fails its checksum: it is {found:#010x} and should be \
+         {expected:#010x}",
         address::name(*gfn)
     )]
     Frame {
@@ -429,7 +439,11 @@ pub enum Damage {
         before: u64,
     },
     /// Runs of a record that do not ascend, or that overlap.
-    #[error("{} follow {}; the runs of a record ascend", address::name_run(*run), address::name_run(*before))]
+    #[error(
+        "{} follow {}; the runs of a record ascend",
+        address::name_run(*run),
+        address::name_run(*before)
+    )]
     Order {
         /// The run that is out of order.
         run: FrameRun,
@@ -450,12 +464,10 @@ pub enum Damage {
 }
 
 fn outside(object: u16, run: FrameRun) -> String {
+    let (first, end) = (run.start.0, run.start.0.saturating_add(run.count));
     match object {
-        0 => format!("pages {run} are not in guest memory"),
-        n => {
-            let (first, end) = (run.start.0, run.start.0.saturating_add(run.count));
-            format!("blocks {first:#x}..{end:#x} are not in drive {n}")
-        }
+        0 => format!("pages {first:#x}..{end:#x} are not in guest memory"),
+        drive => format!("blocks {first:#x}..{end:#x} are not in drive {drive}"),
     }
 }
 

@@ -216,7 +216,8 @@ mod tests {
     fn step() -> impl Strategy<Value = EntryStep> {
         let run = (0u64..200, 1u64..40);
         prop_oneof![
-            2 => (run.clone(), any::<bool>()).prop_map(|((at, n), tight)| EntryStep::Stored(at, n, tight)),
+            2 => (run.clone(), any::<bool>())
+                .prop_map(|((at, n), tight)| EntryStep::Stored(at, n, tight)),
             1 => run.prop_map(|(at, n)| EntryStep::Zeros(at, n)),
         ]
     }
@@ -253,7 +254,8 @@ mod tests {
             let zeros = entries.zero_runs().flat_map(FrameRun::frames).map(|gfn| gfn.0);
             let expected = model.iter().filter(|(_, place)| place.is_none() && !forget);
             prop_assert!(zeros.eq(expected.map(|(frame, _)| *frame)));
-            prop_assert!(entries.runs().map(|(run, _)| run).is_sorted_by(|a, b| a.end() <= b.start));
+            let runs = entries.runs().map(|(run, _)| run);
+            prop_assert!(runs.is_sorted_by(|a, b| a.end() <= b.start));
             // Every slot is either needed or freed.
             let all = [old.clone(), entries.slots()].concat();
             prop_assert_eq!(joined(all.clone()), crate::frame_map::runs_of(slots));

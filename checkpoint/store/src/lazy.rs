@@ -28,7 +28,7 @@ pub struct LazyFrames {
 }
 
 impl LazyFrames {
-    /// Returns the frames of the epoch pinned in `store`, and the other findings about it.
+    /// Returns the page source of the epoch pinned in `store`, and the state of its machine.
     ///
     /// # Errors
     ///

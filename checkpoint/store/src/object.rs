@@ -14,6 +14,7 @@ use crate::error::Damage;
 pub(crate) const MAX_DRIVES: usize = 256;
 /// Maximum length of a drive's name, in bytes.
 const MAX_ID: usize = 64;
+
 /// The objects of an epoch, which determine the frames that it can have.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Objects<'o> {
@@ -135,7 +136,8 @@ mod tests {
         let run = objects.run(1, 4, 2).unwrap();
         assert_eq!((place(run.start), run.count), ((1, Gfn(4)), 2));
         assert_eq!(name_run(run), "blocks 0x4..0x6 of drive 1");
-        assert_eq!(objects.run(0, 4, 2).unwrap().start, Gfn(4));
+        let run = objects.run(0, 4, 2).unwrap();
+        assert_eq!((run.start, name_run(run)), (Gfn(4), "pages 0x4..0x6".to_owned()));
         for (object, start, count) in
             [(0, 9, 2), (1, 5, 2), (2, 1, 1), (3, 0, 1), (1, 0, 0), (1, END, 1), (1, u64::MAX, 2)]
         {

@@ -56,7 +56,7 @@ pub struct Machine {
 /// Frames that are not zeros, ascending, each with its location.
 pub type FrameLocations = Vec<(Gfn, FrameLocation)>;
 
-/// Findings from reading the map of an epoch's frames.
+/// State of an epoch's machine, and how many epochs the map of its frames comes from.
 #[derive(Debug)]
 pub struct MachineState {
     /// Number of epochs whose records were read for the map.
@@ -145,7 +145,7 @@ impl Pinned {
 
     /// Reads `frames`, ascending by frame, and passes them to `sink`, as many adjacent ones at once
     /// as there are. Sorts and reads them by slot, which suits disks, unless `sink` wants them in
-    /// their own order. Ends with the first error, as far as several threads have a first one.
+    /// their own order. An error stops all threads.
     ///
     /// # Errors
     ///
@@ -245,7 +245,7 @@ impl Store {
     }
 
     /// Pins the epoch that `choose` finds in the log, and calls it again if the epoch was dropped
-    /// meanwhile. With `all`, it is shown only epochs that are known to be durable.
+    /// meanwhile. With `all`, the log of the result ends with an epoch that is known to be durable.
     fn pin_chosen(
         &self,
         asked: Option<u64>,

@@ -54,8 +54,8 @@ pub trait Sink: Sync {
 
 /// Reads `frames` of `epoch`, ascending by frame, and passes them to `sink`, as many adjacent ones
 /// at once as there are. Sorts and reads them by slot, which suits disks, unless `sink` wants them
-/// in their own order. In that case, what is not in the page cache is read ahead by slot. Ends with
-/// the first error, as far as several threads have a first one.
+/// in their own order. In that case, what is not in the page cache is read ahead by slot. An error
+/// stops all threads; if several have one, the one of the earliest frames is returned.
 pub(crate) fn fetch<S: Sink>(
     pages: &PageReader,
     epoch: u64,
@@ -143,7 +143,8 @@ fn read_piece<S: Sink>(
                 )?;
                 match run {
                     [(gfn, _)] => sink.damaged(*gfn, e)?,
-                    // The file ends within these frames: each is read alone.
+                    // The file ends within these frames, or the disk cannot read one of them: each
+                    // is read alone.
                     _ => run.chunks(1).try_for_each(|one| {
                         read_piece(pages, epoch, one, &mut buffer[at * PAGE..], sink)
                     })?,

@@ -73,7 +73,8 @@ fn counts() -> impl Strategy<Value = u32> {
 fn act() -> impl Strategy<Value = SlotAct> {
     let index = any::<prop::sample::Index>;
     prop_oneof![
-        6 => (counts(), 0u32..=12).prop_map(|(count, bits)| SlotAct::Take { count, align: 1 << bits }),
+        6 => (counts(), 0u32..=12)
+            .prop_map(|(count, bits)| SlotAct::Take { count, align: 1 << bits }),
         4 => counts().prop_map(|count| SlotAct::Take { count, align: 1 }),
         3 => counts().prop_map(|count| SlotAct::UpTo { count }),
         8 => (index(), index(), counts())

@@ -33,6 +33,7 @@ use crate::records::{Digest, Front, TAG_DRIVES, TAG_EPOCH, TAG_LAYOUT, TAG_STORE
 use crate::verify::VerifyReport;
 
 const PAGE: usize = PAGE_SIZE as usize;
+
 /// An archive, open for reading: `store export --format driftline-zstd` writes them.
 ///
 /// ```
@@ -169,8 +170,9 @@ impl Archive {
     }
 
     /// Unpacks all frames of object `from` and of those after it, on several threads, and passes
-    /// them to `sink` after checking them. For earlier objects, only the records are checked. Ends
-    /// with the first error, as far as several threads have a first one.
+    /// them to `sink` after checking them. For earlier objects, only the records are checked. An
+    /// error stops all threads; if several have one, the one that comes first in the file is
+    /// returned.
     ///
     /// # Errors
     ///
@@ -338,7 +340,7 @@ struct ContentsPiece {
     object: u16,
     payload: Vec<u8>,
     runs: Vec<FrameRun>,
-    /// Number of frames before this record's.
+    /// Unpacked contents of the frames.
     contents: Vec<u8>,
     unpacker: Option<zstd::bulk::Decompressor<'static>>,
 }

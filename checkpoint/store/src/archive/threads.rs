@@ -1,4 +1,4 @@
-//! Threads that pack or unpack, and the lock of their shared state.
+//! Runs threads that pack or unpack.
 
 use std::thread;
 

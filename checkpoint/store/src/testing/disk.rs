@@ -81,6 +81,10 @@ impl MemoryDisk {
 
     /// Makes reads of any of these bytes of a file fail with EIO, after `after` more successful
     /// ones, until [`heal`](Self::heal).
+    ///
+    /// # Errors
+    ///
+    /// There is no such file.
     pub fn fail_reads(&self, name: &str, range: Range<u64>, after: u32) -> io::Result<()> {
         let mut disk = self.lock();
         let inode = disk.find(name)?;
@@ -93,7 +97,8 @@ impl MemoryDisk {
         self.lock().bad_reads
     }
 
-    /// Makes syncs of files wait, until this is called with `false`.
+    /// Makes syncs of files wait, until this is called with `false`. A sync that has waited for two
+    /// minutes fails, so that a test that panics meanwhile does not hang.
     pub fn hold_syncs(&self, held: bool) {
         let mut disk = self.lock();
         (disk.held, disk.held_file) = (held, None);
@@ -192,6 +197,10 @@ impl MemoryDisk {
     }
 
     /// Returns a file's bytes.
+    ///
+    /// # Errors
+    ///
+    /// There is no such file.
     pub fn contents(&self, name: &str) -> io::Result<Vec<u8>> {
         let disk = self.lock();
         Ok(disk.files[disk.find(name)?].bytes.clone())
@@ -205,9 +214,7 @@ impl MemoryDisk {
         disk.names.insert(name.to_owned(), inode);
         disk.synced_names.insert(name.to_owned(), inode);
     }
-}
 
-impl MemoryDisk {
     fn file(&self, disk: &mut DiskState, inode: usize) -> Box<dyn StoreFile> {
         disk.opened += 1;
         Box::new(MemoryFile { disk: self.disk.clone(), inode, number: disk.opened })

@@ -3,13 +3,17 @@
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, MutexGuard};
 use rustix::io::Errno;
 
 use crate::backend::{RangeLock, StoreFile};
 use crate::testing::disk_state::{DiskOp, DiskState};
+
+/// Limit of the time for which a sync is held. It is far above what a test needs: only a test that
+/// has failed reaches it.
+const HOLD_LIMIT: Duration = Duration::from_secs(120);
 
 /// An open file.
 #[derive(Debug)]
@@ -91,7 +95,11 @@ impl StoreFile for MemoryFile {
         let held = |disk: &DiskState| {
             disk.held || disk.held_file.as_ref().is_some_and(|name| named(disk, name))
         };
+        let since = Instant::now();
         while held(&self.lock()) {
+            if since.elapsed() >= HOLD_LIMIT {
+                return Err(Errno::TIMEDOUT.into());
+            }
             std::thread::sleep(Duration::from_millis(1));
         }
         let mut disk = self.lock();
