@@ -117,7 +117,7 @@ impl RestoredDrives<'_> {
 
     /// Reads all `blocks` and compares their checksums, so that a sound drive is not overwritten
     /// for one that cannot be read.
-    fn look(&self, blocks: &mut EpochBlocks<'_>) -> Result<(), RestoreError> {
+    fn check(&self, blocks: &mut EpochBlocks<'_>) -> Result<(), RestoreError> {
         for (object, _) in (1..).zip(self.heads) {
             self.numbered(object).ok_or_else(|| self.missing(object))?;
         }
@@ -134,8 +134,8 @@ impl RestoredDrives<'_> {
     pub(crate) fn fill(self, mut blocks: EpochBlocks<'_>) -> Result<(), RestoreError> {
         let names: Vec<String> = self.heads.iter().map(|head| format!("\"{}\"", head.id)).collect();
         let epoch = self.epoch;
-        self.look(&mut blocks)?;
-        tracing::info!(epoch, disks = names.join(", "), "writing disks over");
+        self.check(&mut blocks)?;
+        tracing::info!(epoch, disks = names.join(", "), "overwriting disks");
         self.write(&mut blocks).map_err(|PartialRestore(why)| RestoreError::Drives {
             epoch,
             why,
@@ -163,7 +163,7 @@ impl RestoredDrives<'_> {
             let durable = drive.make_durable();
             durable.map_err(|e| PartialRestore(format!("making {head} durable failed: {e}")))?;
         }
-        // Only after all are durable: until then no one else may have any of them.
+        // Only after all are durable: until then, nothing else may open any of them.
         for (head, drive) in self.heads.iter().zip(&self.drives) {
             let yielded = drive.yield_to_guest();
             yielded.map_err(|e| {

@@ -43,8 +43,9 @@ pub enum RestoreError {
     /// The drives are partly overwritten. All their stored blocks had been read and found sound
     /// before that.
     #[error(
-        "checkpoint {epoch} cannot be restored: {why}; its disks ({}) are partly overwritten: run no guest from \
-         them until a checkpoint, this or another, has been restored to them",
+        "checkpoint {epoch} cannot be restored: {why}; its disks ({}) are partly \
+         overwritten: run no guest from them until a checkpoint, this or another, has been \
+         restored to them",
         disks.join(", ")
     )]
     Drives {

@@ -55,7 +55,7 @@ pub struct RestoreReport {
 }
 
 impl RestoreReport {
-    /// A report of an epoch of which nothing is read yet.
+    /// Returns a report of an epoch of which nothing is read yet.
     fn new(info: &EpochInfo) -> Self {
         Self {
             epoch: info.epoch,
@@ -114,8 +114,8 @@ pub fn restore_lazily<F: GuestFactory>(
     factory: &F,
     clock: Clock,
 ) -> Result<(Arc<F::Guest>, RestoreReport), RestoreError> {
-    let late = |pinned| LazyFrames::new(pinned, store);
-    restore_as(store, epoch, factory, clock, late, lazily)
+    let prepare = |pinned| LazyFrames::new(pinned, store);
+    restore_as(store, epoch, factory, clock, prepare, lazily)
 }
 
 /// Runs `prepare`, which finds out where frames are and what else is in the epoch, while the
@@ -142,11 +142,15 @@ fn restore_as<F: GuestFactory, P: Send>(
         false => Some(EpochBlocks::new(store.pin(Some(epoch))?)?),
     };
     let (prepared, guest) = thread::scope(|scope| {
-        let beside = scope.spawn(|| prepare(pinned));
+        let beside = thread::Builder::new().name("restore-map".into());
+        let beside = beside.spawn_scoped(scope, || prepare(pinned)).map_err(|cause| {
+            let (what, path) = ("starting a thread that reads", store.location().to_owned());
+            StoreError::Io { what, path, cause }
+        })?;
         let guest = build(factory, &info.origin(), &machine);
         let prepared = beside.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-        (prepared, guest)
-    });
+        Ok::<_, StoreError>((prepared, guest))
+    })?;
     let (guest, drives) = guest?;
     let drives = RestoredDrives { epoch, heads: &machine.drives, drives };
     let mut report =
@@ -196,7 +200,7 @@ pub fn restore_archive<F: GuestFactory>(
     let blocks = Mutex::default();
     let first = ArchiveSink { memory: MemorySink::of(&*guest, epoch), blocks: &blocks };
     let read = archive.read(&first, 0);
-    // From here on the guest's memory may be touched.
+    // From here on the guest's memory may be accessed.
     drop(first);
     let filled = read.and_then(|()| {
         let restored = guest.restore_state(archive.sections(), clock);
@@ -346,7 +350,7 @@ struct MemorySink<'g> {
 }
 
 impl<'g> MemorySink<'g> {
-    /// For a guest whose memory nothing touches until this is dropped.
+    /// Returns a sink for a guest whose memory nothing accesses until the sink is dropped.
     fn of<G: GuestContents + Populate + ?Sized>(guest: &'g G, epoch: u64) -> Self {
         Self { ram: guest.ram(), fill: guest.memory_loader(), epoch }
     }
