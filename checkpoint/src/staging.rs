@@ -96,21 +96,23 @@ impl Staging {
         self.pages.as_bytes()
     }
 
-    /// Reserves `bytes`, or the previous size if that fails; the content is lost. Returns whether
-    /// `bytes` were reserved.
+    /// Reserves `bytes`; if that fails, the previous size, or else one frame. The content is lost.
+    /// Returns whether `bytes` were reserved.
     fn reserve(&mut self, bytes: usize) -> bool {
         let wanted = bytes / PAGE_SIZE as usize;
         let had = self.pages.len();
         // Freed first: both areas at once would exceed the limit.
         self.pages = Vec::new();
-        for count in [wanted, had, 1] {
-            if self.pages.try_reserve_exact(count).is_ok() {
+        for count in [wanted, had] {
+            if count > 0 && self.pages.try_reserve_exact(count).is_ok() {
                 self.pages.resize(count, StagingPage::new_zeroed());
                 // Zeroed memory may not be resident yet; a write to each page populates it.
                 self.pages.iter_mut().for_each(|page| page.0[0] = 1);
                 return count == wanted;
             }
         }
+        // Without room for one frame, a copy would silently copy nothing.
+        self.pages.push(StagingPage::new_zeroed());
         false
     }
 }
@@ -213,7 +215,8 @@ mod tests {
                 at += gap + count;
             }
             let groups: Vec<Vec<FrameRun>> = batches(&all, most).collect();
-            let frames = |runs: &[FrameRun]| runs.iter().flat_map(|r| r.frames()).collect::<Vec<_>>();
+            let frames =
+                |runs: &[FrameRun]| runs.iter().flat_map(|r| r.frames()).collect::<Vec<_>>();
             prop_assert_eq!(frames(&groups.concat()), frames(&all));
             for (n, group) in groups.iter().enumerate() {
                 let count = frames(group).len() as u64;
@@ -235,5 +238,17 @@ mod tests {
         assert_eq!(staging.frames(), 20);
         assert_eq!(staging.bytes().as_ptr().addr() % PAGE_SIZE as usize, 0, "for direct I/O");
         assert_eq!(Staging::new(StagingLimits { first_bytes: 0, most_bytes: 0 }).frames(), 1);
+    }
+
+    #[test]
+    fn refused_growth_leaves_room_to_copy() {
+        // More than any host can reserve.
+        let limits = StagingLimits { first_bytes: 3 * PAGE_SIZE, most_bytes: 1 << 60 };
+        let mut staging = Staging::new(limits);
+        staging.grow_to(u64::MAX);
+        assert_eq!(staging.frames(), 3);
+        staging.pages = Vec::new();
+        assert!(!staging.reserve(1 << 60));
+        assert_eq!(staging.frames(), 1);
     }
 }
