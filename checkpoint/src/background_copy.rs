@@ -32,9 +32,9 @@ pub(crate) struct BackgroundCopier<'m, 'b> {
     pub(crate) guest: &'m dyn Checkpointable,
     pub(crate) policy: &'m CopyPolicy,
     pub(crate) protection: &'m EpochProtection<'m>,
-    pub(crate) before: &'m ReleasedFrames,
-    /// Frames to be copied, and those among them that are not; sent when the guest resumes. Closed
-    /// if there is nothing to copy.
+    pub(crate) released: &'m ReleasedFrames,
+    /// The protected frames, and those among them that were copied in the pause; sent when the
+    /// guest resumes. Closed if there is nothing to copy.
     pub(crate) copy_sets: Receiver<(FrameSet, FrameSet)>,
     pub(crate) empty: Receiver<&'b mut [u8]>,
     pub(crate) to_file: Sender<CopiedPiece<'b>>,
@@ -110,9 +110,9 @@ impl<'b> BackgroundCopier<'_, 'b> {
             }
             self.waits.look(self.protection, self.policy.pause_poll)?;
             let Some(frames) = self.waits.awaited else { continue };
-            let mut before = self.before.lock();
-            let Some(released) = &mut *before else {
-                drop(before);
+            let mut guard = self.released.lock();
+            let Some(released) = &mut *guard else {
+                drop(guard);
                 // The guest is paused, or was.
                 let sets = self.copy_sets.recv().ok();
                 // The time of a pause does not count against the store.
@@ -172,14 +172,14 @@ mod tests {
         // In the reverse order of the pieces.
         let writer =
             thread::spawn(move || (3..43).rev().try_for_each(|gfn| writer.write(Gfn(gfn), &[1])));
-        let (guest_dyn, before) = (&*guest as &dyn Checkpointable, &Mutex::new(None));
+        let (guest_dyn, released) = (&*guest as &dyn Checkpointable, &Mutex::new(None));
         let (waits, piece_frames) = (WriterWaits::default(), 1);
         let policy = &CopyPolicy::DEFAULT;
         let copier = BackgroundCopier {
             guest: guest_dyn,
             policy,
             protection,
-            before,
+            released,
             copy_sets,
             empty,
             to_file,
@@ -212,8 +212,9 @@ mod tests {
 
     #[test]
     fn slow_store_stalls_the_guest_for_limited_time() {
-        // 40 frames would take 10 s.
-        let took = stalled(Some(Duration::from_millis(250)));
-        assert!((WRITE_WAIT_LIMIT..2 * WRITE_WAIT_LIMIT).contains(&took), "{took:?}");
+        // No single wait is that long: the limit is for their sum. Otherwise all 40 frames would be
+        // copied.
+        let every = WRITE_WAIT_LIMIT / 8;
+        assert!(stalled(Some(every)) >= WRITE_WAIT_LIMIT);
     }
 }

@@ -4,8 +4,11 @@
 use std::time::Instant;
 
 use driftline_dirty_tracker::Subscription;
+use driftline_guest::DriveHead;
 
 use crate::epoch_drives::EpochDrives;
+use crate::guest::Checkpointable;
+use crate::report::{EpochFailure, EpochStep, step};
 
 /// A chain being written by one checkpointer.
 pub(crate) struct EpochChain {
@@ -20,8 +23,13 @@ pub(crate) struct EpochChain {
 }
 
 impl EpochChain {
-    /// Creates a chain that begins with a full epoch.
-    pub(crate) fn new(subscription: Subscription, drives: EpochDrives) -> Self {
-        Self { subscription, drives, since: Instant::now(), last: None }
+    /// Creates a chain that begins with a full epoch, and begins to track the guest's writes.
+    pub(crate) fn begin(
+        guest: &dyn Checkpointable,
+        drives: &[DriveHead],
+    ) -> Result<Self, (EpochStep, EpochFailure)> {
+        let subscription = step(EpochStep::Subscribe, || guest.subscribe("checkpoint"))?;
+        let drives = step(EpochStep::Subscribe, || EpochDrives::track(guest, drives))?;
+        Ok(Self { subscription, drives, since: Instant::now(), last: None })
     }
 }

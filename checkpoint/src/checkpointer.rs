@@ -364,11 +364,10 @@ impl Checkpointer {
     fn note_failure(&mut self, cause: &EpochFailure, chain: bool) {
         let lock = matches!(cause, EpochFailure::Store(StoreError::LockLost { .. }));
         let replaced = matches!(cause, EpochFailure::Store(StoreError::Replaced { .. }));
-        let FailureEffects { any, chain: had, files, lock: lost } = &mut self.failure;
-        *any = true;
-        *had |= chain;
-        *files |= lock || replaced;
-        *lost |= lock;
+        self.failure.any = true;
+        self.failure.chain |= chain;
+        self.failure.files |= lock || replaced;
+        self.failure.lock |= lock;
     }
 
     /// Applies the consequences of failures once nothing is in flight. `durable` is the latest

@@ -137,15 +137,15 @@ mod tests {
             }
             let all = spans(&layout, &frames, GAP);
             prop_assert!(all.iter().all(|span| layout.contains(*span)), "none crosses slots");
-            prop_assert!(frames.iter().all(|run| run.frames().all(|g| all.iter().any(|s| (s.start..s.end()).contains(&g)))));
+            let is_protected = |gfn: Gfn| all.iter().any(|s| (s.start..s.end()).contains(&gfn));
+            prop_assert!(frames.iter().flat_map(FrameRun::frames).all(is_protected));
             let mut pieces = Pieces::new(&layout, &frames, most, GAP);
             let (mut copied, mut released) = (FrameSet::new(), FrameSet::new());
             let mut awaited = order.into_iter();
             while let Some(next) = pieces.next() {
                 let wanted = awaited.next().and_then(|gfn| {
                     let piece = pieces.with(Gfn(gfn));
-                    let due = all.iter().any(|s| (s.start..s.end()).contains(&Gfn(gfn)))
-                        && !released.contains(Gfn(gfn));
+                    let due = is_protected(Gfn(gfn)) && !released.contains(Gfn(gfn));
                     assert_eq!(piece.is_some(), due, "an awaited frame is in a pending piece");
                     piece
                 });

@@ -56,7 +56,7 @@ impl EpochDrives {
             return Ok(Self(Vec::new()));
         }
         let present = guest.drives();
-        let mut followed = Vec::new();
+        let mut tracked = Vec::new();
         for (object, head) in (1..).zip(drives) {
             let unsupported =
                 |why: &str| GuestError::Unsupported { what: head.to_string(), why: why.into() };
@@ -73,9 +73,9 @@ impl EpochDrives {
             })?;
             let writes = writes.ok_or_else(|| unsupported("its writes are not tracked"))?;
             let (head, file) = (head.clone(), Arc::new(file));
-            followed.push(TrackedEpochDrive { object, head, file, copy_before_write, writes });
+            tracked.push(TrackedEpochDrive { object, head, file, copy_before_write, writes });
         }
-        Ok(Self(followed))
+        Ok(Self(tracked))
     }
 
     /// Copies the content of the drives while the guest runs. What is written meanwhile is among

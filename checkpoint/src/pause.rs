@@ -26,7 +26,8 @@ pub(crate) struct Epoch<'e> {
 pub(crate) struct Pause<T> {
     pub(crate) changed: DirtySet,
     pub(crate) sections: Vec<Section>,
-    pub(crate) dealt: T,
+    /// What the caller's closure returned.
+    pub(crate) handled: T,
     /// Length by the clock of the thread that requested the pause.
     pub(crate) time: Duration,
     pub(crate) resumed: Instant,
@@ -39,11 +40,11 @@ impl Epoch<'_> {
         Ok(self.subscription.drain())
     }
 
-    /// Pauses the guest, saves its state, and drains what changed. The guest resumes after `deal`
-    /// has handled that.
+    /// Pauses the guest, saves its state, and drains what changed. The guest resumes after
+    /// `handle` has copied or protected that.
     pub(crate) fn pause<T>(
         &mut self,
-        deal: impl FnOnce(&DirtySet, &mut EpochWriter) -> Result<T, (EpochStep, EpochFailure)>,
+        handle: impl FnOnce(&DirtySet, &mut EpochWriter) -> Result<T, (EpochStep, EpochFailure)>,
     ) -> Result<Pause<T>, (EpochStep, EpochFailure)> {
         let Self { guest, pause_gate, subscription, disks, file, .. } = self;
         let _held = pause_gate.hold();
@@ -53,10 +54,10 @@ impl Epoch<'_> {
         let sections = step(EpochStep::Save, || saved)?;
         let changed = step(EpochStep::Drain, || paused.drain(subscription))?;
         step(EpochStep::Drain, || disks.begin(file))?;
-        let dealt = deal(&changed, file)?;
+        let handled = handle(&changed, file)?;
         step(EpochStep::Resume, || paused.resume())?;
         let resumed = Instant::now();
-        Ok(Pause { changed, sections, dealt, time: resumed.duration_since(since), resumed })
+        Ok(Pause { changed, sections, handled, time: resumed.duration_since(since), resumed })
     }
 }
 

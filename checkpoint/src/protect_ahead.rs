@@ -16,7 +16,7 @@ pub(crate) struct ProtectedAhead {
     /// Frames that changed since and were not protected.
     pub(crate) left: FrameSet,
     /// The dirty sets of all of these.
-    pub(crate) epochs: Vec<DirtySet>,
+    pub(crate) drained: Vec<DirtySet>,
 }
 
 /// Protects the frames in `early`. Repeats with the frames that change meanwhile, as long as there
@@ -25,31 +25,31 @@ pub(crate) fn protect_ahead(
     guest: &dyn Checkpointable,
     policy: &CopyPolicy,
     protection: &EpochProtection<'_>,
-    before: &ReleasedFrames,
+    released: &ReleasedFrames,
     early: DirtySet,
     subscription: &mut Subscription,
 ) -> Result<ProtectedAhead, (EpochStep, EpochFailure)> {
     let layout = guest.layout();
     let again_from = policy.protect_again_from.min(policy.background_from);
     let mut next: FrameSet = early.runs().collect();
-    let (mut frames, mut epochs) = (FrameSet::new(), vec![early]);
+    let (mut frames, mut drained) = (FrameSet::new(), vec![early]);
     for again in 0.. {
         step(EpochStep::Protect, || protection.protect(&spans(layout, &next, policy.span_gap)))?;
         frames.insert_all(next.as_slice());
         step(EpochStep::Drain, || guest.collect())?;
         let since = subscription.drain();
         next = since.runs().collect();
-        epochs.push(since);
+        drained.push(since);
         if next.frames() <= again_from || again == policy.protect_again_rounds {
             break;
         }
         // These frames are protected again with the others, so they are not late. A frame that is
         // unprotected and written from now on is in the next drain.
-        if let Some(released) = &mut *before.lock() {
+        if let Some(released) = &mut *released.lock() {
             next.insert_all(&std::mem::take(released));
         }
     }
-    Ok(ProtectedAhead { frames, left: next, epochs })
+    Ok(ProtectedAhead { frames, left: next, drained })
 }
 
 #[cfg(all(test, feature = "testing"))]
@@ -122,13 +122,19 @@ mod tests {
             (FIRST.start.0..FIRST.end().0).for_each(|gfn| guest.write(Gfn(gfn), &[1]).unwrap());
             let early = subscription.drain();
             let (times, protected) = (AtomicU64::new(0), Mutex::default());
-            let busy = BusyGuestProtection { guest: guest.clone(), writes: writes.clone(), times, protected };
+            let busy = BusyGuestProtection {
+                guest: guest.clone(),
+                writes: writes.clone(),
+                times,
+                protected,
+            };
             let unprotected = FrameRun { start: Gfn(7), count: 3 };
-            let before = Mutex::new(Some(vec![unprotected]));
+            let released = Mutex::new(Some(vec![unprotected]));
             let protection = EpochProtection::new(&busy);
             let (policy, subscription) = (&CopyPolicy::DEFAULT, &mut subscription);
             let ahead =
-                protect_ahead(&*guest, policy, &protection, &before, early, subscription).unwrap();
+                protect_ahead(&*guest, policy, &protection, &released, early, subscription)
+                    .unwrap();
 
             let last = writes.iter().position(|n| *n <= AGAIN_FROM).unwrap_or(2);
             let mut wants = vec![FrameSet::from_iter([FIRST])];
@@ -143,8 +149,8 @@ mod tests {
             prop_assert!(ahead.left.contains_run(busy.written(last)));
             // A frame that is protected again is not late; otherwise it is.
             let late = if last > 0 { vec![] } else { vec![unprotected] };
-            prop_assert_eq!(before.into_inner(), Some(late));
-            let drained = ahead.epochs.iter().map(DirtySet::frames).sum::<u64>();
+            prop_assert_eq!(released.into_inner(), Some(late));
+            let drained = ahead.drained.iter().map(DirtySet::frames).sum::<u64>();
             prop_assert_eq!(drained, 1000 + writes[..=last].iter().sum::<u64>());
         }
     }

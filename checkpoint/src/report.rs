@@ -104,7 +104,11 @@ pub enum EpochFailure {
     },
     /// The guest waited for this long in total to write to what was not copied yet, and the store
     /// had no room for a copy.
-    #[error("the store is too slow: the guest has waited {} s to write to pages or blocks that are not copied yet", .0.as_secs())]
+    #[error(
+        "the store is too slow: the guest has waited {} s to write to pages or blocks that are not \
+         copied yet",
+        .0.as_secs()
+    )]
     Stalled(Duration),
 }
 

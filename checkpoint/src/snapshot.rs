@@ -130,7 +130,7 @@ impl Snapshot<'_> {
             }
             None => StagedFrames::default(),
         };
-        let Pause { changed, sections, dealt: (), time, resumed } =
+        let Pause { changed, sections, handled: (), time, resumed } =
             epoch.pause(|changed, file| {
                 step(EpochStep::Copy, || frames.in_pause(guest, staging, file, changed.runs()))
             })?;
@@ -181,13 +181,13 @@ impl Snapshot<'_> {
         }
         let (to_copier, copy_sets) = mpsc::channel();
         let (to_file, full) = mpsc::channel();
-        let before = &Mutex::new(Some(Vec::new()));
+        let released = &Mutex::new(Some(Vec::new()));
         let waits = WriterWaits::default();
         let copier = BackgroundCopier {
             guest,
             policy,
             protection,
-            before,
+            released,
             copy_sets,
             empty,
             to_file,
@@ -201,7 +201,7 @@ impl Snapshot<'_> {
                 .spawn_scoped(scope, move || span.in_scope(|| copier.run()))
                 .map_err(|e| (EpochStep::Protect, system("starting a thread that copies", e)))?;
             let background =
-                Background { epoch, protection, before, late_room, to_copier, full, to_guest };
+                Background { epoch, protection, released, late_room, to_copier, full, to_guest };
             let taken = background.take(early);
             // The channels are closed: the copy thread ends if it has not ended yet.
             let saved = copying.join().unwrap_or_else(|_| {
@@ -226,7 +226,7 @@ fn system(what: &'static str, e: io::Error) -> EpochFailure {
 struct Background<'m, 'e, 'b> {
     epoch: &'m mut Epoch<'e>,
     protection: &'m EpochProtection<'m>,
-    before: &'m ReleasedFrames,
+    released: &'m ReleasedFrames,
     late_room: &'b mut [u8],
     to_copier: Sender<(FrameSet, FrameSet)>,
     full: Receiver<CopiedPiece<'b>>,
@@ -236,14 +236,14 @@ struct Background<'m, 'e, 'b> {
 impl Background<'_, '_, '_> {
     /// Pauses the guest, and then writes what the copy thread copies.
     fn take(self, early: DirtySet) -> Result<MemoryCopy, (EpochStep, EpochFailure)> {
-        let Self { epoch, protection, before, late_room, to_copier, full, to_guest } = self;
+        let Self { epoch, protection, released, late_room, to_copier, full, to_guest } = self;
         let (guest, policy) = (epoch.guest, epoch.policy);
         let layout = guest.layout();
-        let ProtectedAhead { mut frames, left, mut epochs } =
-            protect_ahead(guest, policy, protection, before, early, epoch.subscription)?;
-        let Pause { changed, sections, dealt: late, time, resumed } =
+        let ProtectedAhead { mut frames, left, mut drained } =
+            protect_ahead(guest, policy, protection, released, early, epoch.subscription)?;
+        let Pause { changed, sections, handled: late, time, resumed } =
             epoch.pause(|changed, _| {
-                let released = before.lock().take();
+                let released = released.lock().take();
                 let released = released.into_iter().flatten();
                 let mut late: FrameSet =
                     changed.runs().chain(left.iter()).chain(released).collect();
@@ -259,8 +259,8 @@ impl Background<'_, '_, '_> {
                 }
                 Ok(late)
             })?;
-        // Since `released` was taken, no frame has been unprotected without being copied. If the
-        // copy thread has ended, its join returns the reason.
+        // Since the pause took the released frames, no frame has been unprotected without being
+        // copied. If the copy thread has ended, its join returns the reason.
         let _ = to_copier.send((frames, late.clone()));
         step::<_, EpochFailure>(EpochStep::Write, || {
             let Epoch { disks, file, .. } = epoch;
@@ -274,9 +274,9 @@ impl Background<'_, '_, '_> {
             file.frames(in_slots(layout, &late), &late_room[..bytes], false)?;
             Ok(sections.iter().try_for_each(|section| file.section(section))?)
         })?;
-        epochs.push(changed);
+        drained.push(changed);
         Ok(MemoryCopy {
-            changed: epochs,
+            changed: drained,
             staged: 0,
             in_pause: 0,
             saved: BackgroundCopyStats::default(),

@@ -9,7 +9,6 @@ use driftline_store::{EpochWriter, StoreError};
 use super::{Checkpointer, CommittingEpoch};
 use crate::chain::EpochChain;
 use crate::disk_copy::DiskCopy;
-use crate::epoch_drives::EpochDrives;
 use crate::live_copy::LiveCopy;
 use crate::pause::Epoch;
 use crate::report::{EpochFailure, EpochStep, step};
@@ -39,9 +38,7 @@ impl Checkpointer {
             EpochWriter::new(pages, epoch, guest, parent, drives.clone())
         })?;
         if full {
-            let subscription = step(EpochStep::Subscribe, || guest.subscribe("checkpoint"))?;
-            let drives = step(EpochStep::Subscribe, || EpochDrives::track(guest, drives))?;
-            *chain = Some(EpochChain::new(subscription, drives));
+            *chain = Some(EpochChain::begin(guest, drives)?);
         }
         let Some(chain) = chain else {
             return Err((EpochStep::Subscribe, GuestError::NotTracked.into()));

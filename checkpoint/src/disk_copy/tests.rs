@@ -34,7 +34,7 @@ fn blocks_copied_in_the_pause_are_stored() {
         let heads = drives_of(&*guest);
         let pages = committer.pages().clone();
         let mut file = EpochWriter::new(pages, 1, &*guest, None, heads.clone()).unwrap();
-        let mut followed = EpochDrives::track(&*guest, &heads).unwrap();
+        let mut drives = EpochDrives::track(&*guest, &heads).unwrap();
         for (disk, bytes) in guest.disks().iter().zip(SIZES) {
             let numbered = (0u64..).flat_map(|n| (n | 1 << 32).to_le_bytes()).take(bytes as usize);
             disk.write(0, &numbered.collect::<Vec<u8>>()).unwrap();
@@ -43,7 +43,7 @@ fn blocks_copied_in_the_pause_are_stored() {
         let was: Vec<Vec<u8>> = guest.disks().iter().map(|d| d.contents().unwrap()).collect();
         let pause_blocks_bytes = room * PAGE_SIZE as usize;
         let policy = CopyPolicy { pause_blocks_bytes, ..CopyPolicy::DEFAULT };
-        let mut copy = DiskCopy::new(&mut followed, &policy, false);
+        let mut copy = DiskCopy::new(&mut drives, &policy, false);
         copy.begin(&mut file).unwrap();
         // No write waits: no copy thread runs.
         for (disk, bytes) in guest.disks().iter().zip(SIZES) {

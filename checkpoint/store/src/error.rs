@@ -232,8 +232,8 @@ pub enum StoreError {
     /// The last epoch in the store is of the same guest, but this guest was not restored from it.
     #[error(
         "checkpoint {last}, the latest in the store {}, was taken by another process that ran \
-         guest {asked}, and this one {}. Name another directory (--store DIR --new-store), or stop this \
-         guest and continue from checkpoint {last} (restore --same-id)",
+         guest {asked}, and this one {}. Name another directory (--store DIR --new-store), or stop \
+         this guest and continue from checkpoint {last} (restore --same-id)",
         dir.display(),
         match from {
             None => "was not restored from it".to_owned(),
