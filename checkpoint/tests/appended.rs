@@ -54,6 +54,18 @@ impl Drop for ResumeSyncs<'_> {
     }
 }
 
+/// Waits until `is_true`, at most for 20 seconds. Returns whether it has become true.
+fn wait_until(is_true: impl Fn() -> bool) -> bool {
+    let until = Instant::now() + Duration::from_secs(20);
+    while !is_true() {
+        if Instant::now() >= until {
+            return false;
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    true
+}
+
 /// Takes an epoch, and runs `act` while the epoch is in the log and not durable.
 fn while_appended(
     disk: &MemoryDisk,
@@ -64,10 +76,9 @@ fn while_appended(
     disk.hold_syncs_of(&before.0);
     std::thread::scope(|scope| {
         let taking = scope.spawn(|| checkpointer.take());
-        while log(disk) == before && !taking.is_finished() {
-            std::thread::sleep(Duration::from_millis(1));
-        }
         let resume = ResumeSyncs(disk);
+        let appended = wait_until(|| log(disk) != before || taking.is_finished());
+        assert!(appended, "nothing is appended");
         act();
         drop(resume);
         taking.join().unwrap()
@@ -187,19 +198,13 @@ fn epoch_is_taken_during_log_rotation() {
     let disk = MemoryDisk::default();
     disk.hold_syncs_of("log-2");
     let mut checkpointer = taken(&disk, epochs);
-    while !has_second(&disk) {
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    assert!(wait_until(|| has_second(&disk)), "the log is not rewritten");
     write(&guest, 99);
     let pages = || disk.contents("pages-1").unwrap();
     let has_it = || pages().chunks(4096).any(|page| page == [99; 4096]);
     std::thread::scope(|scope| {
         let taking = scope.spawn(|| checkpointer.take());
-        let until = Instant::now() + Duration::from_secs(20);
-        while !has_it() && Instant::now() < until {
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        let written = has_it();
+        let written = wait_until(has_it);
         disk.hold_syncs(false);
         taking.join().unwrap().unwrap();
         assert!(written, "it waited for the log");

@@ -42,12 +42,14 @@ proptest! {
         let scripted = Scripted::new(guest.clone(), script, saved);
         let store = Store::with_backend(Box::new(MemoryDisk::default()), true).unwrap();
         let scripted_guest = Arc::new(ScriptedGuest(scripted.clone()));
-        let mut checkpointer = Checkpointer::with_staging(scripted_guest, store, limits(staged)).unwrap();
+        let limits = limits(staged);
+        let mut checkpointer = Checkpointer::with_staging(scripted_guest, store, limits).unwrap();
         checkpointer.background_copy_from(background_from);
         for _ in 0..4 {
             let report = checkpointer.take().unwrap();
             COPIED_AFTER.fetch_add(report.copied_after_frames, Ordering::Relaxed);
-            prop_assert_eq!(scripted.protected_and_waiting(), (0, 0), "a writer still waits after the epoch");
+            let left = scripted.protected_and_waiting();
+            prop_assert_eq!(left, (0, 0), "a writer still waits after the epoch");
             let factory = MemoryGuestFactory::default();
             let (copy, _) = restore(checkpointer.store(), None, &factory, Clock::Continue).unwrap();
             let (is, was) = (Scripted::memory(&copy), scripted.memory_at_pause());

@@ -332,7 +332,7 @@ fn survives(name: &str, bytes: Vec<u8>) {
     }
 }
 
-/// Compaction and a writer survive, too; what is written restores.
+/// Checks that compaction and a writer survive, too, and that what is written restores.
 fn continues(disk: &MemoryDisk, vm_id: Option<VmId>) {
     let Ok(store) = Store::with_backend(Box::new(disk.clone()), true) else { return };
     let _ = store.compact();
@@ -457,6 +457,11 @@ fn every_field_of_drives_is_checked() {
     }
 }
 
+/// Returns the bytes of a file of the small store.
+fn sound(name: &str) -> Vec<u8> {
+    SMALL.with(|files| files.iter().find(|(n, _)| *n == name).unwrap().1.clone())
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
     #[test]
@@ -467,7 +472,7 @@ proptest! {
         cut in prop::option::of(any::<prop::sample::Index>()),
     ) {
         let (name, correct) = CORRECTIONS[file];
-        let mut bytes = SMALL.with(|files| files.iter().find(|(n, _)| *n == name).unwrap().1.clone());
+        let mut bytes = sound(name);
         for (at, byte) in changes {
             let among = if in_front { bytes.len().min(1200) } else { bytes.len().min(16_384) };
             bytes[at.index(among)] = byte;
@@ -480,7 +485,10 @@ proptest! {
     }
 
     #[test]
-    fn noise_is_survived(file in 0usize..3, mut bytes in prop::collection::vec(any::<u8>(), 0..2000)) {
+    fn noise_is_survived(
+        file in 0usize..3,
+        mut bytes in prop::collection::vec(any::<u8>(), 0..2000),
+    ) {
         let (name, correct) = CORRECTIONS[file];
         survives(name, bytes.clone());
         correct(&mut bytes);

@@ -4,24 +4,82 @@
 
 use std::ops::ControlFlow;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use driftline_checkpoint::{
-    Cadence, CheckpointError, Checkpointer, EpochReport, TakenEpoch, restore,
+    Cadence, CheckpointError, Checkpointable, Checkpointer, EpochReport, TakenEpoch, restore,
 };
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
-use driftline_guest::{Clock, Lifecycle};
+use driftline_guest::{
+    Clock, DirtyLog, GuestContents, GuestError, GuestIdentity, Lifecycle, RunState, SavedState,
+    Stateful, VcpuPauses,
+};
 use driftline_store::Store;
 use driftline_store::testing::{DiskOp, MemoryDisk, Survives};
+
+/// Maximum number of epochs that a series has in flight.
+const IN_FLIGHT: u64 = 4;
+/// Time for which an epoch may begin that must not.
+const GRACE: Duration = Duration::from_millis(200);
 
 fn busy() -> Arc<MemoryGuest> {
     MemoryGuest::start(MemoryConfig { writes_per_s: 0, ..MemoryConfig::small() }).unwrap()
 }
 
-fn checkpointer(guest: &Arc<MemoryGuest>, disk: &MemoryDisk, keep: u64) -> Checkpointer {
+/// A guest that counts its pauses.
+struct CountingGuest {
+    guest: Arc<MemoryGuest>,
+    pauses: AtomicU64,
+}
+
+driftline_guest::delegate!(
+    CountingGuest as counting => *counting.guest;
+    GuestIdentity, GuestContents, DirtyLog, Stateful,
+);
+
+impl CountingGuest {
+    fn new() -> Arc<Self> {
+        Arc::new(Self { guest: busy(), pauses: AtomicU64::new(0) })
+    }
+
+    /// Returns the number of pauses so far.
+    fn pauses(&self) -> u64 {
+        self.pauses.load(Ordering::SeqCst)
+    }
+}
+
+impl Lifecycle for CountingGuest {
+    fn run_state(&self) -> RunState {
+        self.guest.run_state()
+    }
+
+    fn pause(&self) -> Result<RunState, GuestError> {
+        self.pauses.fetch_add(1, Ordering::SeqCst);
+        self.guest.pause()
+    }
+
+    fn pause_and_save(&self) -> Result<(RunState, SavedState), GuestError> {
+        self.pauses.fetch_add(1, Ordering::SeqCst);
+        self.guest.pause_and_save()
+    }
+
+    fn resume(&self) -> Result<(), GuestError> {
+        self.guest.resume()
+    }
+
+    fn stop(&self, why: &str) {
+        self.guest.stop(why);
+    }
+
+    fn vcpu_pauses(&self) -> Vec<VcpuPauses> {
+        self.guest.vcpu_pauses()
+    }
+}
+
+fn checkpointer(guest: Arc<dyn Checkpointable>, disk: &MemoryDisk, keep: u64) -> Checkpointer {
     let store = Store::with_backend(Box::new(disk.clone()), true).unwrap();
-    let mut checkpointer = Checkpointer::new(guest.clone(), store).unwrap();
+    let mut checkpointer = Checkpointer::new(guest, store).unwrap();
     checkpointer.keep(Some(keep));
     checkpointer.log_bound(32 << 10);
     checkpointer
@@ -52,12 +110,14 @@ fn all_whole(disk: &MemoryDisk) -> Vec<u64> {
 
 #[test]
 fn epochs_in_flight_are_reported_in_order() {
-    let (disk, guest) = (MemoryDisk::default(), busy());
-    let mut checkpointer = checkpointer(&guest, &disk, 5);
+    let (disk, guest) = (MemoryDisk::default(), CountingGuest::new());
+    let mut checkpointer = checkpointer(guest.clone(), &disk, 5);
     checkpointer.take().unwrap();
-    let mut taken = Vec::new();
-    with_held_syncs(&disk, || {
+    let (mut taken, before) = (Vec::new(), guest.pauses());
+    let mut at_the_first = None;
+    with_held_syncs(&disk, &guest, || {
         let tried = checkpointer.run(&every(10, 20), &AtomicBool::new(false), |t| {
+            at_the_first.get_or_insert_with(|| guest.pauses() - before);
             taken.push(t);
             ControlFlow::Continue(())
         });
@@ -65,20 +125,25 @@ fn epochs_in_flight_are_reported_in_order() {
     });
     assert_eq!(taken.iter().map(number).collect::<Vec<_>>(), (2..=21).collect::<Vec<_>>());
     // They were taken while nothing became durable; the fifth had to wait for the first.
-    let writes: Vec<f64> = taken.iter().map(|t| t.outcome.as_ref().unwrap().write_ms).collect();
-    assert!(writes[..3].iter().all(|ms| *ms > 300.0), "{writes:?}");
-    assert!(taken[4].late > Duration::from_millis(300), "{:?}", taken[4]);
+    assert_eq!(at_the_first, Some(IN_FLIGHT));
+    let waited = |t: &TakenEpoch| t.outcome.as_ref().unwrap().write_ms >= GRACE.as_secs_f64() * 1e3;
+    assert!(taken[..3].iter().all(waited), "{taken:?}");
+    assert!(taken[4].late >= GRACE / 2, "{:?}", taken[4]);
     drop(checkpointer);
     assert_eq!(all_whole(&disk), [17, 18, 19, 20, 21]);
 }
 
-/// Blocks all syncs for one second, and runs `act`, which may take longer.
-fn with_held_syncs(disk: &MemoryDisk, act: impl FnOnce()) {
+/// Runs `act`, and blocks all syncs until the maximum number of epochs is in flight.
+fn with_held_syncs(disk: &MemoryDisk, guest: &CountingGuest, act: impl FnOnce()) {
+    let before = guest.pauses();
     disk.hold_syncs(true);
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            // The maximum number of epochs is in flight by then.
-            std::thread::sleep(Duration::from_secs(1));
+            let until = Instant::now() + Duration::from_secs(60);
+            while guest.pauses() < before + IN_FLIGHT && Instant::now() < until {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            std::thread::sleep(GRACE);
             disk.hold_syncs(false);
         });
         act();
@@ -87,14 +152,14 @@ fn with_held_syncs(disk: &MemoryDisk, act: impl FnOnce()) {
 
 /// Makes `op` fail while epochs are in flight that wait for a sync; collects all outcomes.
 fn failing(op: DiskOp, errno: i32, keep: u64) -> MemoryDisk {
-    let (disk, guest) = (MemoryDisk::default(), busy());
-    let mut checkpointer = checkpointer(&guest, &disk, keep);
+    let (disk, guest) = (MemoryDisk::default(), CountingGuest::new());
+    let mut checkpointer = checkpointer(guest.clone(), &disk, keep);
     for _ in 0..3 {
         checkpointer.take().unwrap();
     }
     disk.fail(op, errno, 0);
     let mut taken = Vec::new();
-    with_held_syncs(&disk, || {
+    with_held_syncs(&disk, &guest, || {
         checkpointer.run(&every(1, 12), &AtomicBool::new(false), |t| {
             if t.outcome.is_err() {
                 disk.heal();
@@ -105,7 +170,7 @@ fn failing(op: DiskOp, errno: i32, keep: u64) -> MemoryDisk {
     });
     assert_eq!(taken.iter().map(number).collect::<Vec<_>>(), (4..=15).collect::<Vec<_>>());
     let failed = taken.iter().take_while(|t| t.outcome.is_err()).count();
-    assert!((3..=4).contains(&failed), "{failed}: {taken:?}");
+    assert_eq!(failed as u64, IN_FLIGHT, "{taken:?}");
     assert!(taken[failed..].iter().all(|t| t.outcome.is_ok()), "{taken:?}");
     let said = |n: usize| taken[n].outcome.as_ref().unwrap_err().to_string();
     assert!(said(0).contains(&std::io::Error::from_raw_os_error(errno).to_string()), "{}", said(0));
@@ -120,7 +185,7 @@ fn failing(op: DiskOp, errno: i32, keep: u64) -> MemoryDisk {
     let factory = MemoryGuestFactory::default();
     let (copy, report) = restore(checkpointer.store(), None, &factory, Clock::Continue).unwrap();
     copy.verify().unwrap();
-    assert_eq!((report.epoch, copy.writes()), (last, guest.writes()));
+    assert_eq!((report.epoch, copy.writes()), (last, guest.guest.writes()));
     drop(checkpointer);
     let kept = all_whole(&disk);
     assert_eq!(kept[kept.len() - 2..], [15, 16]);
@@ -133,7 +198,7 @@ fn failed_sync_fails_all_epochs_in_flight() {
     let store = Store::with_backend(Box::new(disk), false).unwrap();
     let full = |e: &driftline_store::EpochInfo| e.full.then_some(e.epoch);
     let full: Vec<u64> = store.epochs().unwrap().iter().filter_map(full).collect();
-    assert!(full.len() == 2 && full[0] == 1 && (7..=8).contains(&full[1]), "{full:?}");
+    assert_eq!(full, [1, 8], "4 to 7 have failed");
 }
 
 #[test]
@@ -144,7 +209,7 @@ fn refused_commit_gives_all_frames_back() {
 #[test]
 fn failed_pause_fails_only_its_epoch() {
     let (disk, guest) = (MemoryDisk::default(), busy());
-    let mut checkpointer = checkpointer(&guest, &disk, 3);
+    let mut checkpointer = checkpointer(guest.clone(), &disk, 3);
     checkpointer.take().unwrap();
     disk.slow_syncs(Duration::from_millis(15));
     let mut taken = Vec::new();
@@ -164,7 +229,7 @@ fn failed_pause_fails_only_its_epoch() {
 #[test]
 fn ended_series_reports_every_epoch() {
     let (disk, guest) = (MemoryDisk::default(), busy());
-    let mut checkpointer = checkpointer(&guest, &disk, 50);
+    let mut checkpointer = checkpointer(guest.clone(), &disk, 50);
     disk.slow_syncs(Duration::from_millis(5));
     let (mut durable, cancel) = (0, AtomicBool::new(false));
     let cadence = Cadence { every: Duration::from_millis(2), count: None, max_pause: None };
@@ -193,7 +258,7 @@ fn crash_with_epochs_in_flight_keeps_durable_ones() {
         let (disk, guest) = (MemoryDisk::default(), busy());
         disk.stop_at_sync(stop);
         let mut durable = Vec::new();
-        let mut checkpointer = checkpointer(&guest, &disk, 3);
+        let mut checkpointer = checkpointer(guest.clone(), &disk, 3);
         checkpointer.run(&every(0, 20), &AtomicBool::new(false), |taken| {
             durable.extend(taken.outcome.ok().map(|report| report.epoch));
             ControlFlow::Continue(())

@@ -19,15 +19,9 @@ use driftline_store::Store;
 const DIR: &str = "DRIFTLINE_TEST_STORE";
 /// Epochs that the child keeps.
 const KEEP: u64 = 4;
-/// Environment variable: any value but 0 selects the long form.
-const FULL: &str = "DRIFTLINE_FULL";
-
 /// Number of consecutive kills; each begins where the one before left the store.
 fn kills() -> u64 {
-    match std::env::var_os(FULL) {
-        Some(full) if full != "0" => 500,
-        _ => 30,
-    }
+    if std::env::var("DRIFTLINE_FULL").is_ok_and(|v| v == "1") { 500 } else { 30 }
 }
 
 fn child_dir() -> Option<PathBuf> {

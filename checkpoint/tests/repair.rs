@@ -81,9 +81,9 @@ fn needs(stored: &StoreFixture) -> BTreeMap<u64, CheckpointBytes> {
         let at = ends[nth as usize - 1] * 512 + 24 + 8;
         log[at..at + 8] == [0; 8]
     };
-    let group = |nth: u64| ends[nth as usize - 1]..ends[nth as usize];
+    let sectors = |nth: u64| ends[nth as usize - 1]..ends[nth as usize];
     let base = |epoch: u64| (1..=epoch).rev().find(|nth| whole(*nth)).unwrap();
-    let log_of = |epoch: u64| (base(epoch)..=epoch).map(group).collect();
+    let log_of = |epoch: u64| (base(epoch)..=epoch).map(sectors).collect();
     let mut needs: BTreeMap<u64, CheckpointBytes> = stored
         .taken
         .keys()
@@ -207,7 +207,8 @@ proptest! {
             let before: Vec<Vec<u8>> = FILES.iter().filter_map(|f| disk.contents(f).ok()).collect();
             let intact = intact(stored, needs, &disk);
             let header = |name: &str| {
-                let [was, now] = [&stored.disk, &disk].map(|d| d.contents(name).unwrap_or_default());
+                let disks = [&stored.disk, &disk];
+                let [was, now] = disks.map(|disk| disk.contents(name).unwrap_or_default());
                 now.get(..64) == was.get(..64)
             };
             let known = header("manifest") || header("log-1") || header("pages-1");

@@ -106,8 +106,8 @@ fn stopped_guest_is_refused_paused_stays_paused() {
     restored(dir.path(), None).0.verify().unwrap();
     guest.stop("test");
     let e = checkpointer.take().unwrap_err().to_string();
-    let expected = "checkpoint 2 is not stored: pausing the guest failed: cannot pause a guest that is \
-                    stopped; the guest is stopped";
+    let expected = "checkpoint 2 is not stored: pausing the guest failed: cannot pause a guest \
+                    that is stopped; the guest is stopped";
     assert_eq!(e, expected);
 }
 

@@ -10,7 +10,7 @@ fn archived(disk: &MemoryDisk) -> (tempfile::NamedTempFile, Archive) {
     assert_eq!(
         store.export_archive(None, file.as_file(), file.path()).unwrap().drives,
         0,
-        "drives are skipped"
+        "no drive is skipped"
     );
     let archive = Archive::open(file.path()).unwrap();
     (file, archive)
@@ -20,7 +20,10 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
     #[test]
     fn archive_has_the_drives(
-        writes in prop::collection::vec((0usize..2, any::<prop::sample::Index>(), 1usize..9 * BLOCK, 0u8..4), 0..30),
+        writes in prop::collection::vec(
+            (0usize..2, any::<prop::sample::Index>(), 1usize..9 * BLOCK, 0u8..4),
+            0..30,
+        ),
         frames in prop::collection::vec((0u64..60, 0u8..3), 0..20),
         again in 0usize..30,
     ) {

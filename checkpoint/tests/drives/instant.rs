@@ -20,6 +20,7 @@ fn is_of_one_instant(blocks: u64, epochs: u32, background_copy_from: u64) {
     };
     let (mut taken, mut copied_after) = (Vec::<u64>::new(), 0);
     thread::scope(|scope| {
+        let _end = EndWriterOnDrop(&over);
         scope.spawn(|| {
             for n in 1..=u64::MAX {
                 if over.load(Ordering::Relaxed) {
@@ -46,7 +47,6 @@ fn is_of_one_instant(blocks: u64, epochs: u32, background_copy_from: u64) {
             copied_after += report.copied_after_frames;
             taken.push(report.epoch);
         }
-        over.store(true, Ordering::Relaxed);
     });
     assert_eq!(
         copied_after > 0,
@@ -99,6 +99,7 @@ fn slow_store_stalls_the_drive_once() {
     guest.disks()[0].write(0, &vec![1; BLOCKS as usize * BLOCK]).unwrap();
     let over = AtomicBool::new(false);
     let (first, second) = thread::scope(|scope| {
+        let _end = EndWriterOnDrop(&over);
         scope.spawn(|| {
             // Never zeros, which take no room in the store.
             for n in (1u8..=255).cycle() {
@@ -111,9 +112,7 @@ fn slow_store_stalls_the_drive_once() {
             }
         });
         disk.slow_writes(Duration::from_millis(100));
-        let taken = (checkpointer.take().unwrap_err(), checkpointer.take());
-        over.store(true, Ordering::Relaxed);
-        taken
+        (checkpointer.take().unwrap_err(), checkpointer.take())
     });
     assert!(matches!(first.cause, EpochFailure::Stalled(_)), "{first}");
     assert!((first.phase, first.guest) == (EpochStep::CopyDrives, RunState::Running), "{first}");

@@ -54,6 +54,16 @@ fn on(disk: &MemoryDisk, writable: bool) -> Store {
     Store::with_backend(Box::new(disk.clone()), writable).unwrap()
 }
 
+/// Ends the thread that writes for the guest on drop, even if the test fails, which would otherwise
+/// hang.
+struct EndWriterOnDrop<'a>(&'a AtomicBool);
+
+impl Drop for EndWriterOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
 fn restored(disk: &MemoryDisk, epoch: u64, lazily: bool) -> Vec<Vec<u8>> {
     let (store, factory) = (on(disk, false), elsewhere());
     let report = match lazily {
