@@ -77,7 +77,7 @@ impl Allocator for SortedRuns {
     }
 }
 
-/// The numbers of the runs, in the order in which they are freed.
+/// Returns the numbers of the runs, in the order in which they are freed.
 fn order(name: &str) -> Vec<usize> {
     let runs = 0..RUNS as usize;
     match name {
@@ -87,7 +87,7 @@ fn order(name: &str) -> Vec<usize> {
     }
 }
 
-/// Allocation and the freeing of all, in milliseconds.
+/// Returns the shortest time of allocating all runs, and of freeing them, in milliseconds.
 fn measure<A: Allocator>(size: u32, align: u32, order: &[usize]) -> (f64, f64) {
     let mut best = (f64::MAX, f64::MAX);
     for _ in 0..TIMES {

@@ -1,10 +1,10 @@
-//! How an epoch's pages get to the disk at the least cost: `pwrite`, io_uring, each through the
+//! The cost of writing an epoch's pages to the disk: by `pwrite` and by io_uring, each through the
 //! page cache and directly.
 //!
 //! `cargo bench -p driftline-store --bench writes [-- EPOCHS]`. Each epoch writes FRAMES pages in
 //! pieces of at most 64 that follow one another in the file, piece after piece in any order over a
-//! preallocated file of 256 MiB, and syncs its data; the methods take turns. Milliseconds until
-//! that is durable, and the processor's time that the process spent on it. `DRIFTLINE_BENCH_STORE`
+//! preallocated file of 256 MiB, and syncs its data; the methods take turns. Prints the time until
+//! that is durable, and the processor time that the process spent on it, in milliseconds. `DRIFTLINE_BENCH_STORE`
 //! names another directory.
 #![allow(clippy::print_stdout, clippy::unwrap_used)]
 
@@ -36,7 +36,7 @@ struct WritePiece {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum WriteMethod {
     Pwrite,
-    /// By so many threads, which live as long as an epoch's writing.
+    /// By this many threads, which live for as long as an epoch is written.
     Threads(usize),
     Uring,
 }
@@ -60,7 +60,7 @@ impl BenchFile {
         let options = options.read(true).write(true).create(true).custom_flags(flags);
         let path = dir.join(name.replace(' ', "-"));
         let file = options.open(&path)?;
-        // Written once, as slots are that an earlier epoch had.
+        // Written once, like slots that an earlier epoch had.
         let plain = OpenOptions::new().write(true).open(&path)?;
         for at in 0..SLOTS / 256 {
             plain.write_all_at(&vec![1; 256 * PAGE], at * 256 * PAGE as u64)?;
@@ -108,7 +108,7 @@ fn write(file: &File, bytes: &[u8], pieces: &[WritePiece]) {
     }
 }
 
-/// The processor's time that this process has had.
+/// Returns the processor time that this process has used.
 fn spent() -> Duration {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: the clock fills the time that it is given.

@@ -1,10 +1,10 @@
 //! A store one of whose files is arbitrary bytes: it is refused or restored, and nothing panics.
 
-use driftline_store::testing::MemoryDisk;
-use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
 use driftline_checkpoint::{Checkpointer, RestoreError, restore};
-use driftline_store::{Store, StoreError};
+use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
 use driftline_guest::{Clock, VmId};
+use driftline_store::testing::MemoryDisk;
+use driftline_store::{Store, StoreError};
 
 /// Returns the golden store with the file `name` replaced by `bytes`.
 pub fn store_with(name: &str, bytes: &[u8]) -> MemoryDisk {
@@ -24,13 +24,19 @@ pub fn check(disk: MemoryDisk) {
     let restored = restore(&store, None, &MemoryGuestFactory::default(), Clock::Continue);
     match (&verified, &restored) {
         (Ok(report), Err(RestoreError::Store(e))) => {
-            assert!(report.epochs == 0 && matches!(e, StoreError::NoEpoch { .. }), "verified, but {e}");
+            assert!(
+                report.epochs == 0 && matches!(e, StoreError::NoEpoch { .. }),
+                "verified, but {e}"
+            );
         }
         // The damage may be in an older epoch.
         _ => {}
     }
     let vm_id = store.epochs().ok().and_then(|epochs| epochs.last().map(|e| e.vm_id));
-    let Ok(guest) = MemoryGuest::new(vm_id.unwrap_or_else(VmId::random), MemoryConfig::still()) else { return };
+    let Ok(guest) = MemoryGuest::new(vm_id.unwrap_or_else(VmId::random), MemoryConfig::still())
+    else {
+        return;
+    };
     let Ok(store) = Store::with_backend(Box::new(disk.clone()), true) else { return };
     let _ = store.compact();
     let Ok(mut checkpointer) = Checkpointer::new(guest, store) else { return };
