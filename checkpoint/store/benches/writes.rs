@@ -4,8 +4,8 @@
 //! `cargo bench -p driftline-store --bench writes [-- EPOCHS]`. Each epoch writes FRAMES pages in
 //! pieces of at most 64 that follow one another in the file, piece after piece in any order over a
 //! preallocated file of 256 MiB, and syncs its data; the methods take turns. Prints the time until
-//! that is durable, and the processor time that the process spent on it, in milliseconds. `DRIFTLINE_BENCH_STORE`
-//! names another directory.
+//! that is durable, and the processor time that the process spent on it, in milliseconds.
+//! `DRIFTLINE_BENCH_STORE` names another directory.
 #![allow(clippy::print_stdout, clippy::unwrap_used)]
 
 use std::fs::{File, OpenOptions};
