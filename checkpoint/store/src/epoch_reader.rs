@@ -32,8 +32,11 @@ pub(super) struct RecordCursor<'l> {
 }
 
 impl RecordCursor<'_> {
+    /// Returns the offset in the file of the next byte of data.
     fn offset(&self) -> u64 {
-        self.sector * SECTOR as u64 + self.at as u64
+        // Behind the data of a sector comes its checksum, and then the next sector.
+        let at = if self.at == DATA { SECTOR } else { self.at };
+        self.sector * SECTOR as u64 + at as u64
     }
 
     /// Returns an error for damage of the record that was read last.

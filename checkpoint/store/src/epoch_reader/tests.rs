@@ -33,6 +33,11 @@ fn frames_of(runs: &[StoredRun]) -> u64 {
 
 /// Writes a log of one epoch, which has one record of frames.
 fn write(disk: &MemoryDisk, runs: &[StoredRun], crcs: &[u32]) -> LogPosition {
+    write_counting(disk, runs, crcs, frames_of(runs))
+}
+
+/// Writes a log as [`write`] does, with `frames` as the number of frames at the end.
+fn write_counting(disk: &MemoryDisk, runs: &[StoredRun], crcs: &[u32], frames: u64) -> LogPosition {
     let slot = Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 20 };
     let layout = Layout::new([slot]).unwrap();
     let front = Front {
@@ -47,10 +52,9 @@ fn write(disk: &MemoryDisk, runs: &[StoredRun], crcs: &[u32]) -> LogPosition {
     let file = disk.create_new(LOG).unwrap();
     let place = begin_log(&*file, VmId::random(), 1).unwrap();
     let mut encoder = EpochEncoder::new(&*file, place);
-    encoder.front(front, &layout, b"config", &[]).unwrap();
+    encoder.front(front, &layout, b"settings", &[]).unwrap();
     encoder.frames(runs, crcs).unwrap();
-    let frames = frames_of(runs);
-    let bytes = frames * PAGE_SIZE + encoder.bytes_if_ended();
+    let bytes = frames_of(runs) * PAGE_SIZE + encoder.bytes_if_ended();
     // The encoder fills in the number of records and the digest.
     let commit =
         Commit { epoch: 1, oldest: 1, frames, zero_frames: 0, bytes, records: 0, digest: 0 };
@@ -92,6 +96,24 @@ fn refusal(runs: &[StoredRun]) -> (Damage, usize) {
     match refused {
         StoreError::Damaged { damage, .. } => (damage, reader.cursor.payload.capacity()),
         other => panic!("{other}"),
+    }
+}
+
+#[test]
+fn damage_is_named_where_its_record_begins() {
+    // The records before the COMMIT fill a sector: EPOCH, LAYOUT, CONFIGURATION, FRAMES.
+    const FRAMES: usize = 77;
+    assert_eq!((24 + 48) + (24 + 24) + (24 + 8) + (24 + 8 + 16 + 4 * FRAMES), DATA);
+    let disk = MemoryDisk::default();
+    let place = write_counting(&disk, &runs(1, FRAMES), &[7; FRAMES], FRAMES as u64 + 1);
+    let mut sectors = sectors(&disk);
+    let mut reader = EpochReader::open(&mut sectors, place).unwrap();
+    reader.next().unwrap();
+    match reader.next().map(drop).map_err(StoreError::from) {
+        Err(StoreError::Damaged { offset, damage: Damage::Mismatch { what, .. }, .. }) => {
+            assert_eq!((what, offset), ("the number of frames", 2 * SECTOR as u64));
+        }
+        other => panic!("{other:?}"),
     }
 }
 
