@@ -7,7 +7,7 @@ use driftline_dirty_tracker::Layout;
 use driftline_format::{Header, layout_hash};
 use driftline_guest::{DriveHead, Section, VmId};
 
-use crate::protocol::error::WireError;
+use crate::protocol::error::{WireError, same};
 use crate::protocol::ids::Token;
 use crate::protocol::message::{DriveMessage, StateDigest, WireMessage};
 use crate::protocol::stream_state::{DriveStep, StreamState, StreamStep};
@@ -127,9 +127,7 @@ fn introduction(wire: &mut Wire<impl Read>) -> Result<Introduction, WireError> {
         }
     };
     let (found, expected) = (header.layout_hash().into(), layout_hash(&layout).into());
-    if found != expected {
-        return Err(WireError::Count { what: "the layout's hash", found, expected });
-    }
+    same("the layout's hash", found, expected)?;
     Ok(Introduction { header, program, drives, token, layout, config_bytes })
 }
 

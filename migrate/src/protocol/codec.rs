@@ -9,7 +9,7 @@ pub(crate) enum Codec {
 }
 
 impl Codec {
-    pub(crate) fn from_number(n: u8) -> Option<Self> {
-        [Self::Lz4, Self::Zstd].into_iter().find(|codec| *codec as u8 == n)
+    pub(crate) fn from_number(n: u32) -> Option<Self> {
+        [Self::Lz4, Self::Zstd].into_iter().find(|codec| u32::from(*codec as u8) == n)
     }
 }

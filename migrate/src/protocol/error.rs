@@ -47,7 +47,7 @@ pub enum WireError {
         message.name()
     )]
     Outside {
-        /// PAGES or ZERO.
+        /// A message with frames, or EXPECT.
         message: Tag,
         /// The run.
         run: FrameRun,
@@ -156,6 +156,16 @@ impl WireError {
             _ => false,
         }
     }
+}
+
+/// Fails unless the peer's count of a quantity is this side's.
+pub(crate) fn same(what: &'static str, found: u64, expected: u64) -> Result<(), WireError> {
+    if found == expected { Ok(()) } else { Err(WireError::Count { what, found, expected }) }
+}
+
+/// Fails if the peer sends more of a quantity than it may.
+pub(crate) fn at_most(what: &'static str, found: u64, limit: u64) -> Result<(), WireError> {
+    if found <= limit { Ok(()) } else { Err(WireError::TooMany { what, found, limit }) }
 }
 
 impl From<io::Error> for WireError {

@@ -81,7 +81,7 @@ impl<'a> WireMessage<'a> {
                 Self::Pages { runs, contents }
             }
             Tag::Packed => {
-                let codec = bytes.get(4).copied().and_then(Codec::from_number);
+                let codec = Codec::from_number(fixed::<RawRuns>(tag, bytes)?.0.of.get());
                 let codec = codec.ok_or(malformed(tag, "its codec is unknown"))?;
                 let (runs, packed) = RunTable::parse(tag, bytes)?;
                 if runs.frames().is_none_or(|n| n > MAX_PAGES) {
@@ -201,4 +201,27 @@ impl<'a> WireMessage<'a> {
 
 fn token(bytes: [u8; 16]) -> Token {
     Token(Uuid::from_bytes(bytes))
+}
+
+#[cfg(test)]
+mod tests {
+    use zerocopy::IntoBytes;
+
+    use super::*;
+
+    #[test]
+    fn all_bytes_of_the_codec_count() {
+        let packed = |codec: u32| {
+            let (head, run) =
+                ([1, codec].map(u32::to_le_bytes), FrameRun { start: Gfn(0), count: 1 });
+            [head.as_flattened(), RawRun::from(run).as_bytes()].concat()
+        };
+        let lz4 = packed(1);
+        let message = WireMessage::parse(Tag::Packed, &lz4).unwrap();
+        assert!(matches!(message, WireMessage::Packed { codec: Codec::Lz4, .. }), "{message:?}");
+        for codec in [0, 3, 1 | 1 << 8] {
+            let error = WireMessage::parse(Tag::Packed, &packed(codec)).unwrap_err().to_string();
+            assert!(error.contains("its codec is unknown"), "{codec}: {error}");
+        }
+    }
 }

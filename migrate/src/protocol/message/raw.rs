@@ -8,7 +8,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 use super::counts::Counts;
 use crate::protocol::codec::Codec;
 
-/// A run of frames in PAGES and ZERO.
+/// A run of frames or blocks.
 #[derive(Clone, Copy, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
 pub(crate) struct RawRun {

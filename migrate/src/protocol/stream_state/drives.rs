@@ -6,7 +6,7 @@
 use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_guest::DriveHead;
 
-use crate::protocol::error::WireError;
+use crate::protocol::error::{WireError, at_most, same};
 use crate::protocol::message::{Counts, DriveMessage, RunTable};
 use crate::protocol::tag::Tag;
 
@@ -77,10 +77,6 @@ impl DriveStreamState {
                 Ok(DriveStep::Zero { drive, runs })
             }
             DriveMessage::BlocksEnd { pass: theirs, counts } if !self.are_none() => {
-                let same = |what, found, expected| match found == expected {
-                    true => Ok(()),
-                    false => Err(WireError::Count { what, found, expected }),
-                };
                 same("the number of the pass", theirs.into(), pass.into())?;
                 same("the pass's blocks with content", counts.normal, self.counts.normal)?;
                 same("the pass's blocks of zeros", counts.zero, self.counts.zero)?;
@@ -122,14 +118,9 @@ impl DriveStreamState {
         // Each run is inside the disk, but a hostile table may repeat blocks.
         let found = runs.iter().fold(0u64, |n, run| n.saturating_add(run.count));
         let all = self.heads.iter().fold(0u64, |n, head| n.saturating_add(head.blocks()));
-        let limit = all - (self.counts.normal + self.counts.zero);
-        match found <= limit {
-            true => Ok((drive as usize, found)),
-            false => {
-                let what = "blocks in the rest of the pass";
-                Err(WireError::TooMany { what, found, limit })
-            }
-        }
+        let left = all - (self.counts.normal + self.counts.zero);
+        at_most("blocks in the rest of the pass", found, left)?;
+        Ok((drive as usize, found))
     }
 }
 
