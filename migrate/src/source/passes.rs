@@ -19,7 +19,7 @@ use super::rate_limiter::RateLimiter;
 use crate::control::SendControl;
 use crate::error::Cause;
 use crate::policy::convergence::PassMeasurement;
-use crate::protocol::error::WireError;
+use crate::protocol::error::{WireError, same};
 use crate::protocol::limits::MAX_PAGES;
 use crate::protocol::message::{Counts, WireMessage};
 use crate::report::{PassReport, ms, per_second};
@@ -147,7 +147,7 @@ impl<'a> Passes<'a> {
         let mut chunks = runs.flat_map(|run| run.chunks(MAX_PAGES));
         let counts = match self.joined.is_empty() {
             true => self.first.share(&mut channels.first, || chunks.next(), limit)?,
-            false => self.all(channels, (pass, frames), chunks, limit)?,
+            false => self.share_out(channels, PassHead { pass, frames }, chunks, limit)?,
         };
         let wire = &mut channels.first;
         let (first, control) = (&mut self.first, self.control);
@@ -161,56 +161,38 @@ impl<'a> Passes<'a> {
     }
 
     /// Sends a pass's chunks over all channels, without the PASS_END of the first one.
-    fn all(
+    fn share_out(
         &mut self,
         channels: &mut Channels,
-        pass: (u32, u64),
+        head: PassHead,
         chunks: impl Iterator<Item = FrameRun> + Send,
         limit: Limit,
     ) -> Result<Counts, Cause> {
-        let group = Arc::new(ChannelGroup::default());
-        let of = channels.count();
-        let Channels { first: wire, joined } = channels;
+        let failure = &FirstFailure::new(channels.count());
+        let Channels { first, joined } = channels;
         let chunks = Mutex::new(chunks);
         let next = || chunks.lock().next();
-        // The first failure is the cause, and stops the other channels.
-        let fault = Mutex::new(None);
-        let counts_or_halt = |which: u32, result: Result<Counts, Cause>| match result {
-            Ok(counts) => counts,
-            Err(cause) => {
-                let mut fault = fault.lock();
-                fault.get_or_insert_with(|| match which {
-                    0 => cause,
-                    _ => Cause::Connection { which: which + 1, of, cause: Box::new(cause) },
-                });
-                group.halt();
-                Counts::default()
-            }
-        };
         let mut counts = Counts::default();
-        wire.stream_mut().set_group(Some(group.clone()));
+        first.stream_mut().set_group(Some(failure.group.clone()));
         std::thread::scope(|scope| {
             let mut threads = Vec::with_capacity(joined.len());
             for (which, (wire, sender)) in (1..).zip(joined.iter_mut().zip(&mut self.joined)) {
-                wire.stream_mut().set_group(Some(group.clone()));
-                let thread = std::thread::Builder::new().name("migrate-channel".into());
+                wire.stream_mut().set_group(Some(failure.group.clone()));
                 let span = tracing::Span::current();
                 let run = move || {
-                    span.in_scope(|| {
-                        counts_or_halt(which, send_share(wire, sender, pass, next, limit))
-                    })
+                    let send = || send_share(wire, sender, head, next, limit);
+                    failure.counts_or_halt(which, span.in_scope(send))
                 };
+                let thread = std::thread::Builder::new().name("migrate-channel".into());
                 match thread.spawn_scoped(scope, run) {
                     Ok(thread) => threads.push(thread),
                     Err(cause) => {
-                        counts_or_halt(
-                            which,
-                            Err(Cause::System { what: "starting a thread", cause }),
-                        );
+                        let cause = Cause::System { what: "starting a thread", cause };
+                        failure.counts_or_halt(which, Err(cause));
                     }
                 }
             }
-            counts += counts_or_halt(0, self.first.share(wire, next, limit));
+            counts += failure.counts_or_halt(0, self.first.share(first, next, limit));
             for thread in threads {
                 match thread.join() {
                     Ok(share) => counts += share,
@@ -218,11 +200,45 @@ impl<'a> Passes<'a> {
                 }
             }
         });
-        wire.stream_mut().set_group(None);
-        match fault.into_inner() {
+        first.stream_mut().set_group(None);
+        match failure.cause.lock().take() {
             Some(cause) => Err(cause),
             None => Ok(counts),
         }
+    }
+}
+
+/// The contents of PASS_BEGIN.
+#[derive(Clone, Copy)]
+struct PassHead {
+    pass: u32,
+    frames: u64,
+}
+
+/// The first failure of a pass over several channels. It is the cause, and stops the others.
+struct FirstFailure {
+    cause: Mutex<Option<Cause>>,
+    group: Arc<ChannelGroup>,
+    /// Number of channels.
+    of: u32,
+}
+
+impl FirstFailure {
+    fn new(of: u32) -> Self {
+        Self { cause: Mutex::new(None), group: Arc::default(), of }
+    }
+
+    /// Returns the counts of channel number `which`, from 0. If it has failed, records the failure,
+    /// stops the other channels, and returns no counts.
+    fn counts_or_halt(&self, which: u32, result: Result<Counts, Cause>) -> Counts {
+        result.unwrap_or_else(|cause| {
+            self.cause.lock().get_or_insert_with(|| match which {
+                0 => cause,
+                _ => Cause::Connection { which: which + 1, of: self.of, cause: Box::new(cause) },
+            });
+            self.group.halt();
+            Counts::default()
+        })
     }
 }
 
@@ -230,7 +246,7 @@ impl<'a> Passes<'a> {
 fn send_share(
     wire: &mut Wire<Link>,
     sender: &mut FrameSender<'_>,
-    (pass, frames): (u32, u64),
+    PassHead { pass, frames }: PassHead,
     next: impl FnMut() -> Option<FrameRun>,
     limit: Limit,
 ) -> Result<Counts, Cause> {
@@ -245,10 +261,6 @@ fn acknowledged(wire: &mut Wire<Link>, pass: u32, counts: Counts) -> Result<(), 
     let (theirs, received) = match wire.recv()? {
         WireMessage::PassAck { pass, counts } => (pass, counts),
         other => return Err(other.unexpected("PASS_ACK")),
-    };
-    let same = |what, found, expected| match found == expected {
-        true => Ok(()),
-        false => Err(WireError::Count { what, found, expected }),
     };
     same("the number of the pass", theirs.into(), pass.into())?;
     same("the pass's frames with content", received.normal, counts.normal)?;
