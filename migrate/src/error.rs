@@ -133,11 +133,11 @@ pub enum Cause {
     /// The destination has durably discarded the guest.
     #[error(
         "the destination discarded the guest{}",
-        reason.as_deref().map(|r| format!(": {r}")).unwrap_or_default()
+        unanswered.as_deref().map(|e| format!("; COMMIT had no answer: {e}")).unwrap_or_default()
     )]
     Discarded {
-        /// The destination's reason, if it gave one.
-        reason: Option<String>,
+        /// Why COMMIT had no answer before the destination was asked.
+        unanswered: Option<String>,
     },
     /// The operator resolved that the guest runs here.
     #[error("the operator resolved that the guest runs here")]

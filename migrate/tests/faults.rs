@@ -222,7 +222,9 @@ fn unstored_decision_leaves_the_source_in_doubt() {
     assert_eq!(Records::open(hosts.source_records()).unwrap().pending().unwrap().records.len(), 1);
     std::fs::rename(dir.with_extension("gone"), &dir).unwrap();
     let sent = sender.result();
-    assert!(matches!(sent.as_ref().unwrap_err().cause, Cause::Discarded { .. }));
+    let error = sent.as_ref().unwrap_err();
+    assert!(matches!(error.cause, Cause::Discarded { .. }));
+    assert!(!error.to_string().contains("has not decided yet"), "an earlier answer: {error}");
     assert!(Records::open(hosts.source_records()).unwrap().pending().unwrap().records.is_empty());
     exactly_one_runs(&hosts, &guest, &sent, there, "no room for the decision, for a while");
     assert!(hosts.records_left().is_empty(), "{:?}", hosts.records_left());

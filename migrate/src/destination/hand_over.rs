@@ -52,7 +52,7 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
                     "it was not received: the decision to run it could not be made",
                 );
                 drop(copies);
-                let cause = fault.map_or(Cause::Discarded { reason: None }, Cause::Records);
+                let cause = fault.map_or(Cause::Discarded { unanswered: None }, Cause::Records);
                 return Err(self.inform_source(&mut wire, token, cause));
             }
         };

@@ -5,7 +5,6 @@
 use std::time::{Duration, Instant, SystemTime};
 
 use driftline_dirty_tracker::PAGE_SIZE;
-
 use uuid::Uuid;
 
 use super::channels::Channels;
@@ -17,7 +16,7 @@ use super::record::CommittedRecord;
 use super::switch_over::{DeferredDrop, PreparedMigration};
 use crate::control::Phase;
 use crate::error::Cause;
-use crate::protocol::decision::Verdict;
+use crate::protocol::decision::{Resolution, Verdict};
 use crate::protocol::error::WireError;
 use crate::protocol::message::{Counts, Purpose, WireMessage};
 use crate::protocol::tag::Tag;
@@ -55,6 +54,39 @@ struct SendTimes {
     paused_at: SystemTime,
     downtime: Duration,
     total: Duration,
+}
+
+/// What is known of the migration since COMMIT was sent.
+#[derive(Default)]
+struct AfterCommit {
+    /// When the destination took the guest over, if it has said so.
+    ran_at: Option<Instant>,
+    /// Why COMMIT was not answered.
+    unanswered: Option<String>,
+    /// The last answer to a question, or why there was none. At first as `unanswered`.
+    doubt: Option<String>,
+    resolved: Option<Resolution>,
+}
+
+impl AfterCommit {
+    /// Returns why the guest is resumed here.
+    fn cause(self) -> Cause {
+        match self.resolved {
+            Some(_) => Cause::ResolvedRun,
+            None => Cause::Discarded { unanswered: self.unanswered },
+        }
+    }
+
+    /// Returns how the migration to `to` ended without the guest here, and why the guest ends.
+    fn end(&self, to: &str) -> (SendStatus, String) {
+        match self.resolved {
+            Some(_) => {
+                let why = format!("the operator discarded it: its move to {to} was in doubt");
+                (SendStatus::ResolvedDiscarded, why)
+            }
+            None => (SendStatus::Completed, format!("it has moved to {to}")),
+        }
+    }
 }
 
 impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
@@ -103,63 +135,49 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
             deferred,
         } = committed;
         let mut deferred = Some(deferred);
-        let mut ran_at = None;
-        let mut sent = channels.sent_bytes();
-        // The last answer in words, or why there was none.
-        let mut doubt = None;
-        let mut resolved = None;
+        let mut sent_bytes = channels.sent_bytes();
+        let mut known = AfterCommit::default();
         loop {
             let event = match order {
                 SourceOrder::Commit => {
-                    let event = self.send_commit(&mut channels.first, &mut doubt, &mut ran_at);
-                    sent = channels.sent_bytes();
+                    let event = self.send_commit(&mut channels.first, &mut known);
+                    sent_bytes = channels.sent_bytes();
                     event
                 }
                 SourceOrder::Ask | SourceOrder::Wait | SourceOrder::Record => {
-                    self.in_doubt(&doubt);
+                    self.show_doubt(known.doubt.as_deref());
                     // Freed here, because a doubt may last for days and time is not short any more.
                     drop(deferred.take());
-                    let event = self.ask(record.site(), &mut channels.first, &mut doubt);
-                    if let SourceEvent::Operator(how) = event {
-                        resolved = Some(how);
-                    }
-                    event
+                    self.ask(record.site(), &mut channels.first, &mut known)
                 }
                 SourceOrder::TakeBack(permit) => {
-                    let cause = match resolved {
-                        Some(_) => Cause::ResolvedRun,
-                        None => Cause::Discarded { reason: doubt },
-                    };
-                    let failed = committed_guest.take_back(permit, cause);
+                    let failed = committed_guest.take_back(permit, known.cause());
                     self.forget(record, &mut channels.first);
                     return Err(failed);
                 }
                 SourceOrder::End(permit) => {
-                    let (now, (asked, paused_at)) = (Instant::now(), paused_at);
-                    let downtime = ran_at.unwrap_or(now).saturating_duration_since(asked);
-                    let total = now.duration_since(self.begun);
-                    committed_guest.end(permit, &format!("it has moved to {}", self.to));
+                    // Measured before the guest ends, which takes time.
+                    let times = self.times(paused_at, known.ran_at);
+                    let (status, why) = known.end(self.to);
+                    committed_guest.end(permit, &why);
                     self.forget(record, &mut channels.first);
-                    let status = match resolved {
-                        Some(_) => SendStatus::ResolvedDiscarded,
-                        None => SendStatus::Completed,
-                    };
-                    let times = SendTimes { paused_at, downtime, total };
-                    return Ok(self.report(status, times, sent, figures));
+                    return Ok(self.report(status, times, sent_bytes, figures));
                 }
             };
             (state, order) = state.on(event);
         }
     }
 
-    /// Sends COMMIT and waits for the answer. Sets `ran` to the time at which the destination took
-    /// the guest over.
-    fn send_commit(
-        &self,
-        wire: &mut Wire<Link>,
-        doubt: &mut Option<String>,
-        ran: &mut Option<Instant>,
-    ) -> SourceEvent {
+    /// Returns the times of a migration that was paused at `paused_at` and whose guest was taken
+    /// over at `ran_at`; now, if that is not known.
+    fn times(&self, paused_at: (Instant, SystemTime), ran_at: Option<Instant>) -> SendTimes {
+        let (now, (asked, paused_at)) = (Instant::now(), paused_at);
+        let downtime = ran_at.unwrap_or(now).saturating_duration_since(asked);
+        SendTimes { paused_at, downtime, total: now.duration_since(self.begun) }
+    }
+
+    /// Sends COMMIT and waits for the answer.
+    fn send_commit(&self, wire: &mut Wire<Link>, known: &mut AfterCommit) -> SourceEvent {
         wire.stream_mut().set_deadline(Some(Instant::now() + self.options.commit_timeout));
         wire.stream_mut().set_progress_timeout(self.options.commit_timeout);
         let answer = (|| {
@@ -171,7 +189,7 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
                     let (waited, took) = (sent_at.elapsed(), Duration::from_micros(took_us));
                     // A wrong figure of the peer cannot exceed the time that this side has waited.
                     let ways = waited.saturating_sub(took);
-                    *ran = Some(sent_at + waited - ways / 2);
+                    known.ran_at = Some(sent_at + waited - ways / 2);
                     Ok(SourceEvent::Running)
                 }
                 WireMessage::Answer { token, verdict } => {
@@ -182,7 +200,8 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
             }
         })();
         answer.unwrap_or_else(|e: WireError| {
-            *doubt = Some(e.to_string());
+            known.unanswered = Some(e.to_string());
+            known.doubt.clone_from(&known.unanswered);
             // Closed, so that a destination that has not read COMMIT yet does not wait for it.
             wire.stream().close();
             SourceEvent::Lost
@@ -190,9 +209,9 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
     }
 
     /// Shows the doubt once in the log, and every time in the progress.
-    fn in_doubt(&self, doubt: &Option<String>) {
+    fn show_doubt(&self, doubt: Option<&str>) {
         if self.control.progress().phase != Phase::InDoubt {
-            let (vm, token, why) = (self.guest.vm_id(), self.token, doubt.as_deref().unwrap_or(""));
+            let (vm, token, why) = (self.guest.vm_id(), self.token, doubt.unwrap_or(""));
             tracing::error!(
                 %vm, %token, why,
                 "in doubt: {} may be running the guest; it is asked until it answers or the \
@@ -201,18 +220,19 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
         }
         self.control.update(|p| {
             p.phase = Phase::InDoubt;
-            p.doubt.clone_from(doubt);
+            p.doubt = doubt.map(str::to_owned);
         });
     }
 
     /// Waits for the interval, then asks the destination once. The operator's resolution takes
     /// precedence.
-    fn ask(&self, site: Uuid, wire: &mut Wire<Link>, doubt: &mut Option<String>) -> SourceEvent {
+    fn ask(&self, site: Uuid, wire: &mut Wire<Link>, known: &mut AfterCommit) -> SourceEvent {
         let next = Instant::now() + self.options.ask_interval;
         loop {
             if let Some(how) = self.control.resolution() {
                 let vm = self.guest.vm_id();
                 tracing::warn!(%vm, token = %self.token, ?how, "resolved by the operator");
+                known.resolved = Some(how);
                 return SourceEvent::Operator(how);
             }
             let left = next.saturating_duration_since(Instant::now());
@@ -221,32 +241,31 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
             }
             std::thread::sleep(left.min(SLICE));
         }
-        match self.query(site) {
-            Ok((verdict, asked)) => {
-                *doubt = Some(
-                    match verdict {
-                        Verdict::Undecided => "it has not decided yet",
-                        Verdict::Committed => {
-                            "it has decided to run the guest, but has not confirmed that it runs"
-                        }
-                        Verdict::Unknown => "it does not know of this migration",
-                        Verdict::Running | Verdict::Discarded => {
-                            // The connection that gave this verdict waits for ENDED.
-                            *wire = asked;
-                            return SourceEvent::Answer(verdict);
-                        }
-                    }
-                    .to_owned(),
-                );
-                SourceEvent::Answer(verdict)
-            }
-            // The operator's resolution, which the next call returns, has interrupted the question.
-            Err(_) if self.control.resolution().is_some() => SourceEvent::Lost,
+        let (verdict, asked) = match self.query(site) {
+            Ok(answered) => answered,
             Err(e) => {
-                *doubt = Some(e.to_string());
-                SourceEvent::Lost
+                // If the operator's resolution has interrupted the question, the next call returns
+                // it.
+                if self.control.resolution().is_none() {
+                    known.doubt = Some(e.to_string());
+                }
+                return SourceEvent::Lost;
             }
-        }
+        };
+        let doubt = match verdict {
+            Verdict::Undecided => "it has not decided yet",
+            Verdict::Committed => {
+                "it has decided to run the guest, but has not confirmed that it runs"
+            }
+            Verdict::Unknown => "it does not know of this migration",
+            Verdict::Running | Verdict::Discarded => {
+                // The connection that gave this verdict waits for ENDED.
+                *wire = asked;
+                return SourceEvent::Answer(verdict);
+            }
+        };
+        known.doubt = Some(doubt.to_owned());
+        SourceEvent::Answer(verdict)
     }
 
     fn query(&self, site: Uuid) -> Result<(Verdict, Wire<Link>), Cause> {
