@@ -330,6 +330,22 @@ fn trickling_peer_does_not_prolong_the_pause() {
 }
 
 #[test]
+fn trickling_peer_does_not_prolong_the_setup() {
+    let hosts = HostPair::new();
+    let guest = hosts.start(MemoryConfig::small());
+    let there = hosts.receiver();
+    // READY trickles: 40 bytes in four seconds.
+    let proxy = Proxy::start(&there.to, ProxyPlan::trickle(2));
+    let mut sending = options(&hosts);
+    sending.setup_timeout = Duration::from_millis(500);
+    let sent = Sender::start(&guest, &proxy.to, &sending).result();
+    let error = sent.as_ref().unwrap_err();
+    assert_eq!(error.phase, Phase::Setup, "{error}");
+    assert!(error.to_string().contains("sent nothing for"), "{error}");
+    exactly_one_runs(&hosts, &guest, &sent, there, "a trickling peer in the setup");
+}
+
+#[test]
 fn trickling_peer_does_not_prolong_precopy() {
     let hosts = HostPair::new();
     let guest = hosts.start(MemoryConfig::small());

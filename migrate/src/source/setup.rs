@@ -89,23 +89,22 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
         connected: Connected,
     ) -> Result<SetUp, SendFailed> {
         let Connected { records, features, drives } = connected;
-        self.check_features(features)?;
+        self.check_features(features, !drives.is_empty())?;
         let config = self.guest.config();
         fits("the guest's configuration", config.len() as u64, MAX_CONFIG.into())?;
         let layout = self.guest.layout().clone();
         fits("the guest's memory layout", layout.slots().len() as u64, MAX_SLOTS.into())?;
-        if !drives.is_empty() && features & COPIES_DRIVES == 0 {
-            return Err(Cause::NotOffered { feature: "copies of disks (--copy-disks)" }.into());
-        }
         let wire = &mut channels.first;
         drives::announce(wire, &drives)?;
         wire.send(&WireMessage::Config { token: self.token, layout, config: &config })?;
-        // No bytes arrive while the machine is built.
+        // No bytes arrive while the machine is built. The deadline is for a peer that trickles.
         wire.stream_mut().set_progress_timeout(self.options.setup_timeout);
+        wire.stream_mut().set_deadline(Instant::now().checked_add(self.options.setup_timeout));
         let site = match wire.recv()? {
             WireMessage::Ready { site } => site,
             other => return Err(other.unexpected("READY").into()),
         };
+        wire.stream_mut().set_deadline(None);
         let staged = records.stage_source(self.token, self.guest.vm_id(), self.to, site)?;
         let record = StagedRecord::new(records, staged);
         wire.stream_mut().set_progress_timeout(self.options.progress_timeout);
@@ -114,7 +113,7 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
     }
 
     /// Checks that the destination offers the features that the options need.
-    fn check_features(&self, features: u64) -> Result<(), Cause> {
+    fn check_features(&self, features: u64, copies_drives: bool) -> Result<(), Cause> {
         let asked = [
             (self.options.verify, MEMORY_DIGEST, "a digest of memory (--verify)"),
             (
@@ -127,6 +126,7 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
                 SEVERAL_CONNECTIONS,
                 "several connections (--connections)",
             ),
+            (copies_drives, COPIES_DRIVES, "copies of disks (--copy-disks)"),
         ];
         match asked.into_iter().find(|(is, bit, _)| *is && features & bit == 0) {
             Some((.., feature)) => Err(Cause::NotOffered { feature }),
@@ -143,26 +143,28 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
         let numbers: Vec<u32> = (2..more + 2).collect();
         // The destination's listener serves a bounded number of connections at once.
         for batch in numbers.chunks(JOINS_AT_ONCE) {
-            let joined: Result<Vec<_>, Cause> = std::thread::scope(|scope| {
-                let join = |which: &u32| {
-                    let (which, of) = (*which, more + 1);
-                    let named = move |cause| {
-                        let cause = Box::new(cause);
-                        Cause::Connection { which, of, cause }
-                    };
-                    let span = tracing::Span::current();
-                    scope.spawn(move || span.in_scope(|| self.join_one()).map_err(named))
-                };
-                let threads: Vec<_> = batch.iter().map(join).collect();
-                let ended = |thread: std::thread::ScopedJoinHandle<'_, _>| match thread.join() {
-                    Ok(result) => result,
-                    Err(panic) => std::panic::resume_unwind(panic),
-                };
-                threads.into_iter().map(ended).collect()
-            });
-            channels.joined.extend(joined?);
+            channels.joined.extend(self.join_batch(batch, more + 1)?);
         }
         Ok(channels.first.send(&WireMessage::Connections { joined: more })?)
+    }
+
+    /// Opens the channels with these numbers, of `of` in all, in parallel.
+    fn join_batch(&self, numbers: &[u32], of: u32) -> Result<Vec<Wire<Link>>, Cause> {
+        std::thread::scope(|scope| {
+            let start = || {
+                let span = tracing::Span::current();
+                let thread = std::thread::Builder::new().name("migrate-join".into());
+                thread.spawn_scoped(scope, move || span.in_scope(|| self.join_one()))
+            };
+            let threads: Vec<_> = numbers.iter().map(|which| (*which, start())).collect();
+            let joined = threads.into_iter().map(|(which, thread)| {
+                let thread =
+                    thread.map_err(|cause| Cause::System { what: "starting a thread", cause })?;
+                let joined = thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+                joined.map_err(|cause| Cause::Connection { which, of, cause: Box::new(cause) })
+            });
+            joined.collect()
+        })
     }
 
     fn join_one(&self) -> Result<Wire<Link>, Cause> {
