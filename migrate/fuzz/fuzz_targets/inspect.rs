@@ -9,6 +9,10 @@ use libfuzzer_sys::fuzz_target;
 
 const HEADER: usize = 64;
 const HEAD: usize = 24;
+/// The tag of FRAMES, whose payload checksum covers only the run.
+const FRAMES: u16 = 21;
+/// Bytes of a run.
+const RUN: usize = 16;
 
 /// Corrects the checksums of the header and of each record, and the sequence numbers.
 fn correct_checksums(bytes: &mut [u8]) {
@@ -22,7 +26,11 @@ fn correct_checksums(bytes: &mut [u8]) {
         let length =
             u32::from_le_bytes([bytes[at + 8], bytes[at + 9], bytes[at + 10], bytes[at + 11]]);
         let end = (at + HEAD).saturating_add(length as usize).min(bytes.len());
-        let crc = crc32c::crc32c(&bytes[at + HEAD..end]);
+        let checked = match u16::from_le_bytes([bytes[at], bytes[at + 1]]) {
+            FRAMES => end.min(at + HEAD + RUN),
+            _ => end,
+        };
+        let crc = crc32c::crc32c(&bytes[at + HEAD..checked]);
         bytes[at + 12..at + 16].copy_from_slice(&crc.to_le_bytes());
         bytes[at + 16..at + 20].copy_from_slice(&sequence.to_le_bytes());
         let crc = crc32c::crc32c(&bytes[at..at + 20]);
