@@ -73,5 +73,5 @@ pub use protocol::layout::LayoutDifference;
 pub use protocol::limits::MAX_CONNECTIONS;
 pub use protocol::tag::Tag;
 pub use report::{PassReport, ReceiveReport, SendReport, SendStatus, VcpuThrottle};
-pub use source::{CopyDrives, MIN_BANDWIDTH, Migratable, SendOptions, send};
+pub use source::{CopyDrives, InvalidDriveNames, MIN_BANDWIDTH, Migratable, SendOptions, send};
 pub use transport::compression::{Compression, UnknownCompression};

@@ -194,7 +194,7 @@ mod tests {
         let memory = MemoryWriter::new(&*guest, prealloc).unwrap();
         let run = FrameRun { start: Gfn(7), count: 1 };
         let mut wire = half_a_page(run);
-        assert!(matches!(wire.recv().unwrap(), WireMessage::Frames { run: error } if error == run));
+        assert!(matches!(wire.recv().unwrap(), WireMessage::Frames { run: found } if found == run));
         memory.fetch(&mut wire, run).unwrap_err();
         let mut page = [0; PAGE_SIZE as usize];
         guest.ram().read_slice(&mut page, GuestAddress(run.start.gpa())).unwrap();

@@ -45,16 +45,19 @@ pub enum CopyDrives {
     Named(Vec<String>),
 }
 
+/// A text that is not a list of disk names.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("\"{0}\" is not a list of disk names: write NAME,NAME")]
+pub struct InvalidDriveNames(String);
+
 impl FromStr for CopyDrives {
-    type Err = String;
+    type Err = InvalidDriveNames;
 
     /// Parses names separated by commas; the empty text means all disks.
-    fn from_str(s: &str) -> Result<Self, String> {
+    fn from_str(s: &str) -> Result<Self, InvalidDriveNames> {
         match s.split(',').map(str::to_owned).collect::<Vec<_>>() {
             names if names == [""] => Ok(Self::All),
-            names if names.iter().any(String::is_empty) => {
-                Err(format!("\"{s}\" is not a list of disk names: write NAME,NAME"))
-            }
+            names if names.iter().any(String::is_empty) => Err(InvalidDriveNames(s.to_owned())),
             names => Ok(Self::Named(names)),
         }
     }
@@ -74,8 +77,8 @@ pub(super) fn chosen<G: GuestContents + ?Sized>(
         return Err(unsupported("copying disks".into(), "the guest has none").into());
     }
     if let CopyDrives::Named(names) = which {
-        let has = |name: &&String| !drives.iter().any(|drive| drive.head().id == **name);
-        if let Some(name) = names.iter().find(has) {
+        let is_missing = |name: &&String| !drives.iter().any(|drive| drive.head().id == **name);
+        if let Some(name) = names.iter().find(is_missing) {
             let what = format!("copying disk \"{name}\"");
             return Err(unsupported(what, "the guest has no disk of this name").into());
         }
@@ -107,6 +110,7 @@ pub(super) struct Drives {
 struct CopiedDrive {
     head: DriveHead,
     file: File,
+    /// Blocks that the guest writes; `None` if it cannot write to the disk.
     writes: Option<Subscription>,
     next: NextBlocks,
 }

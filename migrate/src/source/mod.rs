@@ -31,7 +31,7 @@ use crate::control::{Phase, SendControl};
 use crate::error::{Cause, GuestPlace, SendError};
 use crate::protocol::ids::Token;
 use crate::report::SendReport;
-pub use drives::CopyDrives;
+pub use drives::{CopyDrives, InvalidDriveNames};
 pub use guest::Migratable;
 use job::{SendFailed, SendJob};
 pub use options::{MIN_BANDWIDTH, SendOptions};

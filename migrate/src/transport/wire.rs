@@ -318,7 +318,6 @@ impl<S: Read> Read for CountingReader<'_, S> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use std::net::{TcpListener, TcpStream};
     use std::sync::Arc;
