@@ -18,7 +18,7 @@ use driftline_guest::DriveHead;
 use socket2::SockRef;
 
 use super::admission::{Admission, Admitted, Stage};
-use super::session::Session;
+use super::session::{Session, SessionRefusal};
 use crate::control::ReceiveControl;
 use crate::log_limit::LogLimit;
 use crate::protocol::decision::Verdict;
@@ -257,11 +257,11 @@ impl Listener {
             self.refused(Stage::Source, &peer, reason);
             wire.abort(Tag::Refused, reason);
         };
-        if let Err(reason) = self.session.vacant() {
+        if let Err(why) = self.session.vacant() {
             // A header precedes a refusal, as it precedes HELLO.
             return match wire.send_header(None) {
-                Ok(()) => refuse(wire, &reason),
-                Err(e) => self.refused(Stage::Source, &peer, &format!("{reason}; {e}")),
+                Ok(()) => refuse(wire, &why.to_string()),
+                Err(e) => self.refused(Stage::Source, &peer, &format!("{why}; {e}")),
             };
         }
         let described = match self.configuration(&mut wire) {
@@ -281,7 +281,7 @@ impl Listener {
                     self.session.vacate();
                 }
             }
-            Err(reason) => refuse(wire, &reason),
+            Err(why) => refuse(wire, &why.to_string()),
         }
     }
 
@@ -310,7 +310,8 @@ impl Listener {
             WireMessage::Join { token } => token,
             other => return Err(other.unexpected("JOIN")),
         };
-        if let Err(reason) = self.session.join(token, || leave(place)) {
+        if let Err(why) = self.session.join(token, || leave(place)) {
+            let reason = why.to_string();
             self.refused(Stage::Join, &wire.stream().peer(), &reason);
             wire.abort(Tag::Refused, &reason);
             return Ok(());
@@ -357,18 +358,18 @@ fn closed(e: &WireError) -> bool {
     matches!(e, WireError::Format(FormatError::Io(e)) if e.kind() == end)
 }
 
-/// Reason of a displaced connection.
-const DISPLACED: &str = "another connection displaced it, because too many were open";
-
 /// Frees the place of a connection that the session accepts. A refused connection keeps its place
 /// until it has received the refusal, so that another one can displace it and its thread counts.
-fn leave(place: &Admitted) -> Result<(), String> {
-    if place.leave() { Ok(()) } else { Err(DISPLACED.to_owned()) }
+fn leave(place: &Admitted) -> Result<(), SessionRefusal> {
+    if place.leave() { Ok(()) } else { Err(SessionRefusal::Displaced) }
 }
 
 /// Returns why a connection has ended.
 fn end_reason(e: &WireError, place: &Admitted) -> String {
-    if place.is_displaced() { DISPLACED.to_owned() } else { e.to_string() }
+    match place.is_displaced() {
+        true => SessionRefusal::Displaced.to_string(),
+        false => e.to_string(),
+    }
 }
 
 fn warn_limited(limit: &LogLimit, what: std::fmt::Arguments<'_>) {

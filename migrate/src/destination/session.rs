@@ -32,10 +32,29 @@ pub(super) struct Session {
 }
 
 #[derive(Debug, Default)]
-struct SessionState {
-    /// The guest that has the session, and its migration.
-    occupant: Option<(VmId, Token)>,
-    migration: Option<Migration>,
+enum SessionState {
+    /// No guest has the session.
+    #[default]
+    Free,
+    /// The machine of this guest is being built. It has no prepared record yet.
+    Building { vm_id: VmId, token: Token },
+    /// A guest is being received, or was.
+    Migrating(Migration),
+}
+
+/// Why a caller gets neither the session nor a part of it.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum SessionRefusal {
+    #[error("busy with vm {0}")]
+    Busy(VmId),
+    #[error("this receiver has taken over vm {0}")]
+    TakenOver(VmId),
+    #[error("it joins a migration that is not in progress here")]
+    NotInProgress,
+    #[error("a migration has at most {} connections", MAX_CONNECTIONS)]
+    TooManyConnections,
+    #[error("another connection displaced it, because too many were open")]
+    Displaced,
 }
 
 #[derive(Debug)]
@@ -71,7 +90,7 @@ impl Session {
     }
 
     /// Fails with the guest that has the session, unless it is free.
-    pub(super) fn vacant(&self) -> Result<(), String> {
+    pub(super) fn vacant(&self) -> Result<(), SessionRefusal> {
         self.lock().vacant()
     }
 
@@ -80,18 +99,18 @@ impl Session {
         &self,
         vm_id: VmId,
         token: Token,
-        accept: impl FnOnce() -> Result<(), String>,
-    ) -> Result<(), String> {
+        accept: impl FnOnce() -> Result<(), SessionRefusal>,
+    ) -> Result<(), SessionRefusal> {
         let mut state = self.lock();
         state.vacant()?;
         accept()?;
-        state.occupant = Some((vm_id, token));
+        *state = SessionState::Building { vm_id, token };
         Ok(())
     }
 
     /// Frees the session.
     pub(super) fn vacate(&self) {
-        *self.lock() = SessionState::default();
+        *self.lock() = SessionState::Free;
     }
 
     /// Begins a migration: makes its prepared record durable. From now on this process answers for
@@ -100,19 +119,17 @@ impl Session {
         let prepared = Some(self.records.prepare(token, vm_id)?);
         // Staged now rather than in the pause. If that fails, the decision is written in the pause.
         let staged = self.records.stage(token, Some(vm_id), Decision::Committed).ok();
-        let (state, placed, source_informed, fault) = (Destination::Assembling, false, false, None);
-        let migration = Migration {
+        *self.lock() = SessionState::Migrating(Migration {
             token,
             vm_id,
-            state,
+            state: Destination::Assembling,
             staged,
             prepared,
-            placed,
-            source_informed,
+            placed: false,
+            source_informed: false,
             joined: 0,
-            fault,
-        };
-        self.lock().migration = Some(migration);
+            fault: None,
+        });
         Ok(())
     }
 
@@ -132,16 +149,14 @@ impl Session {
     pub(super) fn join(
         &self,
         token: Token,
-        accept: impl FnOnce() -> Result<(), String>,
-    ) -> Result<(), String> {
+        accept: impl FnOnce() -> Result<(), SessionRefusal>,
+    ) -> Result<(), SessionRefusal> {
         let mut state = self.lock();
-        let migration = state.migration.as_mut().filter(|s| s.token == token);
+        let migration = state.migration_of(token);
         let migration = migration.filter(|s| s.state == Destination::Assembling);
-        let Some(migration) = migration else {
-            return Err("it joins a migration that is not in progress here".to_owned());
-        };
+        let migration = migration.ok_or(SessionRefusal::NotInProgress)?;
         if migration.joined + 1 >= MAX_CONNECTIONS {
-            return Err(format!("a migration has at most {MAX_CONNECTIONS} connections"));
+            return Err(SessionRefusal::TooManyConnections);
         }
         accept()?;
         migration.joined += 1;
@@ -152,7 +167,9 @@ impl Session {
     /// first order that the caller has to perform, and why a decision could not be stored.
     pub(super) fn post(&self, event: DestinationEvent) -> (DestinationOrder, Option<RecordsError>) {
         let mut state = self.lock();
-        let Some(migration) = &mut state.migration else { return (DestinationOrder::Wait, None) };
+        let SessionState::Migrating(migration) = &mut *state else {
+            return (DestinationOrder::Wait, None);
+        };
         let order = migration.advance(&self.records, event);
         let fault = migration.fault.take();
         drop(state);
@@ -162,23 +179,23 @@ impl Session {
 
     /// Returns the verdict on this receiver's own migration.
     pub(super) fn verdict(&self, token: Token) -> Verdict {
-        let state = self.lock();
-        let migration = state.migration.as_ref().filter(|s| s.token == token);
-        migration.map_or(Verdict::Unknown, |s| s.state.verdict())
+        self.lock().migration_of(token).map_or(Verdict::Unknown, |s| s.state.verdict())
     }
 
     /// Answers a question. For a token that this process does not know, the site's records decide:
     /// after *discarded* no process that shares them can run that guest.
     pub(super) fn answer(&self, token: Token, site: Uuid) -> Verdict {
         let mut state = self.lock();
-        if let Some(migration) = state.migration.as_mut().filter(|s| s.token == token) {
-            migration.advance(&self.records, DestinationEvent::Asked);
-            return migration.state.verdict();
-        }
-        // The machine is being built, and there is no prepared record yet. An honest source does
-        // not ask at that time.
-        if state.occupant.is_some_and(|(_, building)| building == token) {
-            return Verdict::Undecided;
+        match &mut *state {
+            SessionState::Migrating(migration) if migration.token == token => {
+                migration.advance(&self.records, DestinationEvent::Asked);
+                return migration.state.verdict();
+            }
+            // An honest source does not ask at that time.
+            SessionState::Building { token: building, .. } if *building == token => {
+                return Verdict::Undecided;
+            }
+            _ => {}
         }
         drop(state);
         if site != self.records.site() {
@@ -199,7 +216,7 @@ impl Session {
 
     /// Records that the source knows that the guest was discarded, and will not ask again.
     pub(super) fn note_source_informed(&self, token: Token) {
-        if let Some(migration) = self.lock().migration.as_mut().filter(|s| s.token == token) {
+        if let Some(migration) = self.lock().migration_of(token) {
             migration.source_informed = true;
         }
         self.changed.notify_all();
@@ -210,8 +227,7 @@ impl Session {
     /// prevents that process from running the guest.
     pub(super) fn forget(&self, token: Token) {
         let mut state = self.lock();
-        let migration =
-            state.migration.as_mut().filter(|s| s.token == token && s.state.may_forget());
+        let migration = state.migration_of(token).filter(|s| s.state.may_forget());
         let Some(migration) = migration else {
             return tracing::debug!(%token, "the decision stays: this process never had the guest");
         };
@@ -228,7 +244,7 @@ impl Session {
         let began = Instant::now();
         let mut state = self.lock();
         loop {
-            if state.migration.as_ref().is_none_or(|s| s.source_informed) {
+            if !matches!(&*state, SessionState::Migrating(s) if !s.source_informed) {
                 return true;
             }
             let limit = if stop.is_requested() { limit.min(CANCELLED_LIMIT) } else { limit };
@@ -241,13 +257,23 @@ impl Session {
 }
 
 impl SessionState {
-    fn vacant(&self) -> Result<(), String> {
-        match (self.occupant, &self.migration) {
-            (None, _) => Ok(()),
-            (Some((vm, _)), Some(Migration { state: Destination::Running, .. })) => {
-                Err(format!("this receiver has taken over vm {vm}"))
+    fn vacant(&self) -> Result<(), SessionRefusal> {
+        match self {
+            Self::Free => Ok(()),
+            Self::Migrating(Migration { state: Destination::Running, vm_id, .. }) => {
+                Err(SessionRefusal::TakenOver(*vm_id))
             }
-            (Some((vm, _)), _) => Err(format!("busy with vm {vm}")),
+            Self::Building { vm_id, .. } | Self::Migrating(Migration { vm_id, .. }) => {
+                Err(SessionRefusal::Busy(*vm_id))
+            }
+        }
+    }
+
+    /// Returns the migration of `token`, if it is this receiver's.
+    fn migration_of(&mut self, token: Token) -> Option<&mut Migration> {
+        match self {
+            Self::Migrating(migration) if migration.token == token => Some(migration),
+            _ => None,
         }
     }
 }
