@@ -13,6 +13,7 @@ mod inspect;
 mod listener;
 mod memory_writer;
 mod options;
+mod pace;
 mod prealloc;
 mod precopy;
 mod receive;

@@ -9,7 +9,8 @@ use driftline_guest::{Clock, GuestFactory, Section, Stateful};
 
 use super::host::{ReceiveFailed, ReceiveHost};
 use super::listener::Incoming;
-use super::receive::{CompleteGuest, GuestReceiver, PaceLimit, ReceiveContext, ReceiveFigures};
+use super::pace::PaceLimit;
+use super::receive::{CompleteGuest, GuestReceiver, ReceiveContext, ReceiveFigures};
 use super::setup::{Arrival, discard_guest, reason_for_source};
 use crate::error::Cause;
 use crate::protocol::error::WireError;

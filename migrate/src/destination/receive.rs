@@ -15,6 +15,7 @@ use driftline_guest::{Clock, DriveHead, Guest, GuestError, Section};
 use super::channels::ReceiveChannels;
 use super::copies::Copies;
 use super::memory_writer::MemoryWriter;
+use super::pace::PaceLimit;
 use super::prealloc;
 use crate::control::ReceiveControl;
 use crate::error::Cause;
@@ -29,56 +30,12 @@ use crate::transport::compression::Unpacker;
 use crate::transport::link::Link;
 use crate::transport::wire::Wire;
 
-/// Bytes of memory and state that a source must move in each window of its [`PaceLimit`].
-const MIN_PROGRESS: u64 = 256 << 10;
-
 /// Least frames of a last pass during which another thread restores the state. Receiving fewer
 /// takes less time than starting a thread.
 const MIN_PARALLEL_RESTORE: u64 = 512;
 /// Time for which [`stay_awake`](driftline_guest::HandOver::stay_awake) certainly keeps processors
 /// awake.
 const AWAKE: Duration = Duration::from_millis(10);
-
-/// The least pace of a source. A new window begins whenever the source has moved
-/// [`MIN_PROGRESS`] bytes.
-pub(super) struct PaceLimit {
-    window: Duration,
-    until: Instant,
-    /// Bytes that had arrived when the window began.
-    before: u64,
-}
-
-impl PaceLimit {
-    pub(super) fn begin(window: Duration) -> Self {
-        Self { window, until: Instant::now() + window, before: 0 }
-    }
-
-    /// Records that `moved` bytes have arrived in all.
-    fn note(&mut self, moved: u64) {
-        if moved - self.before >= MIN_PROGRESS {
-            self.renew(moved);
-        }
-    }
-
-    /// Begins a new window, after `moved` bytes in all.
-    fn renew(&mut self, moved: u64) {
-        (self.until, self.before) = (Instant::now() + self.window, moved);
-    }
-
-    /// Extends the window by a time in which this side did not read.
-    fn allow(&mut self, waited: Duration) {
-        self.until += waited;
-    }
-
-    /// Converts a timeout at the window's end into the error that the source was too slow.
-    fn judge(&self, e: WireError, moved: u64) -> WireError {
-        if e.is_silence() && Instant::now() >= self.until {
-            let (found, least) = (moved - self.before, MIN_PROGRESS);
-            return WireError::TooSlow { found, window: self.window, least };
-        }
-        e
-    }
-}
 
 /// A guest whose memory is in place and whose state has arrived.
 pub(super) struct CompleteGuest {
@@ -126,6 +83,62 @@ pub(super) struct ReceiveContext<'r> {
     pub(super) progress_timeout: Duration,
     /// Collects this number of joined channels.
     pub(super) joined: &'r dyn Fn(u32) -> Result<Vec<Wire<Link>>, Cause>,
+}
+
+/// State of the first channel's thread, besides that of the stream.
+struct Reading<'r, 'scope> {
+    context: ReceiveContext<'r>,
+    /// Bytes received, and the time, at the end of the last pass.
+    pass_end: (u64, Instant),
+    /// Bytes of memory over joined channels, at the end of the last pass.
+    moved_elsewhere: u64,
+    restore: StateRestore<'scope>,
+    /// Time of the last `stay_awake`.
+    awake: Option<Instant>,
+}
+
+/// Progress of restoring a state that precedes the last pass.
+enum StateRestore<'scope> {
+    NotBegun,
+    /// Another thread restores it while the pass arrives.
+    Running(ScopedJoinHandle<'scope, Result<(), GuestError>>),
+    Done,
+}
+
+impl<'r> Reading<'r, '_> {
+    fn begin(context: ReceiveContext<'r>, received: u64) -> Self {
+        let pass_end = (received, Instant::now());
+        let restore = StateRestore::NotBegun;
+        Self { context, pass_end, moved_elsewhere: 0, restore, awake: None }
+    }
+
+    fn pace(&self) -> &PaceLimit {
+        &self.context.pace
+    }
+
+    /// Records the end of a pass, at which `received` bytes have arrived in all, and
+    /// `moved_elsewhere` bytes of memory over joined channels. Returns the rate of the pass in
+    /// bytes/s.
+    fn end_pass(&mut self, received: u64, moved_elsewhere: u64) -> u64 {
+        let (received_before, begun) = self.pass_end;
+        self.pass_end = (received, Instant::now());
+        self.moved_elsewhere = moved_elsewhere;
+        per_second(received - received_before, begun.elapsed())
+    }
+}
+
+impl StateRestore<'_> {
+    /// Waits until the state is restored. Returns false if restoring it has not begun.
+    fn finish(self) -> Result<bool, GuestError> {
+        match self {
+            Self::NotBegun => Ok(false),
+            Self::Running(thread) => {
+                thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+                Ok(true)
+            }
+            Self::Done => Ok(true),
+        }
+    }
 }
 
 impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
@@ -192,117 +205,126 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
     where
         'g: 'scope,
     {
-        let ReceiveContext { control, mut pace, progress_timeout, joined } = context;
         let mut unpacker = Unpacker::new();
-        // Bytes received, and the time, at the end of the last pass.
-        let mut before = (wire.received_bytes(), Instant::now());
-        // Bytes of memory over joined channels, at the end of the last pass.
-        let mut moved_elsewhere = 0;
-        let (mut restored, mut restoring, mut awake) = (false, None, None);
+        let mut reading = Reading::begin(context, wire.received_bytes());
         loop {
-            wire.stream_mut().set_deadline(Some(pace.until));
-            let message = wire.recv().map_err(|e| pace.judge(e, self.moved_bytes()))?;
-            if let WireMessage::PassEnd { pass, .. } = &message
-                && self.channels.count() > 0
-            {
-                let others = self.channels.await_end(*pass, pace.until);
-                let others = others.map_err(|cause| self.slow(&pace, cause))?;
-                self.stream.count_others(others);
-            }
+            let message = self.next_message(wire, reading.pace())?;
             match self.stream.on(message)? {
                 StreamStep::Noted => {}
                 StreamStep::Place { runs, contents } => memory.place(runs, contents)?,
                 StreamStep::Unpack { codec, runs, packed } => {
                     memory.unpack(&mut unpacker, codec, runs, packed)?;
                 }
-                StreamStep::Digest => {
-                    wire.send(&WireMessage::Digest(memory.digest()?))?;
-                    // The time of digests does not count against the source, whose digest may take
-                    // longer than this one.
-                    let allowance = allowance(self.guest.layout().frames());
-                    let timeout = progress_timeout.saturating_add(allowance);
-                    wire.stream_mut().set_progress_timeout(timeout);
-                    pace = PaceLimit::begin(pace.window.saturating_add(allowance));
-                }
+                StreamStep::Digest => self.answer_verify(wire, &mut reading, memory)?,
                 StreamStep::Fetch { run } => {
-                    memory.fetch(wire, run).map_err(|cause| self.slow(&pace, cause))?;
+                    memory.fetch(wire, run).map_err(|cause| self.slow(reading.pace(), cause))?;
                 }
                 StreamStep::Zero { runs } => memory.zero(runs)?,
                 StreamStep::Prepare { runs } => memory.expect(runs),
-                StreamStep::Join { joined: count } => {
-                    if self.channels.count() > 0 {
-                        let why = "it was sent before";
-                        return Err(WireError::Malformed { message: Tag::Connections, why }.into());
-                    }
-                    for wire in joined(count)? {
-                        let layout = self.guest.layout().clone();
-                        self.channels.add(scope, wire, layout, memory, progress_timeout)?;
-                    }
-                }
+                StreamStep::Join { joined } => self.join(scope, &reading, memory, joined)?,
                 // The time of this host's disks does not count against the source.
-                StreamStep::Drive(step) => pace.allow(self.copies.take(step)?),
+                StreamStep::Drive(step) => reading.context.pace.allow(self.copies.take(step)?),
                 StreamStep::Ack { pass, counts } => {
                     over.store(true, Ordering::Relaxed);
                     memory.end_prealloc();
-                    self.acknowledge(wire, &mut pace, pass, counts)?;
-                    let received = self.received_bytes(wire);
-                    let (bytes, time) = (received - before.0, before.1.elapsed());
-                    before = (received, Instant::now());
-                    if !restored && restoring.is_none() {
-                        // The pause may be next.
-                        self.guest.stay_awake();
-                        awake = Some(Instant::now());
-                        heap::grow();
-                    }
-                    moved_elsewhere = self.channels.moved_bytes();
-                    let rate = per_second(bytes, time);
-                    control.update(|p| p.link_rate_bytes_per_s = rate);
+                    self.acknowledge(wire, &mut reading, pass, counts)?;
                 }
-                StreamStep::Restore { sections, frames } if frames < MIN_PARALLEL_RESTORE => {
-                    self.keep_awake(awake);
-                    self.guest.restore_state(&sections, Clock::Advance)?;
-                    restored = true;
-                }
-                StreamStep::Restore { sections, .. } => {
-                    restoring = Some(self.restore_in_parallel(scope, sections)?);
-                    self.keep_awake(awake);
+                StreamStep::Restore { sections, frames } => {
+                    reading.restore = self.restore(scope, reading.awake, sections, frames)?;
                 }
                 StreamStep::Complete { sections, was_running } => {
                     wire.stream_mut().set_deadline(None);
-                    if let Some(thread) = restoring.take() {
-                        thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
-                        restored = true;
-                    }
-                    let (is_restored, figures) = (restored, self.figures());
+                    let (is_restored, figures) = (reading.restore.finish()?, self.figures());
                     return Ok(CompleteStream { sections, is_restored, was_running, figures });
                 }
             }
-            pace.note(self.moved_bytes());
-            self.show_progress(control, wire, moved_elsewhere);
+            reading.context.pace.note(self.moved_bytes());
+            self.show_progress(wire, &reading);
         }
     }
 
-    /// Makes the blocks of a pass durable, and acknowledges the pass.
+    /// Receives the next message. Before PASS_END it collects the counts of all other channels.
+    fn next_message<'w>(
+        &mut self,
+        wire: &'w mut Wire<Link>,
+        pace: &PaceLimit,
+    ) -> Result<WireMessage<'w>, Cause> {
+        wire.stream_mut().set_deadline(Some(pace.until()));
+        let message = wire.recv().map_err(|e| pace.judge(e, self.moved_bytes()))?;
+        if let WireMessage::PassEnd { pass, .. } = &message
+            && self.channels.count() > 0
+        {
+            let others = self.channels.await_end(*pass, pace.until());
+            self.stream.count_others(others.map_err(|cause| self.slow(pace, cause))?);
+        }
+        Ok(message)
+    }
+
+    /// Sends the digest of memory. The time of digests does not count against the source, whose
+    /// digest may take longer than this one.
+    fn answer_verify(
+        &self,
+        wire: &mut Wire<Link>,
+        reading: &mut Reading<'_, '_>,
+        memory: &MemoryWriter<'_, G>,
+    ) -> Result<(), Cause> {
+        wire.send(&WireMessage::Digest(memory.digest()?))?;
+        let allowance = allowance(self.guest.layout().frames());
+        let timeout = reading.context.progress_timeout.saturating_add(allowance);
+        wire.stream_mut().set_progress_timeout(timeout);
+        reading.context.pace.lengthen(allowance, self.moved_bytes());
+        Ok(())
+    }
+
+    /// Starts the threads of `count` joined channels.
+    fn join<'scope>(
+        &mut self,
+        scope: &'scope Scope<'scope, '_>,
+        reading: &Reading<'_, 'scope>,
+        memory: &'scope MemoryWriter<'scope, G>,
+        count: u32,
+    ) -> Result<(), Cause> {
+        if self.channels.count() > 0 {
+            let why = "it was sent before";
+            return Err(WireError::Malformed { message: Tag::Connections, why }.into());
+        }
+        let ReceiveContext { joined, progress_timeout, .. } = reading.context;
+        for wire in joined(count)? {
+            let layout = self.guest.layout().clone();
+            self.channels.add(scope, wire, layout, memory, progress_timeout)?;
+        }
+        Ok(())
+    }
+
+    /// Makes the blocks of a pass durable, acknowledges the pass, and prepares for the pause.
     fn acknowledge(
         &mut self,
         wire: &mut Wire<Link>,
-        pace: &mut PaceLimit,
+        reading: &mut Reading<'_, '_>,
         pass: u32,
         counts: Counts,
     ) -> Result<(), Cause> {
         if self.copies.make_durable()? {
-            pace.renew(self.moved_bytes());
+            reading.context.pace.renew(self.moved_bytes());
         }
         self.channels.acknowledge();
-        Ok(wire.send(&WireMessage::PassAck { pass, counts })?)
+        wire.send(&WireMessage::PassAck { pass, counts })?;
+        let rate = reading.end_pass(self.received_bytes(wire), self.channels.moved_bytes());
+        if matches!(reading.restore, StateRestore::NotBegun) {
+            // The pause may be next.
+            self.guest.stay_awake();
+            reading.awake = Some(Instant::now());
+            heap::grow();
+        }
+        reading.context.control.update(|p| p.link_rate_bytes_per_s = rate);
+        Ok(())
     }
 
-    /// Shows the progress. `moved_before` are the bytes of memory that joined channels had received
-    /// before the current pass.
-    fn show_progress(&self, control: &ReceiveControl, wire: &Wire<Link>, moved_before: u64) {
+    /// Shows the progress.
+    fn show_progress(&self, wire: &Wire<Link>, reading: &Reading<'_, '_>) {
         let (pass, left) = self.stream.progress();
-        let elsewhere = (self.channels.moved_bytes() - moved_before) / PAGE_SIZE;
-        control.update(|p| {
+        let elsewhere = (self.channels.moved_bytes() - reading.moved_elsewhere) / PAGE_SIZE;
+        reading.context.control.update(|p| {
             p.sent_bytes = self.received_bytes(wire);
             (p.pass, p.remaining_frames) = (pass, left.saturating_sub(elsewhere));
         });
@@ -330,20 +352,30 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
         }
     }
 
-    /// Restores the state on another thread while the last pass arrives.
-    fn restore_in_parallel<'scope>(
+    /// Restores a state that precedes the last pass, on another thread if `frames`, about those of
+    /// that pass, take long enough to arrive. `awake` is the time of the last `stay_awake`.
+    fn restore<'scope>(
         &self,
         scope: &'scope Scope<'scope, '_>,
+        awake: Option<Instant>,
         sections: Arc<[Section]>,
-    ) -> Result<ScopedJoinHandle<'scope, Result<(), GuestError>>, Cause>
+        frames: u64,
+    ) -> Result<StateRestore<'scope>, Cause>
     where
         'g: 'scope,
     {
         let guest = self.guest;
+        if frames < MIN_PARALLEL_RESTORE {
+            self.keep_awake(awake);
+            guest.restore_state(&sections, Clock::Advance)?;
+            return Ok(StateRestore::Done);
+        }
         let thread = std::thread::Builder::new().name("migrate-restore".into());
         let restore = move || guest.restore_state(&sections, Clock::Advance);
         let spawned = thread.spawn_scoped(scope, restore);
-        spawned.map_err(|cause| Cause::System { what: "starting a thread", cause })
+        let thread = spawned.map_err(|cause| Cause::System { what: "starting a thread", cause })?;
+        self.keep_awake(awake);
+        Ok(StateRestore::Running(thread))
     }
 
     /// Returns the bytes moved over all channels. Shares of complete passes count twice, which can
@@ -375,23 +407,5 @@ struct EndPrealloc<'p, 'g, G: Guest + ?Sized>(&'p MemoryWriter<'g, G>);
 impl<G: Guest + ?Sized> Drop for EndPrealloc<'_, '_, G> {
     fn drop(&mut self) {
         self.0.end_prealloc();
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::io::{Error, ErrorKind};
-
-    use driftline_format::FormatError;
-
-    use super::*;
-
-    #[test]
-    fn storage_waits_extend_the_pace_window() {
-        let silence = || WireError::from(FormatError::Io(Error::from(ErrorKind::TimedOut)));
-        let mut pace = PaceLimit::begin(Duration::ZERO);
-        assert!(matches!(pace.judge(silence(), 0), WireError::TooSlow { .. }));
-        pace.allow(Duration::from_secs(3600));
-        assert!(pace.judge(silence(), 0).is_silence());
     }
 }
