@@ -63,9 +63,9 @@ pub use destination::{
 };
 pub use error::{Cause, GuestPlace, ReceiveError, SendError};
 pub use journal::{Pending, Records, RecordsError, SourceRecord};
-pub use policy::convergence::{TimeoutStrategy, UnknownStrategy};
-pub use policy::{convergence, forecast, throttle};
-pub use protocol::decision::{Resolution, Verdict};
+pub use policy::convergence::{Goals, TimeoutStrategy, UnknownStrategy};
+pub use policy::forecast;
+pub use protocol::decision::Resolution;
 pub use protocol::digest::MemoryDigests;
 pub use protocol::error::WireError;
 pub use protocol::ids::Token;

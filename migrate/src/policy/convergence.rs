@@ -13,7 +13,7 @@
 //!
 //! If passes do not shrink, the guest is throttled before a limit is reached. If its pause would
 //! fit into the target but be long, passes under a tight throttle precede it (the approach). For
-//! both see [`throttle`](crate::throttle).
+//! both see [`throttle`](super::throttle).
 //!
 //! The passes that only make the pause shorter together take at most `1 / (1 - SHRINK_RATIO)` times
 //! the pause without them, if the guest keeps its dirty rate.
@@ -99,7 +99,7 @@ impl Default for Goals {
 
 /// Measurement of one pass, and of the guest's writes during it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct PassMeasurement {
+pub(crate) struct PassMeasurement {
     /// Frames sent, with and without content.
     pub frames: u64,
     /// Bytes on the wire.
@@ -112,7 +112,7 @@ pub struct PassMeasurement {
 
 /// The decision after a pass, with its reason.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub enum Judgement {
+pub(crate) enum Judgement {
     /// Send the dirty frames as another pass.
     KeepGoing,
     /// Pause the guest.
@@ -123,7 +123,7 @@ pub enum Judgement {
 
 /// Why pre-copy ends.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub enum Reason {
+pub(crate) enum Reason {
     /// The rest fits into the downtime.
     Fits {
         /// Expected pause.
@@ -200,7 +200,7 @@ pub(crate) const MIN_MEASURED_BYTES: u64 = 1 << 20;
 
 /// Returns the link's rate in bytes/s, with a bandwidth limit if there is one: that of the last
 /// pass with enough bytes, or else of all passes together. `None` before any pass was measured.
-pub fn link_rate(passes: &[PassMeasurement]) -> Option<u64> {
+pub(crate) fn link_rate(passes: &[PassMeasurement]) -> Option<u64> {
     let rate = |bytes: u64, time: Duration| {
         let seconds = time.as_secs_f64();
         (bytes > 0 && seconds > 0.0).then(|| (bytes as f64 / seconds) as u64)
@@ -226,18 +226,18 @@ pub(crate) fn frame_rate(passes: &[PassMeasurement]) -> Option<f64> {
 }
 
 /// Returns the expected time to send `frames` with the guest paused; `None` at rate 0.
-pub fn expected_downtime(frames: u64, link_rate: u64) -> Option<Duration> {
+pub(crate) fn expected_downtime(frames: u64, link_rate: u64) -> Option<Duration> {
     let bytes = frames.saturating_mul(PAGE_SIZE);
     (link_rate > 0).then(|| Duration::from_secs_f64((bytes as f64 / link_rate as f64).min(1e9)))
 }
 
 /// Expected pause below which no further pass is sent. Pausing and resuming a guest takes about the
 /// same time.
-pub const SHORT_PAUSE: Duration = Duration::from_millis(2);
+pub(crate) const SHORT_PAUSE: Duration = Duration::from_millis(2);
 
 /// Upper bound on the ratio of dirty frames to the pass's frames at which another pass shortens the
 /// pause. It counts frames, because zero frames and compressed frames have few bytes in any pass.
-pub const SHRINK_RATIO: f64 = 0.7;
+pub(crate) const SHRINK_RATIO: f64 = 0.7;
 
 /// Whether the pending frames are less than [`SHRINK_RATIO`] of the last pass's frames.
 pub(crate) fn shrinks(passes: &[PassMeasurement], pending: u64) -> bool {
@@ -253,7 +253,7 @@ pub(crate) fn shrinks(passes: &[PassMeasurement], pending: u64) -> bool {
 /// - Fewer pending frames never turn a switch-over into giving up.
 /// - A rest that fits into the target is never given up, and another pass precedes its pause only
 ///   while passes shrink.
-pub fn judge(
+pub(crate) fn judge(
     goals: &Goals,
     passes: &[PassMeasurement],
     pending: u64,

@@ -26,14 +26,14 @@ use crate::policy::throttle::{Throttle, judge_and_throttle};
 use crate::report::ms;
 
 /// Time until the first pass, in which the destination builds a machine.
-pub const SETUP_TIME: Duration = Duration::from_millis(25);
+const SETUP_TIME: Duration = Duration::from_millis(25);
 /// Time from a pass's last byte to the next pass: acknowledgement and drain.
-pub const PASS_OVERHEAD: Duration = Duration::from_millis(1);
+const PASS_OVERHEAD: Duration = Duration::from_millis(1);
 /// Time from the verdict to the pause, in which the hand-over record becomes durable.
-pub const RECORD_OVERHEAD: Duration = Duration::from_millis(3);
+const RECORD_OVERHEAD: Duration = Duration::from_millis(3);
 /// Part of the downtime that does not depend on the pending frames: pause, state, hand-over,
 /// resume.
-pub const PAUSE_OVERHEAD: Duration = Duration::from_millis(2);
+const PAUSE_OVERHEAD: Duration = Duration::from_millis(2);
 
 /// Bytes of a pass besides contents.
 const HEADS: u64 = 64;

@@ -3,6 +3,6 @@
 
 #[cfg(test)]
 mod arbitrary;
-pub mod convergence;
+pub(crate) mod convergence;
 pub mod forecast;
-pub mod throttle;
+pub(crate) mod throttle;

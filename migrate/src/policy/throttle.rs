@@ -37,26 +37,26 @@ use crate::policy::convergence::{
 
 /// First share of the link's rate that vCPUs may fill. It is so far below [`SHRINK_RATIO`] that the
 /// throttle need not be exact.
-pub const FIRST_SHARE: f64 = 0.6;
+pub(crate) const FIRST_SHARE: f64 = 0.6;
 
 /// Factor of the share after a pass that did not shrink under the throttle.
-pub const TIGHTEN_FACTOR: f64 = 0.5;
+pub(crate) const TIGHTEN_FACTOR: f64 = 0.5;
 
 /// Least share. A guest that outruns the link even so writes in a way that the throttle does not
 /// slow down.
-pub const LEAST_SHARE: f64 = FIRST_SHARE / 8.0;
+pub(crate) const LEAST_SHARE: f64 = FIRST_SHARE / 8.0;
 
 /// Share during the approach. A smaller share makes the pause shorter and the guest slower before
 /// it. With 0.6 each pass has 0.6 times the frames of the previous one; with 0.15 the second pass
 /// takes some milliseconds.
-pub const APPROACH_SHARE: f64 = FIRST_SHARE / 4.0;
+pub(crate) const APPROACH_SHARE: f64 = FIRST_SHARE / 4.0;
 
 /// Expected pause above which the approach begins.
-pub const LONG_PAUSE: Duration = Duration::from_millis(5);
+pub(crate) const LONG_PAUSE: Duration = Duration::from_millis(5);
 
 /// The throttle of a guest's vCPUs.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]
-pub enum Throttle {
+pub(crate) enum Throttle {
     /// Full speed.
     #[default]
     Off,
@@ -90,7 +90,7 @@ impl Throttle {
 ///   one.
 /// - A vCPU that writes no faster than the rate is not slowed.
 /// - A guest with constant dirty rates converges.
-pub fn throttle(
+pub(crate) fn throttle(
     now: Throttle,
     goals: &Goals,
     passes: &[PassMeasurement],
@@ -113,7 +113,7 @@ pub fn throttle(
 
 /// Returns the verdict after a pass, which is that of [`judge`] except for the approach, and the
 /// throttle from now on. The arguments are those of [`judge`] and [`throttle`].
-pub fn judge_and_throttle(
+pub(crate) fn judge_and_throttle(
     now: Throttle,
     goals: &Goals,
     passes: &[PassMeasurement],

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 /// A destination's answer about a token.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Verdict {
+pub(crate) enum Verdict {
     /// Not decided yet; the source asks again.
     Undecided,
     /// The destination has decided to run the guest, which may not run yet or not any more.

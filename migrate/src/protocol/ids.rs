@@ -10,7 +10,7 @@ pub struct Token(pub Uuid);
 
 impl Token {
     /// Returns a new random token.
-    pub fn random() -> Self {
+    pub(crate) fn random() -> Self {
         Self(Uuid::new_v4())
     }
 }

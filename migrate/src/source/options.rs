@@ -40,8 +40,7 @@ pub struct SendOptions {
     pub verify: bool,
     /// Disks to copy, because the destination cannot reach them. None.
     pub copy_drives: CopyDrives,
-    /// Whether vCPUs are throttled if passes do not shrink (see [`throttle`](crate::throttle)).
-    /// True.
+    /// Whether vCPUs are throttled if passes do not shrink. True.
     pub throttle: bool,
     /// Upper bound on opening a connection. 10 s.
     pub connect_timeout: Duration,

@@ -6,9 +6,8 @@ use std::time::Duration;
 use axum::Json;
 use axum::extract::State;
 use driftline_checkpoint::{CadenceForecast, cadence_forecast};
-use driftline_migrate::MIN_BANDWIDTH;
-use driftline_migrate::convergence::Goals;
 use driftline_migrate::forecast::{Forecast, ForecastConditions, WriteCurve, forecast};
+use driftline_migrate::{Goals, MIN_BANDWIDTH};
 use serde::{Deserialize, Serialize};
 
 use super::fault::JsonBody;
