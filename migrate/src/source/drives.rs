@@ -17,10 +17,11 @@ use serde::{Deserialize, Serialize};
 use zerocopy::IntoBytes;
 
 use super::limit::Limit;
+use super::run_table::RunTableBuilder;
 use crate::control::SendControl;
 use crate::error::{Cause, fits};
 use crate::protocol::limits::{MAX_DRIVES, MAX_ZERO_RUNS};
-use crate::protocol::message::{Counts, DriveMessage, RawRun, WireMessage, blocks_head};
+use crate::protocol::message::{Counts, DriveMessage, WireMessage, blocks_head};
 use crate::protocol::tag::Tag;
 use crate::transport::link::Link;
 use crate::transport::wire::Wire;
@@ -237,8 +238,8 @@ impl Drives {
 struct BlockBatch {
     contents: Vec<u8>,
     filled: usize,
-    runs: Vec<RawRun>,
-    zeros: Vec<RawRun>,
+    runs: RunTableBuilder,
+    zeros: RunTableBuilder,
     /// Number of blocks in `zeros`.
     zeroed: u64,
 }
@@ -271,14 +272,14 @@ impl BlockBatch {
             if is_zero(&self.contents[from..from + BLOCK]) {
                 counts.zero += 1;
                 self.zeroed += 1;
-                extend(&mut self.zeros, block);
+                self.zeros.add(block);
             } else {
                 counts.normal += 1;
                 let to = self.filled * BLOCK;
                 if to != from {
                     self.contents.copy_within(from..from + BLOCK, to);
                 }
-                extend(&mut self.runs, block);
+                self.runs.add(block);
                 self.filled += 1;
             }
         }
@@ -309,19 +310,6 @@ impl BlockBatch {
     }
 }
 
-/// Adds a block to a table of ascending runs.
-fn extend(runs: &mut Vec<RawRun>, block: Gfn) {
-    let last = runs.last().map(FrameRun::from).filter(|run| run.end() == block);
-    let run = match last {
-        Some(run) => FrameRun { count: run.count + 1, ..run },
-        None => FrameRun { start: block, count: 1 },
-    };
-    if last.is_some() {
-        runs.pop();
-    }
-    runs.push(run.into());
-}
-
 /// Reads whole blocks from `start` on. Bytes behind the end of the disk read as zeros, although its
 /// file may be longer.
 fn read(drive: &CopiedDrive, start: Gfn, to: &mut [u8]) -> io::Result<()> {
@@ -336,10 +324,6 @@ fn read(drive: &CopiedDrive, start: Gfn, to: &mut [u8]) -> io::Result<()> {
 mod tests {
     use super::*;
 
-    fn run(start: u64, count: u64) -> FrameRun {
-        FrameRun { start: Gfn(start), count }
-    }
-
     #[test]
     fn zeros_are_sent_before_the_batch_is_full() {
         let file = tempfile::tempfile().unwrap();
@@ -347,7 +331,8 @@ mod tests {
         let head = DriveHead { id: "d".into(), bytes: 1 << 30, readonly: true };
         let drive = CopiedDrive { head, file, writes: None, next: NextBlocks::Nothing };
         let (mut batch, mut counts) = (BlockBatch::default(), Counts::default());
-        for chunk in run(0, 1 << 18).chunks(BLOCKS_PER_MESSAGE) {
+        let run = FrameRun { start: Gfn(0), count: 1 << 18 };
+        for chunk in run.chunks(BLOCKS_PER_MESSAGE) {
             if batch.is_full(chunk.count) {
                 break;
             }
@@ -355,14 +340,6 @@ mod tests {
         }
         assert_eq!((batch.zeros.len(), batch.filled), (1, 0));
         assert_eq!((batch.zeroed, counts.zero), (ZEROS_PER_MESSAGE, ZEROS_PER_MESSAGE));
-    }
-
-    #[test]
-    fn adjacent_blocks_form_one_run() {
-        let mut runs = Vec::new();
-        [1, 2, 3, 7, 9, 10].into_iter().for_each(|block| extend(&mut runs, Gfn(block)));
-        let runs: Vec<FrameRun> = runs.iter().map(FrameRun::from).collect();
-        assert_eq!(runs, [run(1, 3), run(7, 1), run(9, 2)]);
     }
 
     #[test]

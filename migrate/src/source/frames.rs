@@ -12,6 +12,9 @@ use driftline_guest::GuestRam;
 use vm_memory::{Bytes, GuestAddress};
 use zerocopy::IntoBytes;
 
+use super::limit::Limit;
+use super::rate_limiter::RateLimiter;
+use super::run_table::RunTableBuilder;
 use crate::control::SendControl;
 use crate::error::Cause;
 use crate::protocol::features::DIRECT_FRAMES;
@@ -21,9 +24,6 @@ use crate::protocol::tag::Tag;
 use crate::transport::compression::Packer;
 use crate::transport::link::Link;
 use crate::transport::wire::Wire;
-
-use super::limit::Limit;
-use super::rate_limiter::RateLimiter;
 
 /// Frames in one PAGES: 512 KiB of content, which stays in a core's cache from copy to send.
 const FRAMES_PER_MESSAGE: u64 = 128;
@@ -51,27 +51,8 @@ pub(super) struct FrameSender<'a> {
     pages: Vec<u8>,
     runs: Vec<RawRun>,
     frames: u64,
-    zeros: ZeroRuns,
-}
-
-/// Zero frames collected for one ZERO message.
-#[derive(Default)]
-struct ZeroRuns {
-    runs: Vec<RawRun>,
-    last: Option<FrameRun>,
-}
-
-/// Extends the last run of a table by a frame, or begins a new run. The caller clears `last` where
-/// a source run ends, so that no run crosses the end of a memory slot.
-fn extend(runs: &mut Vec<RawRun>, last: &mut Option<FrameRun>, gfn: Gfn) {
-    match last {
-        Some(run) if run.end() == gfn => {
-            run.count += 1;
-            runs.pop();
-        }
-        _ => *last = Some(FrameRun { start: gfn, count: 1 }),
-    }
-    runs.extend(last.map(RawRun::from));
+    /// Zero frames for one ZERO.
+    zeros: RunTableBuilder,
 }
 
 impl<'a> FrameSender<'a> {
@@ -92,7 +73,7 @@ impl<'a> FrameSender<'a> {
             pages: vec![0; FRAMES_PER_MESSAGE as usize * PAGE],
             runs: Vec::with_capacity(FRAMES_PER_MESSAGE as usize),
             frames: 0,
-            zeros: ZeroRuns::default(),
+            zeros: RunTableBuilder::default(),
         }
     }
 
@@ -124,11 +105,11 @@ impl<'a> FrameSender<'a> {
     ) -> Result<(), Cause> {
         let mut open: Option<FrameRun> = None;
         // No run crosses the end of a memory slot.
-        self.zeros.last = None;
+        self.zeros.end_run();
         for gfn in chunk.frames() {
             if self.reads_zero(gfn)? {
                 counts.zero += 1;
-                extend(&mut self.zeros.runs, &mut self.zeros.last, gfn);
+                self.zeros.add(gfn);
                 self.content(wire, open.take())?;
             } else {
                 counts.normal += 1;
@@ -141,7 +122,7 @@ impl<'a> FrameSender<'a> {
             p.remaining_frames = p.remaining_frames.saturating_sub(chunk.count);
         });
         // Sent before the message is full, so that the destination sees progress.
-        if self.zeros.runs.len() >= ZERO_RUNS {
+        if self.zeros.len() >= ZERO_RUNS {
             self.flush_zeros(wire)?;
         }
         Ok(())
@@ -211,14 +192,13 @@ impl<'a> FrameSender<'a> {
     }
 
     fn flush_zeros(&mut self, wire: &mut Wire<Link>) -> Result<(), Cause> {
-        if self.zeros.runs.is_empty() {
+        if self.zeros.is_empty() {
             return Ok(());
         }
-        let head = runs_head(self.zeros.runs.len());
+        let head = runs_head(self.zeros.len());
         let before = wire.sent_bytes();
-        wire.send_parts(Tag::Zero, &[head.as_bytes(), self.zeros.runs.as_bytes()])?;
-        self.zeros.runs.clear();
-        self.zeros.last = None;
+        wire.send_parts(Tag::Zero, &[head.as_bytes(), self.zeros.as_bytes()])?;
+        self.zeros.clear();
         self.after_message(wire, before)
     }
 

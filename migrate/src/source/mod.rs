@@ -18,6 +18,7 @@ mod paused_guest;
 mod precopy;
 mod rate_limiter;
 mod record;
+mod run_table;
 mod setup;
 mod switch_over;
 mod throttle;

@@ -100,7 +100,7 @@ impl PassSent {
 
 impl<'a> Passes<'a> {
     /// Makes the senders of `ram` for `channels`, to a destination that offers `features`. `rate`
-    /// is the limit in bytes/s until [`hurry`](Self::hurry).
+    /// is the limit in bytes/s until [`lift_rate_limit`](Self::lift_rate_limit).
     pub(super) fn new(
         ram: &'a GuestRam,
         control: &'a SendControl,
@@ -119,9 +119,9 @@ impl<'a> Passes<'a> {
         Ok(Self { control, rate_limiter, first, joined, totals: Counts::default() })
     }
 
-    /// Lifts the limit of bandwidth.
-    pub(super) fn hurry(&mut self) {
-        self.rate_limiter.end();
+    /// Lifts the bandwidth limit, because the guest is paused.
+    pub(super) fn lift_rate_limit(&mut self) {
+        self.rate_limiter.lift();
     }
 
     /// Sends `runs`, which have `frames` frames in all, and the drained blocks of `drives`, as pass

@@ -31,7 +31,7 @@ impl RateLimiter {
     }
 
     /// Lifts the limit.
-    pub(super) fn end(&self) {
+    pub(super) fn lift(&self) {
         self.state().rate = None;
     }
 
@@ -84,7 +84,7 @@ mod tests {
         assert_eq!(state.due(500, later), later, "one message is free");
         assert_eq!(state.due(500, later), later + ms(500), "the next one waits");
         drop(state);
-        rate_limiter.end();
+        rate_limiter.lift();
         assert_eq!(rate_limiter.state().due(u64::MAX, later), later);
     }
 

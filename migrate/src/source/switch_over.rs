@@ -235,7 +235,7 @@ impl<'a, G: Migratable + ?Sized> PauseTransfer<'_, 'a, G> {
         self.timings.end("drained");
         // The devices are paused, so no write is in flight.
         self.drives.drain();
-        self.passes.hurry();
+        self.passes.lift_rate_limit();
         if let Some(verifier) = &mut self.verifier {
             verifier.sends(epoch.runs())?;
         }
