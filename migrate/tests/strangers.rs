@@ -306,7 +306,7 @@ fn trickling_source_does_not_occupy_the_receiver() {
     }
     let message = there.failure();
     assert!(
-        message.contains("bytes of memory and state in 0.3 s, less than the 262144"),
+        message.contains("bytes of memory, disks and state in 0.3 s, less than the 262144"),
         "{message}"
     );
 }

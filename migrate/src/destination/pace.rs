@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use crate::protocol::error::WireError;
 
-/// Bytes of memory and state that a source must move in each window of its [`PaceLimit`].
+/// Bytes of memory, disks and state that a source must move in each window of its [`PaceLimit`].
 const MIN_PROGRESS: u64 = 256 << 10;
 
 /// The least pace of a source. A new window begins whenever the source has moved [`MIN_PROGRESS`]

@@ -99,8 +99,8 @@ pub enum WireError {
     },
     /// The source occupies the receiver and moves too little.
     #[error(
-        "the source moved {found} bytes of memory and state in {:.1} s, less than the {least} that \
-         are required",
+        "the source moved {found} bytes of memory, disks and state in {:.1} s, less than the \
+         {least} that are required",
         window.as_secs_f64()
     )]
     TooSlow {
