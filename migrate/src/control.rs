@@ -130,7 +130,8 @@ impl SendControl {
         Arc::default()
     }
 
-    /// Ends the migration within about 100 ms; the guest continues here.
+    /// Ends the migration within about 100 ms, or within a second while disks are flushed before
+    /// the pause; the guest continues here. Telling the destination takes up to 2 s more.
     ///
     /// # Errors
     ///
@@ -188,8 +189,9 @@ impl ReceiveControl {
         Arc::default()
     }
 
-    /// Ends the receiver within about 100 ms. Between PREPARED and COMMIT it first takes up to 2 s
-    /// to tell its source that the guest was discarded, and gives the source another 2 s to ask.
+    /// Ends the receiver within about 100 ms. While a guest arrives, telling its source takes up to
+    /// 2 s more, and removing copies of disks up to 5 s. Between PREPARED and COMMIT it first takes
+    /// up to 2 s to tell its source that the guest was discarded, and gives it another 2 s to ask.
     /// After a failed take-over the receiver ends once the source knows of it, or has had the same
     /// time to ask.
     ///

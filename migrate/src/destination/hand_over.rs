@@ -144,10 +144,7 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
         self.control.stop.undo_commit();
         guest.stop(&format!("it was not received: {cause}"));
         drop(copies);
-        let (_, fault) = self.session.post(DestinationEvent::NotResumed);
-        if let Some(fault) = fault {
-            tracing::error!(%token, "the guest is discarded, but not durably: {fault}");
-        }
+        self.post_discard(DestinationEvent::NotResumed, token);
         // Closes its files, and with them locks that could not be released.
         drop(guest);
         self.inform_source(wire, token, cause)
@@ -169,11 +166,16 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
             self.session.post(DestinationEvent::Aborted);
             return ReceiveFailed { cause, was_prepared: true };
         }
-        let (_, fault) = self.session.post(DestinationEvent::Failed);
-        if let Some(fault) = fault {
+        self.post_discard(DestinationEvent::Failed, token);
+        self.inform_source(wire, token, cause)
+    }
+
+    /// Passes an event after which the guest is discarded. If that cannot be made durable, each
+    /// question of the source tries again.
+    fn post_discard(&self, event: DestinationEvent, token: Token) {
+        if let (_, Some(fault)) = self.session.post(event) {
             tracing::error!(%token, "the guest is discarded, but not durably: {fault}");
         }
-        self.inform_source(wire, token, cause)
     }
 
     /// Sends the source the verdict over this connection, or waits until it asks.

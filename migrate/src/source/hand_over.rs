@@ -28,7 +28,7 @@ use crate::transport::wire::Wire;
 /// Upper bound on reading the reason of a destination that gives up before COMMIT.
 const REASON_LIMIT: Duration = Duration::from_millis(500);
 
-/// Upper bound on a question's HELLOs, and a second time on its answer.
+/// Upper bound on each step of a question: connecting, HELLO, and the answer.
 const QUERY_LIMIT: Duration = Duration::from_secs(3);
 
 /// A migration past the point of no return: the guest may be the destination's from here on.

@@ -42,7 +42,7 @@ pub struct SendOptions {
     pub copy_drives: CopyDrives,
     /// Whether vCPUs are throttled if passes do not shrink. True.
     pub throttle: bool,
-    /// Upper bound on opening a connection. 10 s.
+    /// Upper bound on opening a connection, and again on its HELLO and its JOIN. 10 s.
     pub connect_timeout: Duration,
     /// Upper bound on building the machine at the destination. 30 s.
     pub setup_timeout: Duration,

@@ -56,7 +56,8 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
         Ok((channels, Connected { records, features, drives }))
     }
 
-    /// Opens a connection and exchanges HELLOs within `limit`, unless `stop` is set.
+    /// Opens a connection within `limit`, and exchanges HELLOs within the same time again, unless
+    /// `stop` is set.
     pub(super) fn introduce(
         &self,
         purpose: Purpose,

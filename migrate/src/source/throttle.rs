@@ -60,18 +60,17 @@ impl<'g, G: GuestIdentity + WriteThrottle + ?Sized> GuestThrottle<'g, G> {
         let writes = now.iter().zip(&self.last);
         self.dirtied.clear();
         self.dirtied.extend(writes.map(|(n, l)| n.dirtied_frames.saturating_sub(l.dirtied_frames)));
-        let throttled = now.iter().zip(&self.first);
-        let figures =
-            throttled.zip(&self.dirtied).zip(0u32..).map(|((throttled, dirtied), vcpu)| {
-                let throttled = throttled.0.throttled.saturating_sub(throttled.1.throttled);
-                VcpuThrottle {
-                    vcpu,
-                    dirty_rate_bytes_per_s: per_second(dirtied.saturating_mul(PAGE_SIZE), window),
-                    throttled_ms: ms(throttled),
-                    throttled_percent: self.percent(throttled),
-                    most_bytes_per_s: None,
-                }
-            });
+        let vcpus = now.iter().zip(&self.first).zip(&self.dirtied).zip(0u32..);
+        let figures = vcpus.map(|(((now, first), dirtied), vcpu)| {
+            let throttled = now.throttled.saturating_sub(first.throttled);
+            VcpuThrottle {
+                vcpu,
+                dirty_rate_bytes_per_s: per_second(dirtied.saturating_mul(PAGE_SIZE), window),
+                throttled_ms: ms(throttled),
+                throttled_percent: self.percent(throttled),
+                most_bytes_per_s: None,
+            }
+        });
         self.figures = figures.collect();
         (self.last, self.window) = (now, window);
     }
