@@ -2,9 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
-/// A destination's answer about a token.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
+/// A destination's answer about a token; its value is its number in ANSWER.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) enum Verdict {
     /// Not decided yet; the source asks again.
     Undecided,
