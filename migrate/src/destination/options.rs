@@ -20,8 +20,8 @@ pub struct ReceiveOptions {
     pub handshake_timeout: Duration,
     /// Longest time without progress of the source. 10 s.
     pub progress_timeout: Duration,
-    /// Time in which the source must move at least 256 KiB of memory, disks or state, so that a slow
-    /// peer cannot occupy the receiver. One minute.
+    /// Time in which the source must move at least 256 KiB of memory, disks or state, so that a
+    /// slow peer cannot occupy the receiver. One minute.
     pub pace_window: Duration,
     /// Upper bound on building a guest, including opening disks and making copies, after which the
     /// source is refused. 25 s, which is less than a source waits for READY, so that it receives

@@ -283,7 +283,8 @@ impl Migration {
         let mut event = event;
         loop {
             let (next, order) = self.state.on(event);
-            tracing::debug!(token = %self.token, ?event, from = ?self.state, to = ?next, "hand-over");
+            let (token, from) = (self.token, self.state);
+            tracing::debug!(%token, ?event, ?from, to = ?next, "hand-over");
             self.state = next;
             if !matches!(
                 next,

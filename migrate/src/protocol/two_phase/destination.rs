@@ -1,11 +1,11 @@
 //! The destination's state machine.
 //!
 //! ```text
-//! Assembling --Restored--> Prepared --Commit--> Deciding --stands: committed--> Committed --> Running
-//!     |                     |    |                 |  |                            |
+//! Assembling --Restored--> Prepared --Commit--> Deciding -stands: committed-> Committed -> Running
+//!     |                     |    |                 |  |                           |
 //!   Failed            Aborted  Failed     NotStored  stands: discarded        NotResumed
-//!     v                     v    v                 |  v                            |
-//!  Dropped <----------------+  Discarding <--------+  Discarded <---stored---  Discarding
+//!     v                     v    v                 |  v                           |
+//!  Dropped <----------------+  Discarding <--------+  Discarded <---stored--- Discarding
 //! ```
 
 use crate::protocol::decision::{Decision, Verdict};
