@@ -1,5 +1,5 @@
-//! A scripted device for tests of code that handles devices. It has one queue, which it never looks
-//! at.
+//! A scripted device for tests of code that handles devices. It has one queue, from which it never
+//! takes anything.
 
 use std::io;
 use std::sync::Arc;
@@ -23,7 +23,7 @@ pub(crate) struct Script {
     pub(crate) refuses_acquire: AtomicBool,
     /// Whether the device refuses to be released.
     pub(crate) refuses_release: AtomicBool,
-    /// Whether the thread gets stuck in the next request.
+    /// Whether the thread gets stuck in the next request, or in the next look at the queue.
     pub(crate) stuck: AtomicBool,
     /// Whether the thread has got stuck.
     pub(crate) got_stuck: AtomicBool,
@@ -95,6 +95,7 @@ impl Device for FakeDevice {
     }
 
     fn process(&mut self, _: usize, _: &mut DeviceIo<'_>) -> Result<(), Violation> {
+        self.0.wait_while_stuck();
         Ok(())
     }
 
@@ -173,6 +174,7 @@ mod tests {
     use super::super::driver::Driver;
     use super::super::{Completion, Transport};
     use super::*;
+    use crate::testing::soon;
 
     fn status(transport: &Transport) -> u32 {
         let mut bytes = [0; 4];
@@ -201,5 +203,27 @@ mod tests {
         done.recv().unwrap();
         assert_eq!(status(&driver.transport), 0);
         assert!(!driver.transport.write(0x30, &[0; 4], || unreachable!()), "nothing to wait for");
+    }
+
+    /// The thread is busy outside of a job, so it finds all three jobs at once. No later message
+    /// wakes it for the last one.
+    #[test]
+    fn job_behind_a_pause_and_resume_runs() {
+        let script = Arc::new(Script::default());
+        let driver = Driver::started(Box::new(FakeDevice(script.clone())));
+        Script::set(&script.stuck, true);
+        driver.kick(0);
+        let end = soon();
+        while !Script::is(&script.got_stuck) {
+            assert!(Instant::now() < end, "the device does not look at its queue");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let paused = driver.transport.begin_quiesce(soon());
+        driver.transport.resume();
+        let last = driver.transport.begin_release(soon());
+        Script::set(&script.stuck, false);
+        paused.wait().unwrap();
+        last.wait().unwrap();
+        assert!(Script::is(&script.released));
     }
 }

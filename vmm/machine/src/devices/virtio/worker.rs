@@ -351,6 +351,8 @@ impl DeviceWorker {
         if !std::mem::take(&mut self.paused) {
             return;
         }
+        // The inbox may have more jobs, whose signal was read together with that of the quiesce.
+        let _ = self.wake.write(1);
         let moved = std::mem::take(&mut self.moved);
         self.call_device(|device, io| device.resume(moved, io));
         self.process_all_queues();
