@@ -147,7 +147,7 @@ impl Device for Net {
         if self.tap.is_none()
             && let Err(e) = self.attach_tap()
         {
-            tracing::debug!("not yet: {e}");
+            tracing::debug!("tap \"{}\" is not attached yet: {e}", self.config.tap);
         }
         self.try_configure_tap();
         Ok(())

@@ -422,13 +422,14 @@ impl Net {
         else {
             return Ok(false);
         };
-        self.state.pairs = pairs;
-        self.state.waiting.retain(|pair, _| *pair < pairs);
-        self.queued_frames.retain_pairs(pairs);
+        let before = std::mem::replace(&mut self.state.pairs, pairs);
         if let Err(e) = self.configure_tap() {
             self.note_tap_error(&e);
+            self.state.pairs = before;
             return Ok(false);
         }
+        self.state.waiting.retain(|pair, _| *pair < pairs);
+        self.queued_frames.retain_pairs(pairs);
         // Frames that the kernel queued on these pairs before they were in use cause no new edge.
         (0..pairs).try_for_each(|pair| self.receive(pair, io).map(drop))?;
         Ok(true)

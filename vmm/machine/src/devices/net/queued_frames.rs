@@ -45,11 +45,11 @@ impl QueuedFrames {
             let lengths = self.0.iter().filter(|(of, _)| *of == pair).map(|(_, frame)| frame.len());
             let (before, bytes) = lengths.fold((0, 0), |(n, sum), len| (n + 1, sum + len));
             let mut room = (MAX_BYTES / usize::from(tap.enabled())).saturating_sub(bytes);
-            for taken in before.. {
+            for taken in before..=MAX_FRAMES {
                 match tap.read(pair, buffer) {
                     Ok(None) => break,
                     // The frame has already been read, so it is lost.
-                    Ok(Some(len)) if taken >= MAX_FRAMES || len > room => {
+                    Ok(Some(len)) if taken == MAX_FRAMES || len > room => {
                         more = true;
                         break;
                     }
@@ -59,10 +59,8 @@ impl QueuedFrames {
                             self.0.push_back((pair, buffer[..len].to_vec()));
                         }
                     }
-                    Err(_) => {
-                        more = true;
-                        break;
-                    }
+                    // The kernel has dropped a frame. There may be others behind it.
+                    Err(_) => more = true,
                 }
             }
         }

@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io;
 
 use libc::{c_int, c_short, c_uint, c_ulong};
-use vmm_sys_util::ioctl::{ioctl_with_ref, ioctl_with_val};
+use vmm_sys_util::ioctl::{ioctl_with_mut_ref, ioctl_with_ref, ioctl_with_val};
 
 /// `struct ifreq`, with the fields that taps use.
 #[repr(C)]
@@ -38,17 +38,17 @@ fn request_of(request: libc::Ioctl) -> c_ulong {
 
 /// Attaches `file`, an open `/dev/net/tun`, to the tap `name` as one of its queues.
 pub(super) fn attach(file: &File, name: &str, flags: c_int) -> io::Result<()> {
-    let request = InterfaceRequest::new(name, flags);
+    let mut request = InterfaceRequest::new(name, flags);
     // SAFETY: the kernel reads and writes one `ifreq`, whose size `request` has, and keeps no
     // reference to it.
-    check(unsafe { ioctl_with_ref(file, request_of(libc::TUNSETIFF), &request) })
+    check(unsafe { ioctl_with_mut_ref(file, request_of(libc::TUNSETIFF), &mut request) })
 }
 
 /// Enables or disables an attached queue in the kernel.
 pub(super) fn enable_queue(file: &File, enable: bool) -> io::Result<()> {
     let flags = if enable { libc::IFF_ATTACH_QUEUE } else { libc::IFF_DETACH_QUEUE };
     let request = InterfaceRequest::new("", flags);
-    // SAFETY: as above; the kernel only reads it.
+    // SAFETY: the kernel reads one `ifreq`, whose size `request` has.
     check(unsafe { ioctl_with_ref(file, request_of(libc::TUNSETQUEUE), &request) })
 }
 
