@@ -32,6 +32,7 @@ use std::io;
 use std::os::unix::net::UnixStream;
 use std::time::Instant;
 
+use driftline_guest::GuestRam;
 use serde::{Deserialize, Serialize};
 use vmm_sys_util::epoll::EventSet;
 use zerocopy::IntoBytes;
@@ -147,13 +148,23 @@ impl Vsock {
 
     /// Watches `stream` and returns its token.
     fn watch(&mut self, stream: &UnixStream, watcher: &Watcher) -> io::Result<u32> {
-        let token = self.next_token;
-        // Tokens wrap around after 2^32 streams. The first streams have ended by then, except
-        // perhaps long-lived ones.
-        self.next_token = token.checked_add(1).unwrap_or(FIRST_STREAM);
+        let token = self.free_token();
         let events = EventSet::IN | EventSet::OUT | EventSet::READ_HANG_UP;
         watcher.watch(stream, events | EventSet::EDGE_TRIGGERED, token)?;
         Ok(token)
+    }
+
+    /// Returns a token that no stream has. Tokens wrap around after 2^32 streams, and a stream may
+    /// live that long.
+    fn free_token(&mut self) -> u32 {
+        loop {
+            let token = self.next_token;
+            self.next_token = token.checked_add(1).unwrap_or(FIRST_STREAM);
+            let is_new = self.new_programs.iter().any(|(of, _)| *of == token);
+            if !is_new && !self.connections.contains_key(&token) {
+                return token;
+            }
+        }
     }
 
     fn insert(&mut self, token: u32, connection: Connection) {
@@ -243,7 +254,7 @@ impl Vsock {
         &mut self,
         header: &PacketHeader,
         chain: &Chain,
-        ram: &driftline_guest::GuestRam,
+        ram: &GuestRam,
         watcher: &Watcher,
     ) -> Result<(), Violation> {
         if header.src_cid.get() != u64::from(self.config.cid) {

@@ -131,6 +131,18 @@ fn watched(
     (VsockGuest::new(Driver::started(Box::new(device))), connections, most, now)
 }
 
+#[test]
+fn token_of_a_living_stream_is_skipped() {
+    let mut vsock = TestSockets::new().vsock();
+    let stream = || UnixStream::pair().unwrap().0;
+    let connection = Connection::to_guest(Ports { guest: 1, host: 2 }, CID, stream());
+    vsock.insert(FIRST_STREAM, connection);
+    vsock.new_programs.push_back((FIRST_STREAM + 1, stream()));
+    vsock.next_token = u32::MAX;
+    assert_eq!(vsock.free_token(), u32::MAX);
+    assert_eq!(vsock.free_token(), FIRST_STREAM + 2);
+}
+
 /// Duration of an attack.
 fn attack() -> Duration {
     Duration::from_secs(if crate::testing::full() { 60 } else { 6 })

@@ -1,6 +1,9 @@
 //! A process that may open only a few files.
 
+use std::process::Stdio;
+
 use super::*;
+use crate::testing::run_in_child;
 
 #[test]
 fn connections_leave_file_descriptors_for_other_uses() {
@@ -20,19 +23,10 @@ fn cpu_ms() -> u64 {
 
 #[test]
 fn exhausted_file_descriptors_do_not_spin() {
-    const TEST: &str = "exhausted_file_descriptors_do_not_spin";
+    const TEST: &str = "devices::vsock::tests::files::exhausted_file_descriptors_do_not_spin";
     // Runs in a process of its own, because it leaves no file descriptor for other tests.
     if std::env::var_os("NO_FILES_LEFT").is_none() {
-        let me = std::env::current_exe().unwrap();
-        let name = format!("devices::vsock::tests::files::{TEST}");
-        let out = std::process::Command::new(me)
-            .args(["--exact", &name, "--nocapture"])
-            .env("NO_FILES_LEFT", "1")
-            .output()
-            .unwrap();
-        assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
-        assert!(String::from_utf8_lossy(&out.stdout).contains("1 passed"));
-        return;
+        return run_in_child(TEST, "NO_FILES_LEFT", "1", Stdio::null());
     }
     let sockets = TestSockets::new();
     let mut guest = sockets.guest();
