@@ -1,3 +1,5 @@
+//! Starters of every kind at one name: several at once, killed ones, and strangers.
+
 use std::collections::HashSet;
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
@@ -6,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Barrier, Mutex, mpsc};
 
 use super::*;
+use crate::testing::skip;
 
 mod fuse;
 
@@ -235,7 +238,7 @@ fn waits_for_claims_do_not_multiply() {
 #[test]
 fn claim_of_a_stranger_forbids_nothing() {
     if !rustix::process::geteuid().is_root() {
-        return eprintln!("skipped: only root makes files of other users");
+        return skip("claim_of_a_stranger_forbids_nothing", "only root makes files of other users");
     }
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("api");

@@ -166,7 +166,7 @@ mod tests {
                 let wrong = copy.chunks(512).zip(was.chunks(512)).position(|(a, b)| a != b);
                 assert_eq!(wrong, None, "the first wrong sector");
             }
-            assert!(rounds_beside_copy > 8, "{rounds_beside_copy} rounds while it was copied");
+            assert!(rounds_beside_copy > 0, "nothing was written while it was copied");
         }
     }
 

@@ -36,6 +36,8 @@ pub(crate) struct Driver {
     pub(crate) memory: Arc<Memory>,
     queues: Vec<DriverQueue>,
     next_buffer: u64,
+    /// Chains that the device has given back and no call has claimed: queue and head, and the
+    /// number of bytes written.
     unclaimed: HashMap<(usize, u16), u32>,
 }
 
@@ -96,6 +98,7 @@ impl Driver {
 
     pub(crate) fn set_up_queues(&mut self) {
         self.queues.clear();
+        self.unclaimed.clear();
         for i in 0.. {
             self.write(VIRTIO_MMIO_QUEUE_SEL, i);
             let size = self.read(VIRTIO_MMIO_QUEUE_NUM_MAX) as u16;

@@ -11,7 +11,6 @@ use fuser::{
 };
 
 use super::*;
-use crate::testing::skip;
 
 /// The names in the directory.
 type FileNames = Arc<Mutex<BTreeMap<OsString, INodeNo>>>;

@@ -19,6 +19,8 @@ pub(in crate::devices::block) struct ManualEngine {
 struct ManualEngineState {
     /// Time that each operation takes; it then ends within `submit`.
     delay: Option<Duration>,
+    /// Whether operations with a delay wait in `submit`.
+    blocked: bool,
     completes: bool,
     /// Whether the device waits, or has waited, for the end of an operation.
     waited_for: bool,
@@ -38,6 +40,11 @@ impl ManualEngine {
         let new = Self::new();
         new.inner().delay = Some(delay);
         new
+    }
+
+    /// Lets operations with a delay wait in `submit`, or go on.
+    pub(in crate::devices::block) fn block(&self, blocked: bool) {
+        self.inner().blocked = blocked;
     }
 
     fn inner(&self) -> MutexGuard<'_, ManualEngineState> {
@@ -78,6 +85,9 @@ impl ManualEngine {
         inner.submitted.push(operation);
         if let Some(delay) = inner.delay {
             drop(inner);
+            while self.inner().blocked {
+                std::thread::sleep(Duration::from_millis(1));
+            }
             std::thread::sleep(delay);
             return Some(Ok(()));
         }

@@ -104,8 +104,8 @@ fn oversized_request_fails_alone() {
 
 #[test]
 fn busy_device_is_quiesced_between_requests() {
-    let slow = Duration::from_millis(20);
-    let engine = ManualEngine::slow(slow);
+    let engine = ManualEngine::slow(Duration::from_millis(20));
+    engine.block(true);
     let (_disk, mut driver) = drive_on(&engine, 0);
     let count: usize = 60;
     let mut heads = Vec::new();
@@ -115,8 +115,14 @@ fn busy_device_is_quiesced_between_requests() {
         heads.push(driver.post(0, &[flush, status]));
     }
     driver.kick(0);
-    std::thread::sleep(slow);
-    driver.quiesce();
+    let end = Instant::now() + Duration::from_secs(20);
+    while engine.submitted().is_empty() {
+        assert!(Instant::now() < end, "no request is started");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let quiescing = driver.transport.begin_quiesce(end);
+    engine.block(false);
+    quiescing.wait().unwrap();
     assert!(engine.submitted().len() < count, "all requests came first");
     driver.transport.resume();
     for head in heads {

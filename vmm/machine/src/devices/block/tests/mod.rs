@@ -11,6 +11,7 @@ use driftline_dirty_tracker::{FrameRun, Gfn, Subscription};
 use tempfile::NamedTempFile;
 use virtio_bindings::virtio_mmio::VIRTIO_MMIO_STATUS;
 
+use super::request::SECTOR;
 use super::*;
 use crate::devices::stats::{DeviceStats, StatsHandle};
 use crate::devices::virtio::Device;
@@ -131,9 +132,9 @@ fn marked(writes: &mut Subscription) -> Vec<FrameRun> {
 fn conforms_to_virtio() {
     for with in engines() {
         let disk = Disk::new();
-        for (sector, n) in (0..BYTES / SECTOR_BYTES).step_by(8).zip(0..) {
+        for (sector, n) in (0..BYTES / SECTOR).step_by(8).zip(0..) {
             let bytes = pattern(n, 4096);
-            disk.file.as_file().write_all_at(&bytes, sector * SECTOR_BYTES).unwrap();
+            disk.file.as_file().write_all_at(&bytes, sector * SECTOR).unwrap();
         }
         conformance::check(&TestedDevice {
             make: &|| Box::new(disk.block(with)),
@@ -151,8 +152,6 @@ fn conforms_to_virtio() {
         });
     }
 }
-
-const SECTOR_BYTES: u64 = request::SECTOR;
 
 #[test]
 fn written_data_is_read_back_and_in_file() {
