@@ -1,10 +1,10 @@
 //! Addresses and interrupts of virtio devices.
 
+use super::virtio::REGISTERS_LEN;
+
 /// Address of the first device's registers: in the hole below 4 GiB, far from the interrupt
 /// controllers.
 const BASE: u64 = 0xd000_0000;
-use super::virtio::REGISTERS_LEN;
-
 /// IOAPIC pins that have no other use: first the ISA interrupts that PCs leave to the user, then
 /// those beyond ISA. All are edge-triggered.
 const PINS: [u32; crate::config::MAX_DEVICES] =

@@ -9,9 +9,9 @@ use serde::{Deserialize, Serialize};
 use vm_superio::Trigger;
 use vm_superio::serial::{Serial, SerialEvents, SerialState};
 
-use super::SerialWriter;
 use super::error::StateError;
-use super::serial_input::LatchedEvent;
+use super::latched_event::LatchedEvent;
+use super::serial_output::SerialWriter;
 use crate::kvm::KvmVm;
 
 /// ISA interrupt of COM1.
@@ -34,7 +34,7 @@ impl Trigger for IrqPulse {
     }
 }
 
-/// Rings a bell when the guest has read all input in the port.
+/// Signals an event when the guest has read all input in the port.
 #[derive(Clone, Debug)]
 pub(crate) struct Drained(Arc<LatchedEvent>);
 
@@ -82,12 +82,15 @@ impl Com1 {
     }
 
     /// Gives the guest as much of `input` as fits into the port and returns the number of bytes.
-    /// With `listening`, gives nothing before the guest has enabled the interrupt for received
-    /// data.
-    pub(crate) fn feed(&self, input: &[u8], listening: bool) -> usize {
+    /// With `only_if_enabled`, gives nothing before the guest has enabled the interrupt for
+    /// received data.
+    pub(crate) fn feed(&self, input: &[u8], only_if_enabled: bool) -> usize {
         let mut uart = self.uart();
-        let deaf = || listening && uart.state().interrupt_enable & RECEIVED_DATA == 0;
-        if input.is_empty() || !self.takes_input.load(Ordering::Relaxed) || deaf() {
+        let is_enabled = || uart.state().interrupt_enable & RECEIVED_DATA != 0;
+        if input.is_empty()
+            || !self.takes_input.load(Ordering::Relaxed)
+            || only_if_enabled && !is_enabled()
+        {
             return 0;
         }
         // A full port is not an error: `Drained` reports when the guest has read everything.
@@ -100,7 +103,7 @@ impl Com1 {
         })
     }
 
-    /// Returns the bell that rings when the guest has read all its input.
+    /// Returns the event that is signalled when the guest has read all its input.
     pub(super) fn drained(&self) -> &LatchedEvent {
         &self.drained.0
     }

@@ -11,19 +11,20 @@
 //! terminal goes to a small buffer. Keys that do not fit into the buffer are lost.
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FileType, fstat};
 use rustix::process::{Signal, getpgrp, getpid, kill_process};
 use rustix::termios::{isatty, tcgetpgrp};
 
-use super::Bus;
+use super::bus::Bus;
+use super::latched_event::LatchedEvent;
 use crate::sandbox::{self, Class};
 use crate::terminal::Stdin;
 
@@ -41,26 +42,6 @@ static CTRL_A_X: AtomicBool = AtomicBool::new(false);
 /// Returns whether the SIGTERM that has just arrived was Ctrl-A x.
 pub fn was_ctrl_a_x() -> bool {
     CTRL_A_X.swap(false, Ordering::AcqRel)
-}
-
-/// Event that stays readable until it is silenced.
-#[derive(Debug)]
-pub(super) struct LatchedEvent(OwnedFd);
-
-impl LatchedEvent {
-    pub(super) fn new() -> io::Result<Self> {
-        Ok(Self(eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?))
-    }
-
-    pub(super) fn signal(&self) {
-        // Fails only if the counter is at its maximum, so the bell rings already.
-        let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
-    }
-
-    fn clear(&self) {
-        // Fails only if the bell is silent.
-        let _ = rustix::io::read(&self.0, &mut [0; 8]);
-    }
 }
 
 /// Kind of standard input.
@@ -175,8 +156,8 @@ impl Reader {
         let mut ended = false;
         loop {
             let com1 = self.bus.com1();
-            let listen = self.source == InputKind::Stream;
-            let taken = com1.feed(&self.waiting, listen);
+            let only_if_enabled = self.source == InputKind::Stream;
+            let taken = com1.feed(&self.waiting, only_if_enabled);
             self.waiting.drain(..taken);
             if ended && self.waiting.is_empty() {
                 return Ok(());
@@ -186,7 +167,7 @@ impl Reader {
             let read = !ended && (self.source == InputKind::Terminal || self.waiting.is_empty());
             // Borrowed anew in each iteration. The descriptors live as long as the port and the
             // process.
-            let fds = [stop.0.as_fd(), com1.drained().0.as_fd(), stdin.as_fd()];
+            let fds = [stop.as_fd(), com1.drained().as_fd(), stdin.as_fd()];
             let count = if read { 3 } else { 2 };
             let mut fds = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
             let retry = (!self.waiting.is_empty()).then_some(RETRY);
