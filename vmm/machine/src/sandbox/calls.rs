@@ -67,24 +67,23 @@ pub(super) const PROCESS: &[Sysno] = &[
     syncfs, sendfile, splice, readahead,
     // Data of files and of disks, which these threads open.
     pread64, pwrite64, preadv, pwritev, preadv2, pwritev2, lseek, fsync, fdatasync,
-    sync_file_range, fallocate, ftruncate, fadvise64, copy_file_range, flock, dup, dup3, pipe2,
-    io_uring_setup, io_uring_enter, io_uring_register,
+    sync_file_range, fallocate, ftruncate, fadvise64, copy_file_range, flock, dup, dup2, dup3,
+    pipe2, io_uring_setup, io_uring_enter, io_uring_register,
     // Sockets.
-    connect, accept, accept4, shutdown, sendto, sendmsg, sendmmsg, recvfrom, recvmsg, recvmmsg,
-    getsockopt, setsockopt, getsockname, getpeername,
+    bind, listen, connect, accept, accept4, shutdown, sendto, sendmsg, sendmmsg, recvfrom, recvmsg,
+    recvmmsg, getsockopt, setsockopt, getsockname, getpeername,
     // Memory.
-    memfd_create, mincore, msync, mlock, mlock2, munlock, userfaultfd, mbind, set_mempolicy, get_mempolicy,
+    memfd_create, mincore, msync, mlock, mlock2, munlock, userfaultfd, mbind, set_mempolicy,
+    get_mempolicy,
     // Events.
     epoll_create, epoll_create1, epoll_ctl, epoll_wait, epoll_pwait, epoll_pwait2, select,
     pselect6, eventfd, eventfd2, timerfd_create, timerfd_settime, timerfd_gettime, signalfd4, pipe,
     timer_create, timer_settime, timer_delete,
-    dup2, bind, listen,
     // Signals and threads.
     rt_sigaction, rt_sigpending, rt_sigtimedwait, rt_sigsuspend, clone3, set_tid_address,
     sched_setaffinity, sched_getparam, sched_getscheduler, sched_getattr, sched_setattr,
-    sched_get_priority_max,
-    sched_get_priority_min, getppid, getpgrp, getpgid, getsid, getgroups, getresuid, getresgid,
-    getrlimit, getpriority, times, capget,
+    sched_get_priority_max, sched_get_priority_min, getppid, getpgrp, getpgid, getsid, getgroups,
+    getresuid, getresgid, getrlimit, getpriority, times, capget,
     // Narrower domains for threads that are started later.
     landlock_create_ruleset, landlock_add_rule, landlock_restrict_self,
 ];
@@ -116,8 +115,7 @@ pub(super) const DIRTY_IOCTLS: &[u8] = &[
 ];
 /// KVM ioctls of the supervisor: state that belongs to no vCPU, interrupt lines, event descriptors.
 #[rustfmt::skip]
-pub(super) const VM_IOCTLS: &[u8] =
-    &[
+pub(super) const VM_IOCTLS: &[u8] = &[
     0x61, 0x67, 0xa5, 0x62, 0x63, 0x7b, 0x7c, 0x9f, 0xa0, 0x03, 0x6a, 0x76, 0x79, 0x46, 0x49,
 ];
 
@@ -170,7 +168,6 @@ pub(super) const UFFDIO: u64 = 0xaa;
 
 /// Commands of `fcntl` that every thread may use: descriptor flags and duplicates.
 #[rustfmt::skip]
-pub(super) const DESCRIPTOR_COMMANDS: &[i32] =
-    &[
+pub(super) const DESCRIPTOR_COMMANDS: &[i32] = &[
     libc::F_GETFD, libc::F_SETFD, libc::F_GETFL, libc::F_SETFL, libc::F_DUPFD_CLOEXEC,
 ];

@@ -5,7 +5,8 @@
 pub enum Class {
     /// Runs a vCPU.
     Vcpu,
-    /// Runs a vCPU's share of the work in the threads backend.
+    /// Runs a vCPU's share of the work in the threads backend, or keeps the host's processors
+    /// awake.
     Worker,
     /// Owns the dirty source.
     Collector,
@@ -23,7 +24,7 @@ pub enum Class {
     Rng,
     /// Serves a balloon.
     Balloon,
-    /// Serves a disk.
+    /// Serves a disk, or makes it durable.
     Block,
     /// Serves a network interface.
     Net,

@@ -9,9 +9,9 @@
 //! | main, `early-vm`, `control`, `opener`, `pool-*`, jobs, migrations | what a VMM needs: no programs, no mounts, no modules, only threads | see below |
 //! | `vcpu*` | memory, waiting, KVM's vCPU ioctls, a timer of its own | none |
 //! | `collector`, `supervisor` | memory, waiting, KVM ioctls for their job; the collector of `userfault-wp` also the userfaultfd ioctls that follow writes | none |
-//! | `serial`, `log`, workers of the threads backend | memory, waiting, open descriptors | none |
+//! | `serial`, `log`, `awake`, workers of the threads backend | memory, waiting, open descriptors | none |
 //! | `serial-input` | the same, and the port's interrupt | none |
-//! | `virtio-*` | events, data of open descriptors, and a few calls for each kind of device | none |
+//! | `virtio-*`, `flush-*` | events, data of open descriptors, and a few calls for each kind of device | none |
 //!
 //! Threads inherit filters and domains and can only narrow them. So main applies the widest ones
 //! before it starts any thread, and each thread narrows itself before it does anything else:
@@ -69,8 +69,8 @@ pub fn start(options: &SandboxOptions) -> Result<(), StartError> {
     match (options.landlock, landlock) {
         (false, _) => tracing::warn!("--no-landlock: the process can reach all files of its user"),
         (true, false) => tracing::warn!(
-            "this kernel has no landlock: the process can reach all files of its user; see `driftline \
-             doctor`"
+            "this kernel has no landlock: the process can reach all files of its user; see \
+             `driftline doctor`"
         ),
         (true, true) => {}
     }
@@ -110,15 +110,8 @@ pub fn spawn<T: Send + 'static>(
     name: impl Into<String>,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> io::Result<JoinHandle<T>> {
-    // The span of the guest that the thread serves, for its log lines.
-    let logged = tracing::Span::current();
-    let name = name.into();
-    fail_point::pass(&name)?;
-    Builder::new().name(name).spawn(move || {
-        let _logged = logged.entered();
-        signals::block();
-        set_time_slices(class);
-        enter(class);
+    spawn_late(class, name, move |narrow| {
+        narrow();
         work()
     })
 }
@@ -134,9 +127,10 @@ pub fn spawn_late<T: Send + 'static>(
     name: impl Into<String>,
     work: impl FnOnce(&dyn Fn()) -> T + Send + 'static,
 ) -> io::Result<JoinHandle<T>> {
+    // The span of the guest that the thread serves, for its log lines.
+    let logged = tracing::Span::current();
     let name = name.into();
     fail_point::pass(&name)?;
-    let logged = tracing::Span::current();
     Builder::new().name(name).spawn(move || {
         let _logged = logged.entered();
         signals::block();
@@ -193,6 +187,7 @@ pub struct NotAllowed {
 /// Checks whether landlock lets this process write to `path`.
 ///
 /// # Errors
+///
 /// Landlock does not let it.
 pub fn check_allowed(path: &Path) -> Result<(), NotAllowed> {
     let Some(Started { landlock: true, allowed, .. }) = STARTED.get() else { return Ok(()) };
@@ -210,8 +205,8 @@ pub fn check_allowed(path: &Path) -> Result<(), NotAllowed> {
 pub(crate) fn permission_hint(path: &Path, cause: &io::Error) -> &'static str {
     match cause.kind() == io::ErrorKind::PermissionDenied && check_allowed(path).is_err() {
         true => {
-            "; if the file's permissions allow it, the VMM's sandbox does not: name the file when the \
-             VMM starts (--disk, --vsock), or start the VMM with --allow-path"
+            "; if the file's permissions allow it, the VMM's sandbox does not: name the file when \
+             the VMM starts (--disk, --vsock), or start the VMM with --allow-path"
         }
         false => "",
     }
