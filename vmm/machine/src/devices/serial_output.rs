@@ -31,7 +31,10 @@ const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 #[non_exhaustive]
 pub enum SerialOutputError {
     /// The file cannot be opened.
-    #[error("the file of the serial output, \"{}\", cannot be opened for appending: {cause}", path.display())]
+    #[error(
+        "the file of the serial output, \"{}\", cannot be opened for appending: {cause}",
+        path.display()
+    )]
     Open {
         /// The file.
         path: PathBuf,

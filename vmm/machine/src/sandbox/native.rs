@@ -73,8 +73,8 @@ fn report(number: c_int, context: *const libc::ucontext_t) {
     }
     let _ = writeln!(
         line,
-        "), which it never should: the process ends here (SIGSYS). Either the guest has broken out of \
-         its devices, or the filter is too narrow for this host; --no-seccomp runs without"
+        "), which it never should: the process ends here (SIGSYS). Either the guest has broken out \
+         of its devices, or the filter is too narrow for this host; --no-seccomp runs without"
     );
     // SAFETY: the bytes are initialized.
     unsafe { libc::write(libc::STDERR_FILENO, line.bytes.as_ptr().cast(), line.len) };

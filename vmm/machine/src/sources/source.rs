@@ -30,6 +30,7 @@ pub trait DirtySource: Send {
     /// guest pays for the first write to each frame.
     ///
     /// # Errors
+    ///
     /// Returns an error if a system call fails.
     fn start(&mut self) -> Result<(), SourceError>;
 
@@ -37,6 +38,7 @@ pub trait DirtySource: Send {
     /// discarded.
     ///
     /// # Errors
+    ///
     /// Returns an error if a system call fails.
     fn stop(&mut self) -> Result<(), SourceError>;
 
@@ -44,6 +46,7 @@ pub trait DirtySource: Send {
     /// paused, the trees are complete afterwards.
     ///
     /// # Errors
+    ///
     /// Returns an error if a system call fails. No frame is lost: the next call reports it.
     fn collect(&mut self, tracker: &Tracker) -> Result<CollectionReport, SourceError>;
 

@@ -37,10 +37,10 @@ pub struct BalloonControl {
 }
 
 /// Returns the device and the handle by which the rest of the machine uses it. The device does not
-/// discard frames that are in `kept`.
+/// discard frames that are in `protected`.
 pub(in crate::devices) fn open(
     config: &BalloonConfig,
-    kept: Arc<ProtectedFrames>,
+    protected: Arc<ProtectedFrames>,
 ) -> io::Result<(Balloon, BalloonControl)> {
     let (balloon, inbox) = actor::inbox("the balloon");
     let wake = Arc::new(EventFd::new(EFD_NONBLOCK)?);
@@ -49,7 +49,7 @@ pub(in crate::devices) fn open(
     let balloon = balloon.woken_by(move || drop(waker.write(1)));
     let sizes = Arc::<BalloonSizes>::default();
     sizes.set_target(frames(config.bytes));
-    let device = Balloon::new(config, kept, sizes.clone(), inbox, wake)?;
+    let device = Balloon::new(config, protected, sizes.clone(), inbox, wake)?;
     Ok((device, BalloonControl { config: config.clone(), sizes, balloon }))
 }
 

@@ -99,7 +99,7 @@ impl Balloon {
     /// Returns the device. `wake` signals that there are jobs in `inbox`.
     fn new(
         config: &BalloonConfig,
-        kept: Arc<ProtectedFrames>,
+        protected: Arc<ProtectedFrames>,
         sizes: Arc<BalloonSizes>,
         inbox: Inbox<Self>,
         wake: Arc<EventFd>,
@@ -110,7 +110,7 @@ impl Balloon {
             features: 0,
             roles: Vec::new(),
             hints: Hints::default(),
-            discarder: Discarder::open(kept)?,
+            discarder: Discarder::open(protected)?,
             runs: Vec::new(),
             sizes,
             inbox,

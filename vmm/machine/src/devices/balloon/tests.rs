@@ -1,3 +1,5 @@
+//! Tests that drive the balloon through its queues, its configuration space and its handle.
+
 use std::thread;
 use std::time::{Duration, Instant};
 

@@ -14,7 +14,12 @@ use crate::sandbox::permission_hint;
 #[non_exhaustive]
 pub enum DiskError {
     /// The disk's file cannot be opened.
-    #[error("disk file \"{}\" cannot be opened{}: {cause}{}", path.display(), if *readonly { "" } else { " for writing" }, permission_hint(path, cause))]
+    #[error(
+        "disk file \"{}\" cannot be opened{}: {cause}{}",
+        path.display(),
+        if *readonly { "" } else { " for writing" },
+        permission_hint(path, cause)
+    )]
     Open {
         /// The file.
         path: PathBuf,
@@ -37,7 +42,8 @@ pub enum DiskError {
     },
     /// The file's size is not a multiple of a sector, so the guest could not use its end.
     #[error(
-        "disk file \"{}\" has {bytes} bytes, which are not whole sectors of 512: `truncate -s %512` rounds it up",
+        "disk file \"{}\" has {bytes} bytes, which are not whole sectors of 512: \
+         `truncate -s %512` rounds it up",
         path.display()
     )]
     Partial {
@@ -47,7 +53,11 @@ pub enum DiskError {
         bytes: u64,
     },
     /// Two disks have the same file and would overwrite each other's blocks.
-    #[error("disks \"{first}\" and \"{second}\" use the same file \"{}\": only read-only disks can share a file", path.display())]
+    #[error(
+        "disks \"{first}\" and \"{second}\" use the same file \"{}\": only read-only disks can \
+         share a file",
+        path.display()
+    )]
     Twice {
         /// The first disk's name.
         first: String,
@@ -58,8 +68,8 @@ pub enum DiskError {
     },
     /// The file is to be overwritten, and no identity shows that it is the guest's disk.
     #[error(
-        "disk \"{id}\" would be overwritten, and no identity shows that \"{}\" is the guest's disk: if it is, \
-         give --disk id={id},path={},identity=any",
+        "disk \"{id}\" would be overwritten, and no identity shows that \"{}\" is the guest's \
+         disk: if it is, give --disk id={id},path={},identity=any",
         path.display(), path.display()
     )]
     Nameless {
@@ -88,8 +98,8 @@ pub enum DiskError {
     },
     /// Another guest or program uses the file.
     #[error(
-        "disk file \"{}\" is in use by another process: `lslocks` and `fuser -v {}` name it if it runs on \
-         this host",
+        "disk file \"{}\" is in use by another process: `lslocks` and `fuser -v {}` name it if it \
+         runs on this host",
         .0.display(), .0.display()
     )]
     InUse(PathBuf),
@@ -105,9 +115,9 @@ pub enum DiskError {
     },
     /// Data of the guest is lost, and the guest has not been told yet.
     #[error(
-        "disk \"{id}\": writes of the guest could not be made durable in \"{}\": {cause}; the guest is not \
-         handed over before its next flush has reported the error: run `sync` in the guest or mount the file \
-         system again, or end the guest with `driftline stop`",
+        "disk \"{id}\": writes of the guest could not be made durable in \"{}\": {cause}; the \
+         guest is not handed over before its next flush has reported the error: run `sync` in the \
+         guest or mount the file system again, or end the guest with `driftline stop`",
         path.display()
     )]
     Lost {
@@ -120,8 +130,8 @@ pub enum DiskError {
     },
     /// A flush was still in progress when the disk was to be handed over.
     #[error(
-        "disk \"{id}\": writes of the guest are still being made durable in \"{}\" after {waited:.1?}: the \
-         storage is stuck, or too slow for a hand-over now",
+        "disk \"{id}\": writes of the guest are still being made durable in \"{}\" after \
+         {waited:.1?}: the storage is stuck, or too slow for a hand-over now",
         path.display()
     )]
     FlushUnderWay {
@@ -139,7 +149,10 @@ pub enum DiskError {
         id: String,
     },
     /// The file is smaller than the disk that the guest knows.
-    #[error("disk \"{id}\" has {want} bytes, and its file \"{}\" on this host has only {has}", path.display())]
+    #[error(
+        "disk \"{id}\" has {want} bytes, and its file \"{}\" on this host has only {has}",
+        path.display()
+    )]
     TooSmall {
         /// The disk's name.
         id: String,
@@ -152,8 +165,9 @@ pub enum DiskError {
     },
     /// The file is a different disk from the guest's.
     #[error(
-        "disk \"{id}\" is a different disk on this host: the guest had {theirs}, and \"{}\" is {ours}; if it is \
-         a copy, or on storage whose hosts number files differently, give --disk id={id},path={},identity=any",
+        "disk \"{id}\" is a different disk on this host: the guest had {theirs}, and \"{}\" is \
+         {ours}; if it is a copy, or on storage whose hosts number files differently, give \
+         --disk id={id},path={},identity=any",
         path.display(), path.display()
     )]
     Another {
@@ -213,8 +227,8 @@ impl ParentsDisk {
                  (--disk id={id},path=FILE), or restore that guest itself (--same-id)"
             ),
             Self::Path => format!(
-                "has the path of guest {guest}'s disk: name another path (--disk id={id},path=FILE), \
-                 or restore that guest itself (--same-id)"
+                "has the path of guest {guest}'s disk: name another path \
+                 (--disk id={id},path=FILE), or restore that guest itself (--same-id)"
             ),
         }
     }

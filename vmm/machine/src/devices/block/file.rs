@@ -162,7 +162,8 @@ impl DiskFile {
     pub(super) fn drop_page_cache(&self) {
         if let Err(e) = fadvise(&self.file, 0, None, Advice::DontNeed) {
             tracing::warn!(
-                "cached pages of \"{}\" cannot be dropped, and another host may have written to the file: {e}",
+                "cached pages of \"{}\" cannot be dropped, and another host may have written to \
+                 the file: {e}",
                 self.path.display()
             );
         }

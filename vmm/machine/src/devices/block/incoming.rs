@@ -95,8 +95,8 @@ impl IncomingDisk {
         // Comes after the lock: the previous holder of the lock may have been filling the file.
         if let PriorContent::Room(bytes) = before {
             if has_data(&made.file).map_err(|e| failed("looking for data in it", e))? {
-                let why = "there is a file with data in it, which a copy never overwrites: give a path that does not \
-                           exist, or remove the file";
+                let why = "there is a file with data in it, which a copy never overwrites: give a \
+                           path that does not exist, or remove the file";
                 return Err(refused(why.to_owned()));
             }
             if bytes > disk.bytes {
@@ -264,8 +264,8 @@ mod tests {
             assert_eq!(left, vec![0; bytes as usize], "as it was before");
         }
         let file = File::create(&path).unwrap();
-        let set_aside = rustix::fs::FallocateFlags::empty();
-        rustix::fs::fallocate(&file, set_aside, 0, BYTES).unwrap();
+        let flags = rustix::fs::FallocateFlags::empty();
+        rustix::fs::fallocate(&file, flags, 0, BYTES).unwrap();
         let room = file.metadata().unwrap().blocks();
         let made = make(&path, guest).unwrap();
         made.write(0, &[1; 8192]).unwrap();

@@ -340,7 +340,8 @@ impl BlockDevice {
         let (id, path) = (&self.disk.id, self.disk.path.display());
         match self.state.errors {
             1 => tracing::error!(
-                "disk \"{id}\": a request of the guest fails on {path}: {e}; later failures are only counted"
+                "disk \"{id}\": a request of the guest fails on {path}: {e}; later failures are \
+                 only counted"
             ),
             n => tracing::debug!("disk \"{id}\": failure {n} on {path}: {e}"),
         }

@@ -234,16 +234,16 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("disk");
         let config = disk("d", &path, BYTES);
-        for (set_aside, sparse) in [(BYTES, false), (BYTES / 2, true)] {
+        for (allocated, sparse) in [(BYTES, false), (BYTES / 2, true)] {
             let file = File::create(&path).unwrap();
             file.set_len(BYTES).unwrap();
             let flags = rustix::fs::FallocateFlags::empty();
-            rustix::fs::fallocate(&file, flags, 0, set_aside).unwrap();
+            rustix::fs::fallocate(&file, flags, 0, allocated).unwrap();
             file.write_all_at(&[7; 8192], 0).unwrap();
             let room = file.metadata().unwrap().blocks();
             let opened = RestoredDisk::open(&config, VmId::random(), false).unwrap();
             opened.zero(0, BYTES).unwrap();
-            assert_eq!(file.metadata().unwrap().blocks() < room, sparse, "{set_aside}");
+            assert_eq!(file.metadata().unwrap().blocks() < room, sparse, "{allocated}");
             assert!(fs::read(&path).unwrap() == vec![0; BYTES as usize]);
         }
     }

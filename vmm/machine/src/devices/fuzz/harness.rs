@@ -1,4 +1,4 @@
-//! A hostile driver, controlled by a fuzzer's bytes. After every step, the bench checks the rules
+//! A hostile driver, controlled by a fuzzer's bytes. After every step, the harness checks the rules
 //! that the device must keep whatever its driver does.
 
 use virtio_bindings::virtio_config::*;

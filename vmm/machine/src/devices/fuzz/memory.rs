@@ -10,7 +10,7 @@ use crate::memory::{Backing, HugePages, Memory, MemoryOptions};
 /// Start address and size in bytes of the two slots. The memory between them is unmapped.
 const SLOTS: [(u64, u64); 2] = [(0, 0x4_0000), (0x10_0000, 0x1_0000)];
 /// A check reads one in this many of the frames that no device has marked, different ones each
-/// time. Reading all of them after every step took most of a fuzzer's time.
+/// time. Reading all of them after every step would take most of a fuzzer's time.
 const ONE_IN: u64 = 8;
 const ZEROS: [u8; PAGE_SIZE as usize] = [0; PAGE_SIZE as usize];
 

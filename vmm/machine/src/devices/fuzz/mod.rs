@@ -148,7 +148,11 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        #![proptest_config(ProptestConfig { cases: 24, max_shrink_iters: 200, ..ProptestConfig::default() })]
+        #![proptest_config(ProptestConfig {
+            cases: 24,
+            max_shrink_iters: 200,
+            ..ProptestConfig::default()
+        })]
 
         /// A short run of what the fuzzer does for minutes. It mostly checks the harness.
         #[test]

@@ -33,7 +33,12 @@ pub enum TapError {
         name: String,
     },
     /// The interface is not a tap, or not one for this number of queues.
-    #[error("\"{name}\" cannot be used as a tap with {queues} pair{} of queues: it is not a tap, or was created {} `multi_queue` ({cause})", if *queues == 1 { "" } else { "s" }, if *queues == 1 { "with" } else { "without" })]
+    #[error(
+        "\"{name}\" cannot be used as a tap with {queues} pair{} of queues: it is not a tap, or \
+         was created {} `multi_queue` ({cause})",
+        if *queues == 1 { "" } else { "s" },
+        if *queues == 1 { "with" } else { "without" }
+    )]
     Kind {
         /// Name of the tap.
         name: String,

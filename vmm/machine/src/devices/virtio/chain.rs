@@ -41,11 +41,11 @@ pub(crate) struct Chain {
 }
 
 impl Chain {
-    /// Reads the chain from the descriptors of queue `queue`, which may be `most` at most.
+    /// Reads a chain of queue `queue`. It may have at most `max_descriptors` descriptors.
     pub(super) fn read<M>(
         chain: DescriptorChain<M>,
         queue: u16,
-        most: u16,
+        max_descriptors: u16,
     ) -> Result<Self, Violation>
     where
         M: Deref<Target = GuestRam> + Clone,
@@ -62,7 +62,7 @@ impl Chain {
             let buffer = Buffer { addr: descriptor.addr(), len: descriptor.len() };
             goes_on = descriptor.has_next();
             descriptors += 1;
-            if descriptors > most {
+            if descriptors > max_descriptors {
                 return Err(broken("it has more descriptors than its queue"));
             }
             if buffer.len == 0 {

@@ -293,7 +293,8 @@ impl Registers {
                 Ok(size) if size <= most && size.is_power_of_two() => setup.size = size,
                 _ => {
                     return RegisterEffect::Violation(format!(
-                        "its driver gives queue {index} {value} entries, not a power of two up to {most}"
+                        "its driver gives queue {index} {value} entries, not a power of two up to \
+                         {most}"
                     ));
                 }
             },

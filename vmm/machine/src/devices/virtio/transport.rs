@@ -70,7 +70,8 @@ impl Drop for WorkerThread {
                 let _ = thread.join();
             }
             _ => tracing::error!(
-                "{} is abandoned: its backend is stuck, and the guest's last writes to it may not be durable",
+                "{} is abandoned: its backend is stuck, and the guest's last writes to it may not \
+                 be durable",
                 self.worker.name()
             ),
         }

@@ -51,7 +51,8 @@ impl PacketHeader {
         let has = u64::from(chain.readable.len());
         if len < HEADER || has < HEADER as u64 + u64::from(header.len.get()) {
             let why = format!(
-                "the packet from {} has {has} bytes, and says that {} follow its header of {HEADER}",
+                "the packet from {} has {has} bytes, and says that {} follow its header of \
+                 {HEADER}",
                 chain.head,
                 if len < HEADER { 0 } else { header.len.get() },
             );
