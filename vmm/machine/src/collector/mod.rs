@@ -143,7 +143,7 @@ impl Collector {
     /// Throttles vCPUs that make more than `frames_per_s` frames dirty in a second; `None` ends the
     /// throttle.
     pub(crate) fn throttle(&self, frames_per_s: Option<u64>) {
-        // A collector that has ended holds no vCPU.
+        // A collector that has ended stalls no vCPU.
         self.state.tell(move |state| {
             state.pacing.set_rate(frames_per_s, state.source.dirtied(), Instant::now());
         });
@@ -197,16 +197,27 @@ pub(crate) struct CollectorState {
 impl CollectorState {
     fn run(mut self, inbox: &Inbox<Self>) {
         crate::signals::block();
+        let mut last_tick = Instant::now();
         loop {
             let next = match self.caught {
-                CaughtWrites::Nothing => inbox.recv(),
-                CaughtWrites::Everything | CaughtWrites::Partial => {
-                    inbox.recv_timeout(self.pause())
+                CaughtWrites::Nothing => {
+                    let next = inbox.recv();
+                    last_tick = Instant::now();
+                    next
                 }
+                // Jobs postpone a tick, but not the end of tracking: vCPUs with full rings and
+                // throttled vCPUs send one job after the other until a tick stops the source.
+                _ if last_tick.elapsed() >= PERIOD_MOST && self.tracker.subscribers() == 0 => {
+                    Next::Nothing
+                }
+                _ => inbox.recv_timeout(self.pause()),
             };
             match next {
                 Next::Job(job) => job(&mut self),
-                Next::Nothing => self.tick(),
+                Next::Nothing => {
+                    self.tick();
+                    last_tick = Instant::now();
+                }
                 Next::End => return,
             }
         }
@@ -321,8 +332,10 @@ impl CollectorState {
 mod tests {
     use super::*;
     use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId};
-    use std::sync::Mutex;
-    use std::time::Instant;
+    use std::process::Stdio;
+    use std::sync::{Mutex, mpsc};
+
+    use crate::testing::run_in_child;
 
     /// Two slots of 64 frames; the first frame of each is always dirty. A failing call reaches the
     /// first slot only.
@@ -430,20 +443,34 @@ mod tests {
         assert!(frames >= 2 && frames.is_multiple_of(2), "{frames}");
     }
 
+    #[test]
+    fn source_stops_although_jobs_keep_coming() {
+        let (collector, slots) = collector(SlotLogging::default());
+        let subscription = collector.subscribe("first").unwrap();
+        // The first job ends once all the others are in the inbox, so the inbox is never empty
+        // before the last one. Together they take longer than any period.
+        let (queued, gate) = mpsc::channel::<()>();
+        collector.state.tell(move |_| _ = gate.recv());
+        drop(subscription);
+        for _ in 0..8 {
+            collector.state.tell(|_| std::thread::sleep(PERIOD_MOST / 4));
+        }
+        let counted = slots.clone();
+        let what = "count the stops";
+        let end = Instant::now() + ANSWER_LIMIT;
+        let stops = collector.state.begin(what, end, move |_| counted.lock().unwrap().stops);
+        drop(queued);
+        assert!(stops.wait().unwrap() > 0, "the source still runs behind the jobs");
+    }
+
     /// In a process of its own, since the limit on the address space is the process's.
     #[test]
     fn subscriber_without_address_space_is_refused_and_undone() {
-        const LIMITED: &str = "ADDRESS_SPACE_LIMITED";
-        if std::env::var_os(LIMITED).is_none() {
-            let name = std::thread::current().name().unwrap().to_owned();
-            let out = std::process::Command::new(std::env::current_exe().unwrap())
-                .args(["--exact", &name, "--nocapture"])
-                .env(LIMITED, "1")
-                .output()
-                .unwrap();
-            assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
-            assert!(String::from_utf8_lossy(&out.stdout).contains("1 passed"));
-            return;
+        const CHILD: &str = "ADDRESS_SPACE_LIMITED";
+        if std::env::var_os(CHILD).is_none() {
+            let name =
+                "collector::tests::subscriber_without_address_space_is_refused_and_undone";
+            return run_in_child(name, CHILD, "1", Stdio::null());
         }
         let limit = rustix::process::Rlimit { current: Some(8 << 30), maximum: Some(8 << 30) };
         rustix::process::setrlimit(rustix::process::Resource::As, limit).unwrap();

@@ -35,13 +35,13 @@ impl Peaks {
 
     /// Records that the rings had these numbers of entries at time `at`.
     pub(super) fn record(&mut self, entries: &[u64], at: Instant) {
-        let spans = at.saturating_duration_since(*self.since.get_or_insert(at));
-        if spans >= SPAN {
+        let elapsed = at.saturating_duration_since(*self.since.get_or_insert(at));
+        if elapsed >= SPAN {
             std::mem::swap(&mut self.before, &mut self.now);
             self.now.fill(0);
             self.since = Some(at);
         }
-        if spans >= 2 * SPAN {
+        if elapsed >= 2 * SPAN {
             self.before.fill(0);
         }
         for ((now, entries), (before, published)) in
