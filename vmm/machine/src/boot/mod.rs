@@ -25,8 +25,8 @@ mod pvh;
 mod registers;
 mod zero_page;
 
-use std::fs::File;
-use std::io::Cursor;
+use std::fs::{self, File};
+use std::io::{self, Cursor};
 use std::path::Path;
 
 use crate::config::{Boot, Image, MachineConfig};
@@ -43,6 +43,7 @@ pub(crate) use registers::set_registers;
 /// has virtio devices at `devices`.
 ///
 /// # Errors
+///
 /// The files cannot be read or booted, or something does not fit in guest memory.
 pub(crate) fn load(
     config: &MachineConfig,
@@ -93,12 +94,34 @@ fn enter(
     }
 }
 
-/// Opens a regular file. A directory or a pipe would fail later with a less clear message.
+/// Opens a regular file. A directory would fail later with a less clear message.
 fn open(what: &str, path: &Path) -> Result<File, BootError> {
     let unreadable = |cause| BootError::Unreadable { what: what.to_owned(), cause };
-    let file = File::open(path).map_err(unreadable)?;
-    if !file.metadata().map_err(unreadable)?.is_file() {
-        return Err(unreadable(std::io::Error::other("it is not a regular file")));
+    // Checked before the file is opened: opening a FIFO would wait for its other end.
+    if !fs::metadata(path).map_err(unreadable)?.is_file() {
+        return Err(unreadable(io::Error::other("it is not a regular file")));
     }
-    Ok(file)
+    File::open(path).map_err(unreadable)
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::fs::{CWD, FileType, Mode, mknodat};
+
+    use super::*;
+
+    #[test]
+    fn only_a_regular_file_is_opened() {
+        let dir = tempfile::tempdir().unwrap();
+        let (fifo, file) = (dir.path().join("fifo"), dir.path().join("file"));
+        mknodat(CWD, &fifo, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+        std::fs::write(&file, "kernel").unwrap();
+        let refused = |path: &Path| open("kernel \"k\"", path).unwrap_err().to_string();
+        for path in [dir.path(), &fifo] {
+            let message = "kernel \"k\" cannot be read: it is not a regular file";
+            assert_eq!(refused(path), message, "{}", path.display());
+        }
+        assert!(refused(&dir.path().join("none")).contains("No such file"));
+        assert!(open("kernel \"k\"", &file).is_ok());
+    }
 }

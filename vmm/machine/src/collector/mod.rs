@@ -468,8 +468,7 @@ mod tests {
     fn subscriber_without_address_space_is_refused_and_undone() {
         const CHILD: &str = "ADDRESS_SPACE_LIMITED";
         if std::env::var_os(CHILD).is_none() {
-            let name =
-                "collector::tests::subscriber_without_address_space_is_refused_and_undone";
+            let name = "collector::tests::subscriber_without_address_space_is_refused_and_undone";
             return run_in_child(name, CHILD, "1", Stdio::null());
         }
         let limit = rustix::process::Rlimit { current: Some(8 << 30), maximum: Some(8 << 30) };

@@ -43,6 +43,14 @@ pub enum ReplaceError {
         /// The name.
         id: String,
     },
+    /// Two devices are given for the guest's device of this name.
+    #[error("{kind} \"{id}\" of the guest is given twice (id={id}): give it once")]
+    GivenTwice {
+        /// The kind of the device.
+        kind: &'static str,
+        /// The name.
+        id: String,
+    },
     /// A device is given, and the guest has none of its kind.
     #[error("a {kind} is given ({option}=), but the guest has no {kind}")]
     NoSuchKind {
@@ -65,8 +73,8 @@ pub enum ReplaceError {
     },
     /// A disk is given with other settings than the guest's.
     #[error(
-        "disk \"{id}\" of the guest is {}, and only its path can be another one here: give readonly \
-         only for a read-only disk, and no serial=",
+        "disk \"{id}\" of the guest is {}, and only its path can be another one here: give \
+         readonly only for a read-only disk, and no serial=",
         if *readonly { "read-only" } else { "writable" }
     )]
     OtherDisk {
@@ -77,8 +85,8 @@ pub enum ReplaceError {
     },
     /// A network interface is given with other settings than the guest's.
     #[error(
-        "network interface \"{id}\" of the guest has the address {mac} and {queues} pairs of queues, \
-         and only its tap can be another one here: leave mac= and queues= out"
+        "network interface \"{id}\" of the guest has the address {mac} and {queues} pairs of \
+         queues, and only its tap can be another one here: leave mac= and queues= out"
     )]
     OtherInterface {
         /// The interface's name.
@@ -170,8 +178,14 @@ fn replace_each<P, S>(
             None => rest.push(item),
         }
     }
-    if let Some(id) = with.iter().filter_map(|(name, _)| *name).find(|id| !found.contains(*id)) {
-        return Err(ReplaceError::UnknownId { kind: kind.name, id: id.to_owned() });
+    let mut given = HashSet::new();
+    for id in with.iter().filter_map(|(name, _)| *name) {
+        if !found.contains(id) {
+            return Err(ReplaceError::UnknownId { kind: kind.name, id: id.to_owned() });
+        }
+        if !given.insert(id) {
+            return Err(ReplaceError::GivenTwice { kind: kind.name, id: id.to_owned() });
+        }
     }
     let unnamed: Vec<_> = with.iter().filter(|(name, _)| name.is_none()).collect();
     if unnamed.len() > rest.len() {
@@ -250,6 +264,8 @@ mod tests {
         assert_eq!(disks(&["path=/b,id=y"]), Err(unknown));
         let many = ReplaceError::TooMany { kind: "disk", given: 2, left: 1 };
         assert_eq!(disks(&["path=/b", "path=/c"]), Err(many));
+        let twice = ReplaceError::GivenTwice { kind: "disk", id: id() };
+        assert_eq!(disks(&["path=/b,id=root", "path=/c,id=root"]), Err(twice));
         let other = Err(ReplaceError::OtherDisk { id: id(), readonly: false });
         assert_eq!(disks(&["path=/b,readonly"]), other);
         assert_eq!(disks(&["path=/b,serial=s"]), other);
