@@ -44,6 +44,11 @@ const FAULT_US: &[u64] = &[
     10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000,
     500_000, 1_000_000, 5_000_000,
 ];
+/// Limit on waiting for the thread when the restore is dropped: a read from storage that hangs may
+/// never end.
+const END_LIMIT: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 10 });
+/// Interval between two checks whether the thread has ended.
+const END_CHECK_INTERVAL: Duration = Duration::from_micros(100);
 /// Maximum number of faults that are recorded.
 const MAX_RECORDED_FAULTS: usize = 1 << 16;
 
@@ -211,6 +216,7 @@ impl LazyRestore {
     /// that touches a lost frame waits until the process ends, or is killed.
     ///
     /// # Errors
+    ///
     /// The reason why the frame has not arrived, after `limit` at the latest.
     pub(super) fn require(&self, frame: Gfn, limit: Duration) -> Result<(), MemoryError> {
         let mut state = self.shared.lock();
@@ -239,10 +245,19 @@ impl LazyRestore {
 impl Drop for LazyRestore {
     fn drop(&mut self) {
         self.shared.over.store(true, Ordering::Release);
-        if let Some(thread) = self.thread.take()
-            && thread.join().is_err()
-        {
-            tracing::error!("the thread that fetches pages has panicked");
+        let Some(thread) = self.thread.take() else { return };
+        let deadline = Instant::now() + END_LIMIT;
+        while !thread.is_finished() && Instant::now() < deadline {
+            std::thread::sleep(END_CHECK_INTERVAL);
+        }
+        match thread.is_finished().then(|| thread.join()) {
+            Some(Ok(())) => {}
+            Some(Err(_)) => tracing::error!("the thread that fetches pages has panicked"),
+            // It keeps the memory mapped until the read ends.
+            None => tracing::error!(
+                "a page of the restored guest was not read within {END_LIMIT:?}, because its \
+                 storage hangs; the thread that reads it is left behind"
+            ),
         }
     }
 }

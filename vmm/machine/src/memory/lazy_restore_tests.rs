@@ -299,6 +299,21 @@ fn no_thread_reads_zeros_for_missing_frames() {
 }
 
 #[test]
+fn hanging_storage_does_not_keep_the_memory() {
+    let options = MemoryOptions::default();
+    let name = "hanging_storage_does_not_keep_the_memory";
+    let Some((memory, open, _lost)) = restoring(name, &options, &FRAMES, None) else { return };
+    let (done, dropped) = mpsc::channel();
+    thread::spawn(move || {
+        drop(memory);
+        done.send(()).unwrap();
+    });
+    // The gate stays shut: no read ever returns.
+    dropped.recv_timeout(SOON).unwrap();
+    drop(open);
+}
+
+#[test]
 fn prefaulted_memory_has_no_lazy_restore() {
     for options in option_sets().map(|o| MemoryOptions { prefault: true, ..o }) {
         let memory = Memory::new(64 << 20, &options).unwrap();
