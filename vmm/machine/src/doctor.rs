@@ -149,7 +149,8 @@ fn hypervisor() -> Finding {
         }
         (_, false) => missing(
             "hardware virtualization",
-            "KVM, if present, works without VMX or SVM: guest kernel code may be emulated, and slow",
+            "KVM, if present, works without VMX or SVM: guest kernel code may be emulated, and \
+             slow",
         ),
     }
 }
@@ -191,8 +192,8 @@ fn userfaultfd() -> Finding {
         Err(e) => missing(
             "userfaultfd",
             &format!(
-                "{e}: a checkpoint's pause grows with what changed, some 0.1 ms for each MiB; it needs Linux 6.4, and \
-                 root, vm.unprivileged_userfaultfd=1 or /dev/userfaultfd"
+                "{e}: a checkpoint's pause grows with what changed, some 0.1 ms for each MiB; it \
+                 needs Linux 6.4, and root, vm.unprivileged_userfaultfd=1 or /dev/userfaultfd"
             ),
         ),
     }
@@ -230,8 +231,8 @@ fn sleep_states() -> Finding {
         Err(e) => missing(
             "processors kept awake",
             &format!(
-                "{}: {e}: processors may sleep during a hand-over, which then takes some tenths of a \
-                 millisecond longer; run as root, or permit writing to that file",
+                "{}: {e}: processors may sleep during a hand-over, which then takes some tenths \
+                 of a millisecond longer; run as root, or permit writing to that file",
                 pm_qos::DEVICE
             ),
         ),
@@ -257,7 +258,8 @@ fn landlock() -> Finding {
     let Some(version) = crate::sandbox::landlock_offered() else {
         return missing(
             "landlock",
-            "a guest that breaks out reaches the user's files; Linux 5.13 has it where lsm= names it",
+            "a guest that breaks out reaches the user's files; Linux 5.13 has it where lsm= names \
+             it",
         );
     };
     let lacks = LANDLOCK.iter().filter(|(has, _)| version < *has).map(|(_, what)| *what);

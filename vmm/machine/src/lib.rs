@@ -1,8 +1,8 @@
 //! The KVM machine of Driftline.
 //!
 //! This is the only crate that opens `/dev/kvm`. A [`vm::Vm`] is a [`driftline_guest::Guest`] that
-//! also starts and ends; the machine is one. The modules of each row in the table may use
-//! those of the rows above.
+//! also starts and ends; the machine is one. The modules of each row in the table may use those of
+//! the rows above, and each other without a circle.
 //!
 //! | modules | own |
 //! | --- | --- |
@@ -10,8 +10,8 @@
 //! | `log`, `exit`, `sandbox`, `log_thread`, `pm_qos`, `pool`, `socket` | the process: its log, its exit, what its threads may do |
 //! | `memory`, `config` | guest memory; a machine's configuration |
 //! | `kvm`, `measure`, `sources` | KVM's ioctls; hooks for measurements; the sources of dirty frames |
-//! | `devices`, `boot`, `vm`, `vcpu` | devices; loading the kernel; the trait of a guest; vCPU threads |
-//! | `collector`, `machine`, `export` | harvesting and throttling; the machine as a whole; its state as an ELF core |
+//! | `devices`, `boot`, `vm`, `vcpu`, `throttle` | devices; loading the kernel; the trait of a guest; vCPU threads; throttling them |
+//! | `collector`, `machine`, `export` | harvesting; the machine as a whole; its state as an ELF core |
 //! | `doctor` | what the host offers |
 
 pub mod actor;

@@ -292,7 +292,9 @@ mod tests {
     proptest! {
         #[test]
         fn drain_returns_each_frame_once_in_ascending_runs(
-            frames in prop::collection::vec((0u32..2, 0u64..1000), 0..300), dense in 0u64..600, bitmap: bool,
+            frames in prop::collection::vec((0u32..2, 0u64..1000), 0..300),
+            dense in 0u64..600,
+            bitmap: bool,
         ) {
             for mut sink in both() {
                 let mut model = BTreeSet::new();

@@ -17,8 +17,8 @@ pub fn away_ns(saved_ns: u64, now_ns: u64) -> u64 {
     let away = now_ns.saturating_sub(saved_ns);
     if u128::from(away) > LONGEST_AWAY.as_nanos() {
         tracing::warn!(
-            "the host's clock and the clock at the save differ by more than an hour, so the guest's clock \
-             does not advance: check the time of both hosts"
+            "the host's clock and the clock at the save differ by more than an hour, so the \
+             guest's clock does not advance: check the time of both hosts"
         );
         return 0;
     }

@@ -148,8 +148,8 @@ impl ImagePlacement {
         for (start, end) in [load, run] {
             if end > low_end {
                 let why = format!(
-                    "its {bytes} bytes, which become {init_size} (init_size), go to {start:#x}..{end:#x}, and \
-                     memory below 4 GiB ends at {low_end:#x}"
+                    "its {bytes} bytes, which become {init_size} (init_size), go to \
+                     {start:#x}..{end:#x}, and memory below 4 GiB ends at {low_end:#x}"
                 );
                 return Err(BootError::does_not_fit(what, memory.layout(), why));
             }

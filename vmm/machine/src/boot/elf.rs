@@ -148,7 +148,8 @@ impl ElfReader<'_> {
         let table = table.map_err(|_| {
             let (size, at) = (header.e_phentsize(endian), header.e_phoff(endian).into());
             self.damaged(format!(
-                "its {count} program headers of {size} bytes at {at:#x} are cut short, or of another size"
+                "its {count} program headers of {size} bytes at {at:#x} are cut short, or of \
+                 another size"
             ))
         })?;
         let mut headers = Headers {
@@ -391,7 +392,8 @@ mod tests {
         assert_eq!(loaded.segments.len(), 2);
         assert_eq!(
             load_bytes(two((1 << 20) + 4095)).unwrap_err().to_string(),
-            "it is a damaged ELF file: its segments 0x100000..0x101000 and 0x100fff..0x10100f overlap"
+            "it is a damaged ELF file: its segments 0x100000..0x101000 and 0x100fff..0x10100f \
+             overlap"
         );
     }
 
@@ -407,7 +409,8 @@ mod tests {
         assert!(at(1 << 20, low).is_ok(), "segments may lie above");
         assert_eq!(
             at((4 << 30) + 8, low).unwrap_err().to_string(),
-            "it cannot be booted: its entry 0x100000008 lies at or above 0x100000000, which is not mapped yet"
+            "it cannot be booted: its entry 0x100000008 lies at or above 0x100000000, which is \
+             not mapped yet"
         );
     }
 
@@ -435,8 +438,8 @@ mod tests {
         ];
         for (bytes, is) in cases {
             let all = format!(
-                "it is {is}, not a kernel: --kernel takes a vmlinux, another kernel as a static ELF \
-                 file, or a bzImage"
+                "it is {is}, not a kernel: --kernel takes a vmlinux, another kernel as a static \
+                 ELF file, or a bzImage"
             );
             assert_eq!(load_bytes(bytes).unwrap_err().to_string(), all);
         }

@@ -19,7 +19,8 @@ pub enum BootError {
     NoKernel(String),
     /// The file is an ELF file for another purpose.
     #[error(
-        "{what} is {is}, not a kernel: --kernel takes a vmlinux, another kernel as a static ELF file, or a bzImage"
+        "{what} is {is}, not a kernel: --kernel takes a vmlinux, another kernel as a static ELF \
+         file, or a bzImage"
     )]
     Program {
         /// The file, as the user knows it.
@@ -37,7 +38,8 @@ pub enum BootError {
     },
     /// A 32-bit kernel does not name its PVH entry.
     #[error(
-        "{0} is a 32-bit ELF file without a PVH note (XEN_ELFNOTE_PHYS32_ENTRY), so there is no way to enter it"
+        "{0} is a 32-bit ELF file without a PVH note (XEN_ELFNOTE_PHYS32_ENTRY), so there is no \
+         way to enter it"
     )]
     NoPvhNote(String),
     /// A bzImage's setup header asks for something that this VMM cannot provide.

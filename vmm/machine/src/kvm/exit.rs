@@ -47,7 +47,8 @@ mod tests {
         let data = [1, u64::from_le_bytes([5, 0xf0, 0x48, 0x0f, 0xc7, 0x0f, 0, 0]), 0];
         assert_eq!(
             describe(KVM_INTERNAL_ERROR_EMULATION, &data),
-            "KVM cannot emulate an instruction (internal error, suberror 1); its bytes begin with f0 48 0f c7 0f"
+            "KVM cannot emulate an instruction (internal error, suberror 1); its bytes begin with \
+             f0 48 0f c7 0f"
         );
         assert!(describe(KVM_INTERNAL_ERROR_EMULATION, &[]).ends_with("suberror 1)"));
         assert_eq!(describe(3, &[1]), "KVM internal error, suberror 3, data [1]");

@@ -35,8 +35,8 @@ fn advice(errno: i32) -> &'static str {
     match errno {
         libc::EACCES => ": add your user to group kvm, or use --backend threads",
         libc::ENOENT => {
-            ": load the module kvm_intel or kvm_amd, turn virtualization on in the firmware, or use \
-             --backend threads"
+            ": load the module kvm_intel or kvm_amd, turn virtualization on in the firmware, or \
+             use --backend threads"
         }
         _ => "",
     }

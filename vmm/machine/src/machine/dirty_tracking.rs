@@ -135,7 +135,8 @@ fn loses_one_in() -> Option<std::num::NonZeroU64> {
             "THIS BUILD IS FOR TESTS: of {n} pages that the guest writes one is lost ({NAME})"
         ),
         None => tracing::warn!(
-            "this build is for tests; {NAME} is \"{value}\", which is not a number, so no page is lost"
+            "this build is for tests; {NAME} is \"{value}\", which is not a number, so no page \
+             is lost"
         ),
     }
     one_in

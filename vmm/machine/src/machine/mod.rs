@@ -204,8 +204,8 @@ impl Populate for KvmMachine {
     ) -> Result<Option<Box<dyn PageSource>>, GuestError> {
         if self.config.tracking == TrackingMode::UserfaultWp {
             tracing::info!(
-                "no lazy restore: --tracking userfault-wp uses the one userfaultfd of this memory; all \
-                 pages are read first"
+                "no lazy restore: --tracking userfault-wp uses the one userfaultfd of this \
+                 memory; all pages are read first"
             );
             return Ok(Some(source));
         }

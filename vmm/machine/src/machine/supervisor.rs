@@ -54,15 +54,15 @@ impl Peers for Peer {
     }
 
     fn ring_full(&self, id: u8, vcpu: Handle<Vcpu>) -> bool {
-        self.collector.tell(move |work| {
-            work.relieve(id);
+        self.collector.tell(move |collector| {
+            collector.relieve(id);
             // Ends its wait. The vCPU may have ended meanwhile.
             vcpu.tell(|_| ());
         })
     }
 
-    fn slice_over(&self, vcpu: u8, holds: u64) -> bool {
-        self.collector.tell(move |work| work.end_slice(vcpu, holds))
+    fn slice_over(&self, id: u8, stalls: u64) -> bool {
+        self.collector.tell(move |collector| collector.end_slice(id, stalls))
     }
 }
 
@@ -258,8 +258,8 @@ impl Supervisor {
             && let Err(why) = self.bus.virtio().quiesce()
         {
             tracing::warn!(
-                "the guest has ended, and a device has not: {why}; the guest's last writes to it may \
-                 not be durable"
+                "the guest has ended, and a device has not: {why}; the guest's last writes to it \
+                 may not be durable"
             );
         }
         self.bus.com1().drain();

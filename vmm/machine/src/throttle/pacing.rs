@@ -367,12 +367,14 @@ mod tests {
                 // The least share, and what was written before the first stall.
                 let least = *speed as f64 * 0.025;
                 let first = *speed as f64 * (MIN_SLICE + delay).as_secs_f64() * 4.0;
-                prop_assert!(got <= (rate as f64 * 1.05).max(least) + first + 1.0, "{got} of {speed} at {rate}");
+                let most = (rate as f64 * 1.05).max(least) + first + 1.0;
+                prop_assert!(got <= most, "{got} of {speed} at {rate}");
                 prop_assert!(did.longest_stall <= MAX_STALL + delay + 8 * STEP, "{did:?}");
                 prop_assert!(did.shortest_run.is_none_or(|run| run >= MIN_SLICE), "{did:?}");
                 // Between two shortest slices there are a stall and waits for an answer.
                 let cycle = MAX_STALL + MIN_SLICE + delay + 8 * STEP;
-                prop_assert!(did.ran.as_secs_f64() >= 0.9 * time.as_secs_f64() * MIN_SLICE.as_secs_f64() / cycle.as_secs_f64(), "{did:?}");
+                let share = MIN_SLICE.as_secs_f64() / cycle.as_secs_f64();
+                prop_assert!(did.ran >= time.mul_f64(0.9 * share), "{did:?}");
                 if *speed <= rate * 9 / 10 {
                     prop_assert!(did.ran >= time * 9 / 10, "{did:?} at {speed} below {rate}");
                 } else if *speed > rate * 2 && delay_us < 500 {

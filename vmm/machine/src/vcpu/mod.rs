@@ -392,29 +392,32 @@ impl Vcpu {
             // KVM handles HLT itself as long as it has the interrupt controllers.
             Ok(VcpuExit::Hlt) => AfterExit::Run,
             Ok(VcpuExit::Unsupported(KVM_EXIT_DIRTY_RING_FULL)) => AfterExit::RingFull,
-            // This VMM cannot distinguish a guest that resets itself this way from one that
-            // crashed.
-            Ok(VcpuExit::Shutdown) => crashed("triple fault".to_owned()),
-            Ok(VcpuExit::FailEntry(reason, cpu)) => crashed(format!(
-                "the processor refused to enter the guest, reason {reason:#x} on CPU {cpu}"
-            )),
             Ok(VcpuExit::InternalError) => {
                 let why = internal_error(&mut self.fd);
                 let rip = self.fd.get_regs().map(|r| format!(" at RIP {:#x}", r.rip));
                 crashed(why + &rip.unwrap_or_default())
             }
-            Ok(VcpuExit::MemoryFault { gpa, .. }) => {
-                crashed(format!("its memory at guest address {gpa:#x} cannot be reached"))
-            }
-            Ok(other) => {
-                let why = format!("unexpected exit {other:?}");
-                crashed(why)
-            }
+            Ok(exit) => crashed(why_crashed(&exit)),
             Err(e) => match e.errno() {
                 libc::EINTR | libc::EAGAIN => AfterExit::Interrupted,
                 _ => crashed(format!("KVM_RUN failed: {e}")),
             },
         }
+    }
+}
+
+/// Returns why the guest has crashed, given an exit after which it cannot continue.
+fn why_crashed(exit: &VcpuExit<'_>) -> String {
+    match exit {
+        // This VMM cannot distinguish a guest that resets itself this way from one that crashed.
+        VcpuExit::Shutdown => "triple fault".to_owned(),
+        VcpuExit::FailEntry(reason, cpu) => {
+            format!("the processor refused to enter the guest, reason {reason:#x} on CPU {cpu}")
+        }
+        VcpuExit::MemoryFault { gpa, .. } => {
+            format!("its memory at guest address {gpa:#x} cannot be reached")
+        }
+        other => format!("unexpected exit {other:?}"),
     }
 }
 

@@ -103,7 +103,8 @@ mod tests {
             for (inbox, _) in inboxes.iter_mut().zip(&ended).filter(|(_, ended)| **ended) {
                 *inbox = None;
             }
-            let vcpu = |(slow, id): (&bool, u8)| Resuming { id, resumes: 0, slow: *slow, fanout: None };
+            let vcpu =
+                |(slow, id): (&bool, u8)| Resuming { id, resumes: 0, slow: *slow, fanout: None };
             let mut vcpus: Vec<_> = slow.iter().zip(0..).map(vcpu).collect();
             let closed = ResumeFanout::begin(all.into(), Resuming::resume);
             while let Some((id, job)) = order.iter().find_map(|id| {

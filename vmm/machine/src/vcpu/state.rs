@@ -267,7 +267,8 @@ impl Vcpu {
         if let Err(e) = self.fd.set_tsc_khz(want) {
             let id = self.id;
             tracing::warn!(
-                "vCPU {id}: its time stamp counter ran at {want} kHz and now runs at {have} kHz: {e}"
+                "vCPU {id}: its time stamp counter ran at {want} kHz and now runs at {have} kHz: \
+                 {e}"
             );
         }
         // The value changes even after an error: KVM remembers what was requested.

@@ -30,7 +30,8 @@ pub fn missing(guest_khz: u32, host_khz: u32, scale: bool) -> Option<String> {
     let fits = scale || is_near(guest_khz, host_khz);
     (!fits).then(|| {
         format!(
-            "a time stamp counter of {guest_khz} kHz (it has {host_khz} kHz and no KVM_CAP_TSC_CONTROL)"
+            "a time stamp counter of {guest_khz} kHz (it has {host_khz} kHz and no \
+             KVM_CAP_TSC_CONTROL)"
         )
     })
 }

@@ -17,8 +17,8 @@ use tempfile::TempDir;
 
 use crate::harness::*;
 
-const CMDLINE: &str = "console=ttyS0 reboot=k panic=-1 quiet noxsave tsc=reliable no_timer_check rodata=off \
-     clearcpuid=popcnt,smap,erms,fsrm noreplace-smp rdinit=/frees \
+const CMDLINE: &str = "console=ttyS0 reboot=k panic=-1 quiet noxsave tsc=reliable no_timer_check \
+     rodata=off clearcpuid=popcnt,smap,erms,fsrm noreplace-smp rdinit=/frees \
      GLIBC_TUNABLES=glibc.cpu.hwcaps=-AVX,-AVX2,-AVX512F,-AVX512VL,-AVX512BW";
 
 /// Fills files in memory, and removes them once part of the guest's memory is in the balloon. Then

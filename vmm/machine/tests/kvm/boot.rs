@@ -39,7 +39,8 @@ fn prints_ok() -> Vec<u8> {
     for byte in *b"ok\n" {
         code.extend([0xb0, byte, 0xee]); // mov al, byte; out dx, al
     }
-    code.extend([0x8b, 0x73, 0x18, 0x8a, 0x06, 0xee]); // mov esi, [ebx+24]; mov al, [esi]; out dx, al
+    // mov esi, [ebx+24]; mov al, [esi]; out dx, al
+    code.extend([0x8b, 0x73, 0x18, 0x8a, 0x06, 0xee]);
     code.extend([0x66, 0xba, 0x04, 0x06, 0x66, 0xb8, 0x00, 0x20, 0x66, 0xef]); // out 0x604, 0x2000
     code.extend([0xf4, 0xeb, 0xfd]); // hlt; jmp
     code
@@ -90,7 +91,8 @@ fn unbootable_files_are_refused() {
         &Elf { machine: 183, ..good.clone() }.bytes(),
         " is an ELF file for another architecture (machine 183), not for x86",
     );
-    let no_note = " is a 32-bit ELF file without a PVH note (XEN_ELFNOTE_PHYS32_ENTRY), so there is no way to enter it";
+    let no_note = " is a 32-bit ELF file without a PVH note (XEN_ELFNOTE_PHYS32_ENTRY), so there \
+                   is no way to enter it";
     let narrow = Elf { class: 1, ..good.clone() };
     says(&Elf { notes: note(b"GNU\0", 18, &[0; 4]), ..narrow.clone() }.bytes(), no_note);
     says(&Elf { notes: vec![0xff; 40], ..narrow }.bytes(), no_note);
@@ -109,7 +111,8 @@ fn unbootable_files_are_refused() {
     let cut = &good.bytes()[..100];
     says(
         cut,
-        " is a damaged ELF file: its 2 program headers of 56 bytes at 0x40 are cut short, or of another size",
+        " is a damaged ELF file: its 2 program headers of 56 bytes at 0x40 are cut short, or of \
+         another size",
     );
 }
 

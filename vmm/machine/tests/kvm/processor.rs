@@ -50,7 +50,8 @@ fn baseline_or_less(test: &str) -> String {
 /// where KVM answers CPUID on every host.
 fn asks_cpuid() -> Vec<u8> {
     let mut code = vec![0xb8, 1, 0, 0, 0, 0x0f, 0xa2]; // mov eax, 1; cpuid
-    code.extend([0xc1, 0xe9, 13, 0x80, 0xe1, 1, 0x80, 0xc1, b'0', 0x88, 0xc8]); // shr, and, add; mov al, cl
+    // shr ecx, 13; and cl, 1; add cl, '0'; mov al, cl
+    code.extend([0xc1, 0xe9, 13, 0x80, 0xe1, 1, 0x80, 0xc1, b'0', 0x88, 0xc8]);
     code.extend([0x66, 0xba, 0xf8, 0x03, 0xee]); // out 0x3f8, al
     let test = [[0x85, 0xdb], [0x85, 0xc0], [0x85, 0xd2]]; // test ebx, ebx; eax, eax; edx, edx
     for (leaf, test) in [7u32, 0xa, 0x8000_0007].into_iter().zip(test) {
