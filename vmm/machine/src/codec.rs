@@ -1,5 +1,5 @@
 //! The encoding of a configuration and of a guest's state: postcard, with a version before each
-//! value that is a unit of its own. The bytes are untrusted input. `FORMAT.md` describes
+//! value that is a unit of its own. The bytes are untrusted input. `checkpoint/FORMAT.md` describes
 //! them.
 
 use std::fmt::Display;
@@ -39,6 +39,7 @@ pub(crate) fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, DecodeError
 /// Encodes the version, then the value.
 ///
 /// # Errors
+///
 /// The value has a part that cannot be encoded, such as a path that is not UTF-8.
 pub fn encode_versioned<T: Serialize>(value: &T) -> Result<Vec<u8>, postcard::Error> {
     encode(&(VERSION, value))

@@ -2,8 +2,8 @@
 //! guests and drives, and prefaults memory.
 //!
 //! rayon would start the pool at its first use. That may be a pause of the guest, or a thread whose
-//! filter allows no new threads; and a failure would be a panic there. So whatever will need the
-//! pool starts it, while the thread that builds the machine can report an error.
+//! filter allows no new threads; and a failure would be a panic there. So the code that will need
+//! the pool starts it, while the thread that builds the machine can report an error.
 
 use std::io;
 use std::sync::OnceLock;
@@ -20,6 +20,7 @@ pub(crate) const SHARED_FROM: u64 = 32 << 30;
 /// the caller's restrictions and own nothing.
 ///
 /// # Errors
+///
 /// A thread cannot be started.
 pub(crate) fn start() -> io::Result<()> {
     static STARTED: OnceLock<Result<(), ThreadPoolBuildError>> = OnceLock::new();

@@ -8,7 +8,7 @@ use linux_loader::cmdline::Cmdline;
 use vm_memory::GuestAddress;
 
 use super::error::BootError;
-use super::platform::MmioSlot;
+use super::platform::{MMIO_BYTES, MmioSlot};
 
 /// Maximum length of an assembled line, in bytes. Linux itself takes 2,047 bytes.
 const MAX_BYTES: usize = 1 << 20;
@@ -17,7 +17,6 @@ const LINUX_BYTES: usize = 2048;
 /// Defaults for Linux unless the line sets them: use COM1, the only console; end after a panic; and
 /// reset by the keyboard controller, which cannot be mistaken for a crash.
 const DEFAULTS: [(&str, &str); 3] = [("console", "ttyS0"), ("panic", "-1"), ("reboot", "k")];
-const MMIO_BYTES: u64 = 4096;
 
 /// Returns the whole line: `given`, the defaults whose keys it does not have, and each virtio
 /// device. A `bare` line stays as it is. Arguments for init, after ` -- `, stay last.
@@ -36,7 +35,7 @@ pub(super) fn assemble(given: &str, bare: bool, devices: &[MmioSlot]) -> Result<
     }
     for device in devices {
         let base = GuestAddress(device.base);
-        line.add_virtio_mmio_device(MMIO_BYTES, base, device.gsi, None)
+        line.add_virtio_mmio_device(MMIO_BYTES.into(), base, device.gsi, None)
             .map_err(BootError::Cmdline)?;
     }
     let line = line.as_cstring().map_err(BootError::Cmdline)?;

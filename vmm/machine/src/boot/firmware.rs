@@ -17,11 +17,10 @@ pub(super) fn write(
     devices: &[MmioSlot],
 ) -> Result<u64, BootError> {
     let rsdp = map::ACPI_TABLES.0;
+    let acpi = acpi::build(rsdp, vcpus, devices, map::GENERATION_ID.0);
     let parts = [
         ("the MP table", map::MP_TABLE, mptable::build(vcpus)),
-        ("ACPI tables", map::ACPI_TABLES, {
-            acpi::build(rsdp, vcpus, devices, map::GENERATION_ID.0)
-        }),
+        ("ACPI tables", map::ACPI_TABLES, acpi),
         ("the generation ID", map::GENERATION_ID, fresh_generation_id().to_vec()),
     ];
     for (what, place, bytes) in parts {

@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 
+use driftline_dirty_tracker::PAGE_SIZE;
 use vm_memory::{Bytes, GuestAddress, ReadVolatile};
 
 use super::error::BootError;
@@ -10,8 +11,6 @@ use super::loaded::Loaded;
 use super::platform::GuestRange;
 use super::{bzimage, elf, map};
 use crate::memory::Memory;
-
-const PAGE: u64 = 4096;
 
 /// Reads the kernel `from`, called `what` in errors, into `memory`.
 pub(super) fn load<F: Read + Seek + ReadVolatile>(
@@ -44,7 +43,7 @@ pub(super) fn load_initrd(
     let ceiling = low_end.min(kernel.start.initrd_addr_max() + 1);
     let low_kernel_end = kernel.segments.iter().map(|s| s.1).filter(|e| *e <= low_end).max();
     let floor = low_kernel_end.unwrap_or(0).max(map::ONE_MIB);
-    let start = ceiling.checked_sub(bytes).map(|s| s & !(PAGE - 1)).filter(|s| *s >= floor);
+    let start = ceiling.checked_sub(bytes).map(|s| s & !(PAGE_SIZE - 1)).filter(|s| *s >= floor);
     let Some(start) = start else {
         let why = format!("its {bytes} bytes must lie between {floor:#x} and {ceiling:#x}");
         return Err(BootError::does_not_fit(what, memory.layout(), why));

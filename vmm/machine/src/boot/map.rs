@@ -11,12 +11,13 @@
 //! 4 GiB ..               RAM, the rest
 //! ```
 
+use driftline_dirty_tracker::PAGE_SIZE;
+
 use super::platform::GuestRange;
 use crate::memory::{HOLE_END, Memory};
 
 /// First address of low memory that boot information may use: real-mode tables lie below.
 const LOW_FLOOR: u64 = 0x6000;
-const PAGE: u64 = 4096;
 pub(super) const ONE_MIB: u64 = 1 << 20;
 const CHIPSET_START: u64 = 0xfec0_0000;
 
@@ -84,7 +85,7 @@ pub(super) fn low_gap(bytes: u64, segments: &[GuestRange]) -> Option<u64> {
             return None;
         }
         match segments.iter().find(|s| overlap(**s, (start, end))) {
-            Some(s) => start = s.1.checked_next_multiple_of(PAGE)?,
+            Some(s) => start = s.1.checked_next_multiple_of(PAGE_SIZE)?,
             None => return Some(start),
         }
     }

@@ -13,6 +13,9 @@ pub(super) const fn ioapic_id(vcpus: u8) -> u8 {
 /// A range of guest physical addresses that is in use: start and end.
 pub(super) type GuestRange = (u64, u64);
 
+/// Bytes of a virtio device's registers: a page.
+pub(super) const MMIO_BYTES: u32 = 4096;
+
 /// Registers and interrupt of a virtio device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct MmioSlot {

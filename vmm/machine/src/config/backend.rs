@@ -21,7 +21,7 @@ pub enum BackendKind {
 impl BackendKind {
     const ALL: [BackendKind; 2] = [Self::Kvm, Self::Threads];
 
-    /// The backend's name on the command line.
+    /// Returns the backend's name on the command line.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Kvm => "kvm",

@@ -72,7 +72,7 @@ pub struct Identity {
     pub name: Option<GuestName>,
     /// The checkpoint that the guest began as. `None` for a guest that was booted.
     pub lineage: Option<Lineage>,
-    /// The guest's line, which decides which checkpoints its own may follow.
+    /// The guest's line: it decides which checkpoints a store accepts from the guest.
     pub line: Line,
 }
 

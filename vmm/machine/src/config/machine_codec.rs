@@ -187,23 +187,30 @@ mod tests {
             other => other,
         };
         let file = |born_ns| Some(DiskIdentity::File { inode: 300, born_ns });
+        let encoded = |tracking, devices: &[u8]| [&head(tracking)[..], devices].concat();
+        let tracked = |tracking| MachineConfig { tracking, ..payload() };
         let with = |device: DeviceConfig| MachineConfig { devices: vec![device], ..payload() };
-        let disk_head = b"\x01\x00\x01a\x02/d\x01\x02s1\x80\x80\x40\x80\x04";
+        let disk = |identity, bytes: &[u8]| {
+            let device = b"\x01\x00\x01a\x02/d\x01\x02s1\x80\x80\x40\x80\x04";
+            (with(with_identity(identity)), encoded(0, &[&device[..], bytes].concat()))
+        };
         let golden: Vec<(MachineConfig, Vec<u8>)> = vec![
-            (payload(), [head(0), b"\x00".to_vec()].concat()),
-            (MachineConfig { tracking: TrackingMode::DirtyBitmapManual, ..payload() }, [head(3), b"\x00".to_vec()].concat()),
-            (MachineConfig { tracking: TrackingMode::UserfaultWp, ..payload() }, [head(4), b"\x00".to_vec()].concat()),
-            (with(DeviceConfig::Rng), [head(0), b"\x01\x01".to_vec()].concat()),
-            (with(net("t0", 2)), [head(0), b"\x01\x02\x01n\x02t0\x02\x00\x00\x00\x00\x09\x02".to_vec()].concat()),
-            (with(vsock(300)), [head(0), b"\x01\x03\xac\x02\x02/v".to_vec()].concat()),
-            (with(with_identity(None)), [&head(0)[..], disk_head, b"\x00"].concat()),
-            (with(with_identity(file(None))), [&head(0)[..], disk_head, b"\x01\x00\xac\x02\x00"].concat()),
-            (with(with_identity(file(Some(42)))), [&head(0)[..], disk_head, b"\x01\x00\xac\x02\x01\x2a"].concat()),
-            (with(with_identity(Some(DiskIdentity::Device("naa.1".to_owned())))), [&head(0)[..], disk_head, b"\x01\x01\x05naa.1"].concat()),
+            (payload(), encoded(0, b"\x00")),
+            (tracked(TrackingMode::DirtyBitmapManual), encoded(3, b"\x00")),
+            (tracked(TrackingMode::UserfaultWp), encoded(4, b"\x00")),
+            (with(DeviceConfig::Rng), encoded(0, b"\x01\x01")),
+            (with(net("t0", 2)), encoded(0, b"\x01\x02\x01n\x02t0\x02\x00\x00\x00\x00\x09\x02")),
+            (with(vsock(300)), encoded(0, b"\x01\x03\xac\x02\x02/v")),
+            disk(None, b"\x00"),
+            disk(file(None), b"\x01\x00\xac\x02\x00"),
+            disk(file(Some(42)), b"\x01\x00\xac\x02\x01\x2a"),
+            disk(Some(DiskIdentity::Device("naa.1".to_owned())), b"\x01\x01\x05naa.1"),
             (
                 MachineConfig { cpu, identity: plain.clone(), ..kernel(OsStr::new("/k")) },
-                b"\x01\x80\x80\x80\x20\x02\x02\x80\x80\x01\x01\x01\x02/k\x00\x05quiet\x01\x01\x01\x04cx16\x01\x07\x01\x80\x01\x01\x00\
-                  \xff\xff\xff\xff\x0f\x01\x8a\x02\x8b\x01\x01\x80\x89\x7a\x00".to_vec(),
+                b"\x01\x80\x80\x80\x20\x02\x02\x80\x80\x01\x01\x01\x02/k\x00\x05quiet\x01\x01\x01\
+                  \x04cx16\x01\x07\x01\x80\x01\x01\x00\xff\xff\xff\xff\x0f\x01\x8a\x02\x8b\x01\x01\
+                  \x80\x89\x7a\x00"
+                    .to_vec(),
             ),
         ];
         for (config, bytes) in golden {

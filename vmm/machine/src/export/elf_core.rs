@@ -17,7 +17,7 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 
-use driftline_dirty_tracker::{Layout, PAGE_SIZE};
+use driftline_dirty_tracker::{FrameRun, Layout, PAGE_SIZE};
 use kvm_bindings::{kvm_dtable, kvm_segment};
 use object::Endianness;
 use object::elf::{
@@ -199,8 +199,15 @@ fn notes(cpus: &[CoreRegisters]) -> Vec<u8> {
 
 /// A core file whose header is written. Memory goes where [`place`](Self::place) says.
 pub(crate) struct CoreFile {
-    /// For each slot: first frame, number of frames, offset in the file.
-    slots: Vec<(u64, u64, u64)>,
+    slots: Vec<CoreSlot>,
+}
+
+/// A memory slot in the file.
+#[derive(Clone, Copy)]
+struct CoreSlot {
+    frames: FrameRun,
+    /// Offset of the first frame in the file, in bytes.
+    place: u64,
 }
 
 impl CoreFile {
@@ -215,13 +222,12 @@ impl CoreFile {
         writer.reserve_program_headers(loads + 1);
         let notes_at = writer.reserve(notes.len() as u64, 4);
         let mut at = (notes_at + notes.len() as u64).next_multiple_of(PAGE_SIZE);
-        let slots: Vec<(u64, u64, u64)> = layout
+        let slots: Vec<CoreSlot> = layout
             .slots()
             .map(|slot| {
-                let run = slot.run();
-                let place = at;
-                at += run.bytes();
-                (run.start.0, run.count, place)
+                let slot = CoreSlot { frames: slot.run(), place: at };
+                at += slot.frames.bytes();
+                slot
             })
             .collect();
         let header = FileHeader {
@@ -244,12 +250,12 @@ impl CoreFile {
             p_memsz: 0,
             p_align: 4,
         });
-        for (first, frames, place) in &slots {
-            let (address, bytes) = (first * PAGE_SIZE, frames * PAGE_SIZE);
+        for CoreSlot { frames, place } in slots.iter().copied() {
+            let (address, bytes) = (frames.start.gpa(), frames.bytes());
             writer.write_program_header(&ProgramHeader {
                 p_type: PT_LOAD,
                 p_flags: PF_R | PF_W | PF_X,
-                p_offset: *place,
+                p_offset: place,
                 p_vaddr: address,
                 p_paddr: address,
                 p_filesz: bytes,
@@ -266,8 +272,8 @@ impl CoreFile {
 
     /// Returns the offset of frame `gfn` in the file.
     pub(crate) fn place(&self, gfn: u64) -> Option<u64> {
-        self.slots.iter().find_map(|(first, frames, place)| {
-            let in_slot = gfn.checked_sub(*first).filter(|frame| frame < frames)?;
+        self.slots.iter().find_map(|CoreSlot { frames, place }| {
+            let in_slot = gfn.checked_sub(frames.start.0).filter(|frame| *frame < frames.count)?;
             Some(place + in_slot * PAGE_SIZE)
         })
     }

@@ -46,6 +46,7 @@ pub(super) struct BuildInputs {
     pub(super) load: bool,
     /// A VM whose creation began earlier.
     pub(super) early: Option<EarlyVm>,
+    /// Options of a machine that exists to be measured.
     pub(super) measured: MeasureOptions,
 }
 

@@ -50,6 +50,7 @@ impl Discarder {
     /// one.
     ///
     /// # Errors
+    ///
     /// Frames outside guest memory, or a failed system call. After an error each frame has its old
     /// content, or is zero and marked.
     pub(crate) fn discard(&mut self, ram: &GuestRam, run: FrameRun) -> io::Result<u64> {

@@ -41,6 +41,7 @@ fn frames(bytes: u64) -> Result<FrameSet, MemoryError> {
 /// Returns the layout of a guest with `bytes` bytes of memory: one slot for each run of its map.
 ///
 /// # Errors
+///
 /// The size is not a whole number of pages or is outside the supported range.
 pub fn layout(bytes: u64) -> Result<Layout, MemoryError> {
     let memory = frames(bytes)?;

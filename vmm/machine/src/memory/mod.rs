@@ -66,6 +66,7 @@ impl Memory {
     /// swap only if the administrator allows that (`vm.overcommit_memory` is 1).
     ///
     /// # Errors
+    ///
     /// The size is not allowed, the host or its huge page pool has too little memory, or the kernel
     /// cannot prefault.
     pub fn new(bytes: u64, options: &MemoryOptions) -> Result<Self, MemoryError> {
@@ -150,6 +151,7 @@ impl Memory {
     /// or this memory's pages do not support it.
     ///
     /// # Errors
+    ///
     /// A lazy restore is still under way, or the system refuses.
     pub fn write_protection(&self) -> Result<Option<Box<dyn WriteProtection>>, GuestError> {
         // A mapping can be registered with one userfaultfd at a time.
@@ -219,6 +221,7 @@ impl Memory {
     /// Waits until `frame` has arrived, so that this process may touch it.
     ///
     /// # Errors
+    ///
     /// The reason why the frame has not arrived, after `limit` at the latest.
     pub(crate) fn require(&self, frame: Gfn, limit: Duration) -> Result<(), MemoryError> {
         self.protected.lazy_restore().map_or(Ok(()), |restore| restore.require(frame, limit))
@@ -239,7 +242,7 @@ impl Memory {
         &self.layout
     }
 
-    /// Populates the frames of `run` that lie in this memory, with one system call for each 2 MiB.
+    /// Populates the frames of `run` that lie in this memory.
     ///
     /// Uses huge pages where they fit into the run, the options leave the choice open, and huge
     /// pages are currently the cheaper way. Mostly 512 frames then cost as much as a few. If the

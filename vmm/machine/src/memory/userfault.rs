@@ -112,6 +112,7 @@ impl Userfault {
     /// Opens a descriptor for write protection.
     ///
     /// # Errors
+    ///
     /// The host does not let this process have one, or its kernel is older than 6.4.
     pub(crate) fn open() -> io::Result<Self> {
         Self::with(FEATURE_PAGEFAULT_FLAG_WP | FEATURE_WP_HUGETLBFS_SHMEM | FEATURE_WP_UNPOPULATED)

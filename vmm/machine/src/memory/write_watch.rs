@@ -95,6 +95,7 @@ impl WriteWatch {
     /// Checks that the host supports this.
     ///
     /// # Errors
+    ///
     /// This host's kernel has no asynchronous write protection, or does not let this process use
     /// it.
     pub fn probe() -> io::Result<()> {
@@ -105,6 +106,7 @@ impl WriteWatch {
     /// starts with [`begin`](Self::begin).
     ///
     /// # Errors
+    ///
     /// The host does not let this process use userfaultfd, or its kernel is older than 6.7.
     pub fn open(ram: &GuestRam) -> io::Result<Self> {
         Ok(Self {

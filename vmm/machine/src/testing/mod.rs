@@ -99,6 +99,7 @@ pub fn full() -> bool {
 /// variable `variable` is `value`.
 ///
 /// # Panics
+///
 /// Fails the calling test if that process fails or does not run the test.
 #[allow(clippy::unwrap_used)]
 pub fn run_in_child(test: &str, variable: &str, value: &str, stdin: impl Into<Stdio>) {

@@ -30,6 +30,7 @@ const LINEAR_BITS: u32 = 48;
 /// Returns the baseline without the features named in `without`, built from what KVM supports.
 ///
 /// # Errors
+///
 /// A baseline feature that KVM does not support.
 pub(super) fn baseline(supported: &CpuId, without: &[String]) -> Result<CpuId, MissingFeature> {
     let wanted = cpu_model::BASELINE.iter().filter(|name| !without.iter().any(|w| w == *name));

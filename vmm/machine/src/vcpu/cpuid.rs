@@ -15,6 +15,7 @@ use crate::cpu_model::{self, FeatureBit, MissingFeature};
 /// Returns what KVM supports, narrowed to what the guest is configured to have.
 ///
 /// # Errors
+///
 /// A baseline feature that KVM does not support.
 pub fn narrow(supported: &CpuId, cpu: &CpuConfig) -> Result<CpuId, MissingFeature> {
     let mut cpuid = match cpu.model {
@@ -257,7 +258,7 @@ mod tests {
         let words = shown(&guest);
         assert_eq!(words.len(), 2);
         assert_eq!(missing(&words, &guest), None);
-        assert_eq!(missing(&[], &[]), None, "nothing is recorded for an older guest");
+        assert_eq!(missing(&[], &[]), None, "a guest that has not started has seen nothing");
         let other = [vendor(b"Auth"), guest[1]];
         assert_eq!(missing(&words, &other).unwrap(), "a processor of its vendor");
         let less = [vendor(b"Genu"), entry(7, 0, [0, 1 << 3, 0, 0])];

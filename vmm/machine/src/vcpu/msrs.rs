@@ -315,7 +315,7 @@ mod tests {
         set_first_values(&vcpu, cpuid.as_slice()).unwrap();
         assert_eq!(value(&vcpu, ARCH_CAPABILITIES).unwrap_or(0), 0);
         assert_eq!(shown(&vcpu, cpuid.as_slice()).unwrap(), []);
-        // A state from an older source, which left a value there, does not fill it either.
+        // A state with a value there does not fill it either.
         let msr = to_restore(entry(ARCH_CAPABILITIES, 0xeb), cpuid.as_slice()).unwrap();
         assert_eq!(msr.data, 0);
     }

@@ -6,10 +6,9 @@ use acpi_tables::aml::{
 };
 use acpi_tables::{Aml, aml::AmlStr};
 
-use crate::boot::platform::MmioSlot;
+use crate::boot::platform::{MMIO_BYTES, MmioSlot};
 use crate::devices::{COM1_IRQ, COM1_PORTS, GENERATION_EVENT, PVPANIC};
 
-const MMIO_BYTES: u32 = 4096;
 /// The notification value for a changed generation ID.
 const CHANGED: u8 = 0x80;
 
