@@ -159,11 +159,10 @@ fn the_smallest_ring_loses_nothing() {
     let ring_entries = smallest_ring(&config);
     let console = SerialLog::new();
     let machine = launch(MachineConfig { ring_entries, ..config }, &console);
-    let subscription = machine.subscribe("test").unwrap();
+    let mut subscription = machine.subscribe("test").unwrap();
     machine.resume().unwrap();
     console.wait_for("start", |text| text.contains("payload ready"));
     machine.pause().unwrap();
-    let mut subscription = subscription;
     machine.collect().unwrap();
     subscription.drain().commit();
     // On a busy host the guest does little in an epoch.
@@ -203,10 +202,13 @@ fn overrun_in_ring_0_loses_nothing() {
     for ring_entries in [smallest, 4 * smallest] {
         let machine = launch(MachineConfig { ring_entries, ..config.clone() }, &SerialLog::new());
         let mut subscription = machine.subscribe("test").unwrap();
-        let changed = check_epochs(&machine, &mut subscription, 15, Duration::from_millis(10));
+        // On a busy host the guest does little in an epoch.
+        let (mut changed, end) = (0, Instant::now() + LONG);
+        while changed <= 2_000 {
+            assert!(Instant::now() < end, "{changed} frames changed in rings of {ring_entries}");
+            changed += check_epochs(&machine, &mut subscription, 15, Duration::from_millis(10));
+        }
         drop(subscription);
-        let enough = changed > 2_000;
-        assert!(enough, "only {changed} frames changed in rings of {ring_entries}");
         let info = machine.info();
         let (full, lost) = (info.vcpu[0].ring_full_exits, info.ring_overruns);
         println!("rings of {ring_entries}: {full} ring-full exits, {lost} overruns");

@@ -3,13 +3,13 @@
 
 use std::collections::BTreeSet;
 use std::os::fd::RawFd;
-use std::process::Command;
+use std::process::Stdio;
 use std::time::Duration;
 
 use driftline_guest::{Clock, GuestContents, GuestFactory, GuestIdentity, Lifecycle, Stateful};
 use driftline_machine::config::MachineConfig;
 use driftline_machine::machine::MachineFactory;
-use driftline_machine::testing::{kvm_or_skip, skip};
+use driftline_machine::testing::{kvm_or_skip, run_in_child, skip};
 use kvm_bindings::{KVM_VCPU_TSC_CTRL, KVM_VCPU_TSC_OFFSET, KVMIO, kvm_device_attr};
 use vmm_sys_util::ioctl::ioctl_with_ref;
 use vmm_sys_util::ioctl_iow_nr;
@@ -51,13 +51,7 @@ fn counters_of_all_vcpus_agree_after_a_restore() {
         return;
     }
     if std::env::var_os(CHILD).is_none() {
-        let mut child = Command::new(std::env::current_exe().unwrap());
-        child.args(["--exact", &format!("tsc::{NAME}"), "--nocapture"]).env(CHILD, "1");
-        let out = child.output().unwrap();
-        let output = String::from_utf8_lossy(&out.stdout);
-        assert!(out.status.success(), "{output}{}", String::from_utf8_lossy(&out.stderr));
-        assert!(output.contains("1 passed"), "{output}");
-        return;
+        return run_in_child(&format!("tsc::{NAME}"), CHILD, "1", Stdio::null());
     }
     let console = SerialLog::new();
     let config = MachineConfig { vcpus: 4, ..payload("payload,ws=1M,rate=1M") };
