@@ -13,7 +13,7 @@ use super::spec::{SpecError, Syntax};
 /// Maximum length of a drive's serial number, in bytes: the space that virtio has for it.
 pub const MAX_SERIAL_BYTES: usize = 20;
 /// Largest block of a disk, in bytes: a page, since Linux accepts no larger blocks.
-pub const MAX_BLOCK_BYTES: u32 = 4096;
+pub(crate) const MAX_BLOCK_BYTES: u32 = 4096;
 
 /// A disk backed by a file.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]

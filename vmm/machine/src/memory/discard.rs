@@ -69,15 +69,18 @@ impl Discarder {
         if let Some(restore) = self.protected.lazy_restore() {
             restore.forget(run, &mut self.runs);
         }
-        self.resident.find(region, run, &mut self.runs)?;
+        let found = self.resident.find(region, run, &mut self.runs);
         if self.runs.is_empty() {
-            return Ok(0);
+            return found.map(|()| 0);
         }
-        // Wait for the whole run, so that no part of it is discarded while another part is waited
-        // for.
-        self.protected.wait(run);
-        let discarded = discard_in(region, run);
-        // Mark after an error too: part of the run may have been discarded.
+        let discarded = found.and_then(|()| {
+            // Wait for the whole run, so that no part of it is discarded while another part is
+            // waited for.
+            self.protected.wait(run);
+            discard_in(region, run)
+        });
+        // Mark after an error too: part of the run may have been discarded, and frames that were
+        // dropped from the restore are zero now.
         for run in &self.runs {
             if let Ok(slice) = ram.get_slice(GuestAddress(run.start.gpa()), run.bytes() as usize) {
                 slice.bitmap().mark_dirty(0, slice.len());

@@ -13,6 +13,7 @@ use vm_memory::{Bytes, GuestAddress};
 
 use super::lazy_restore::RestoreOwner;
 use super::{Backing, Discarder, HugePages, Memory, MemoryOptions};
+use crate::fail_point;
 
 const SOON: Duration = Duration::from_secs(20);
 const BYTES: u64 = (3 << 30) + (16 << 20);
@@ -259,11 +260,14 @@ fn frame_discarded_before_arrival_stays_zero() {
         let mut discarder = Discarder::open(memory.protected_frames().clone()).unwrap();
         // The frames that are being fetched lie elsewhere.
         assert_eq!(discarder.discard(memory.ram(), run(5290, 5)).unwrap(), 5);
+        // Frames that a failed discard has dropped from the restore are marked as well.
+        let failing = || discarder.discard(memory.ram(), run(5280, 3));
+        fail_point::run(Some(0), failing).0.unwrap_err();
         let marked: Vec<FrameRun> = writes.drain().runs().collect();
         drop(open);
         wait_until_complete(&memory);
-        assert_eq!(marked, [run(5290, 5)], "{options:?}");
-        for gfn in 5290..5295 {
+        assert_eq!(marked, [run(5280, 3), run(5290, 5)], "{options:?}");
+        for gfn in (5280..5283).chain(5290..5295) {
             assert_eq!(byte(memory.ram(), gfn), 0, "{gfn} {options:?}");
         }
         assert_eq!(

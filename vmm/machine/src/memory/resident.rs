@@ -11,6 +11,7 @@ use rustix::fs::SeekFrom;
 use vm_memory::{FileOffset, GuestMemoryRegion};
 
 use super::region::{Region, all, is_pooled};
+use crate::fail_point;
 
 /// Queries the kernel for resident frames. Keeps an open file and a buffer between queries.
 #[derive(Debug, Default)]
@@ -33,6 +34,7 @@ impl ResidentFrames {
         frames: FrameRun,
         runs: &mut Vec<FrameRun>,
     ) -> io::Result<()> {
+        fail_point::pass("resident frames")?;
         // A hugetlbfs file cannot report its holes.
         match region.file_offset().filter(|_| !is_pooled(region)) {
             Some(file) => in_file(region, file, frames, runs),
