@@ -5,8 +5,8 @@
 //!              --> ELF without, bzImage zero page    64 bits, identity tables
 //! ```
 //!
-//! The MP table, the ACPI tables and the generation ID (`firmware`) lie beside either. The memory
-//! map reserves them.
+//! With either protocol, the guest finds the MP table, the ACPI tables and the generation ID
+//! (`firmware`) in ranges that the memory map reserves.
 
 mod acpi;
 mod bzimage;

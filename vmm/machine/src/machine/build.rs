@@ -220,7 +220,7 @@ impl KvmMachine {
             (collector_inbox.0.clone(), Arc::new(MachineStatus::new(holds)));
         let (requests, inbox) = actor::inbox("the supervisor");
         let end = EndReporter { status: status.clone(), supervisor: requests.clone() };
-        let peer = |_: u8| Peer { end: end.clone(), collector: to_collector.clone() };
+        let peer = || Peer { end: end.clone(), collector: to_collector.clone() };
         // If a step fails from here on, dropping these joins the vCPU threads, whichever value owns
         // them by then.
         let handles = start_vcpus(vcpus.into_iter().zip(ring_full), &vm, &bus, &context, peer)?;
@@ -388,7 +388,7 @@ fn start_vcpus(
     vm: &Arc<KvmVm>,
     bus: &Arc<Bus>,
     context: &Arc<StateContext>,
-    peer: impl Fn(u8) -> Peer,
+    peer: impl Fn() -> Peer,
 ) -> Result<Vcpus, MachineError> {
     let mut handles = Vcpus::default();
     for (((fd, cpuid), ring_full), id) in vcpus.zip(0u8..) {
@@ -411,7 +411,7 @@ fn start_vcpus(
             context: context.clone(),
             inbox,
             handle: handle.clone(),
-            peers: Box::new(peer(id)),
+            peers: Box::new(peer()),
             state: vcpu::VcpuState::default(),
             awaited: 0,
             throttle: ThrottleState::default(),

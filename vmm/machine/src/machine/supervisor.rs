@@ -49,7 +49,7 @@ pub(super) struct Peer {
 }
 
 impl Peers for Peer {
-    fn ended(&self, _: u8, why: EndReason) {
+    fn ended(&self, why: EndReason) {
         self.end.report(why);
     }
 

@@ -96,6 +96,7 @@ struct LazyRestoreShared {
     userfault: Userfault,
     /// Keeps the memory mapped.
     ram: GuestRam,
+    /// Whether the thread is to end.
     over: AtomicBool,
     state: Mutex<LazyRestoreState>,
     /// Times from reading a fault to answering it.

@@ -59,8 +59,8 @@ pub(crate) enum PauseOutcome {
 
 /// The rest of the machine, as a vCPU reports to it.
 pub(crate) trait Peers: Send {
-    /// Reports that the guest has ended on vCPU `id`.
-    fn ended(&self, id: u8, why: EndReason);
+    /// Reports that the guest has ended.
+    fn ended(&self, why: EndReason);
 
     /// Reports that vCPU `id` cannot continue before the rings are harvested; it waits for any job
     /// on `vcpu`. Returns whether a collector exists to harvest them.
@@ -330,7 +330,7 @@ impl Vcpu {
     fn end(&mut self, why: EndReason) {
         // Stops the timer.
         self.throttle.end(&self.counters.throttled);
-        self.peers.ended(self.id, why);
+        self.peers.ended(why);
         self.state = VcpuState::Finished;
     }
 
@@ -425,7 +425,7 @@ impl Drop for Vcpu {
     fn drop(&mut self) {
         if std::thread::panicking() {
             let why = format!("vCPU {}: its thread has panicked, a defect of the VMM", self.id);
-            self.peers.ended(self.id, EndReason::Crashed(why));
+            self.peers.ended(EndReason::Crashed(why));
         }
     }
 }
