@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use driftline_dirty_tracker::{NoMemory, Subscription, Tracker};
+use driftline_dirty_tracker::{NoMemory, PAGE_SIZE, Subscription, Tracker};
 use driftline_guest::{CollectionReport, GuestError};
 
 use crate::actor::{self, CallError, Handle, Inbox, Next};
@@ -34,8 +34,11 @@ const PERIOD_MOST: Duration = Duration::from_millis(32);
 const COLLECTION_US: &[u64] =
     &[5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000];
 
-/// Limit on waiting for the collector. It waits for no thread, so only a defect takes this long.
+/// Limit on waiting for the collector, and what each GiB of guest memory adds to it. The collector
+/// waits for no thread, so only a defect takes this long. A source may have to write-protect all
+/// memory when it starts: `userfault-wp` takes about 20 ms a GiB.
 const ANSWER_LIMIT: Duration = Duration::from_secs(60);
+const ANSWER_LIMIT_PER_GIB: Duration = Duration::from_millis(100);
 
 /// The reason why the collector has refused or not answered a request.
 #[derive(Debug, thiserror::Error)]
@@ -66,6 +69,7 @@ pub(crate) fn inbox() -> (Handle<CollectorState>, Inbox<CollectorState>) {
 #[derive(Debug)]
 pub(crate) struct Collector {
     state: Handle<CollectorState>,
+    answer_limit: Duration,
     overruns: Arc<AtomicU64>,
     dirtied: Arc<[AtomicU64]>,
     peaks: Arc<[AtomicU64]>,
@@ -83,6 +87,8 @@ impl Collector {
         throttles: Vec<ThrottleHandle>,
         (handle, inbox): (Handle<CollectorState>, Inbox<CollectorState>),
     ) -> std::io::Result<Self> {
+        let gib = u32::try_from(tracker.layout().frames() * PAGE_SIZE >> 30).unwrap_or(u32::MAX);
+        let answer_limit = ANSWER_LIMIT + ANSWER_LIMIT_PER_GIB.saturating_mul(gib);
         let overruns = Arc::new(AtomicU64::new(0));
         let dirtied: Arc<[AtomicU64]> = source.dirtied().iter().map(|n| (*n).into()).collect();
         let peaks = Peaks::new(source.harvested().len());
@@ -106,7 +112,7 @@ impl Collector {
             pacing: Pacing::new(throttles),
         };
         let thread = Some(sandbox::spawn(class, "collector", move || state.run(&inbox))?);
-        Ok(Self { state: handle, overruns, dirtied, peaks: published, times, thread })
+        Ok(Self { state: handle, answer_limit, overruns, dirtied, peaks: published, times, thread })
     }
 
     pub(crate) fn subscribe(&self, name: &str) -> Result<Subscription, CollectorError> {
@@ -154,7 +160,7 @@ impl Collector {
         what: &'static str,
         job: impl FnOnce(&mut CollectorState) -> Result<T, CollectorError> + Send + 'static,
     ) -> Result<T, CollectorError> {
-        self.state.call(what, Instant::now() + ANSWER_LIMIT, job)?
+        self.state.call(what, Instant::now() + self.answer_limit, job)?
     }
 }
 
