@@ -123,10 +123,16 @@ impl MicroVmConfig {
         if drive.is_root_device && self.has_root() && self.position(&drive.drive_id) != Some(0) {
             return Err(DriveFault::SecondRoot.into());
         }
+        // A vhost-user backend decides these three itself.
+        let has_own_settings = drive.is_read_only.is_some()
+            || drive.rate_limiter.is_some()
+            || drive.io_engine.is_some();
         match (&drive.path_on_host, &drive.socket) {
             (Some(_), None) => Ok(()),
-            (None, Some(_)) => Err(ApiFault::NotInDriftline("vhost-user drives")),
-            (None, None) | (Some(_), Some(_)) => Err(DriveFault::NoBackend.into()),
+            (None, Some(_)) if !has_own_settings => {
+                Err(ApiFault::NotInDriftline("vhost-user drives"))
+            }
+            _ => Err(DriveFault::NoBackend.into()),
         }
     }
 

@@ -166,7 +166,7 @@ pub enum DriveFault {
     /// Another drive is the root device.
     #[error("A root block device already exists!")]
     SecondRoot,
-    /// It has neither a file nor a socket, or both.
+    /// It has neither a file nor a socket, or both, or settings that a socket's backend decides.
     #[error("Unable to create the virtio block device: Invalid block config.")]
     NoBackend,
     /// Its file cannot be opened.
@@ -253,8 +253,9 @@ pub enum NetFault {
     Mtu(u16),
     /// Its tap cannot be opened.
     #[error(
-        "Could not create the network device: Open tap device failed: {cause} Invalid TUN/TAP \
-         Backend provided by {tap}. Check our documentation on setting up the network devices."
+        "Could not create the network device: Open tap device failed: Error while creating ifreq \
+         structure: {cause}. Invalid TUN/TAP Backend provided by {tap}. Check our documentation on \
+         setting up the network devices."
     )]
     Tap {
         /// The system's error.

@@ -283,8 +283,8 @@ fn put_vsock(body: &[u8]) -> Parsing {
     Ok(ParsedCall { operation: Operation::PutVsock(vsock), deprecation })
 }
 
-/// Parses the body of a device whose name is also in the path. `refusal` makes the fault for two
-/// names that differ, that of the path and that of the body.
+/// Parses the body of a device whose name is also in the path. `refusal` makes the fault for a name
+/// in the path and another one in the body.
 fn named<T: DeserializeOwned>(
     id: Option<&str>,
     body: &[u8],
@@ -296,13 +296,12 @@ fn named<T: DeserializeOwned>(
     if name(&device) == id { Ok(device) } else { Err(refusal(id, name(&device))) }
 }
 
-/// The fault for a device that the path and the body name differently. It does not repeat the
-/// names.
+/// Returns the fault for a device that path and body name differently. It does not repeat the names.
 fn other_id(_: &str, _: &str) -> ApiFault {
     ApiFault::OtherId
 }
 
-/// The fault for such a network interface.
+/// Returns the fault for a network interface that path and body name differently.
 fn other_interface(path: &str, body: &str) -> ApiFault {
     ApiFault::OtherInterface { path: path.to_owned(), body: body.to_owned() }
 }

@@ -110,7 +110,8 @@ pub struct MicroVm<C> {
     has_metrics: bool,
     /// The task under way and the caller that waits for it.
     under_way: Option<(C, Task)>,
-    /// Requests that wait for the task under way. Each connection has at most one.
+    /// Requests that wait for the task under way. The server bounds how many requests are under way
+    /// at once.
     waiting: VecDeque<(C, Operation)>,
 }
 
@@ -120,7 +121,7 @@ enum Outcome {
     Begun(Task),
 }
 
-/// The answer to a request that changes something and returns nothing.
+/// The outcome of a request that changes something and returns nothing.
 const DONE: Outcome = Outcome::Answered(Answer::Done);
 
 impl<C> MicroVm<C> {

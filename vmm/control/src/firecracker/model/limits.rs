@@ -15,10 +15,12 @@ pub struct TokenBucketConfig {
 
 impl TokenBucketConfig {
     /// Returns the bucket as `GET /vm/config` shows it: a bucket without capacity or refill time
-    /// does not exist, nor does an empty burst.
+    /// does not exist, nor does an empty burst, nor a bucket whose refill time in ns exceeds 64
+    /// bits.
     fn in_effect(self) -> Option<Self> {
         let one_time_burst = self.one_time_burst.filter(|&burst| burst != 0);
-        (self.size != 0 && self.refill_time != 0).then_some(Self { one_time_burst, ..self })
+        let refill_ns = self.refill_time.checked_mul(1_000_000)?;
+        (self.size != 0 && refill_ns != 0).then_some(Self { one_time_burst, ..self })
     }
 }
 
@@ -60,6 +62,7 @@ mod tests {
         let limits = |bucket| RateLimiterConfig { bandwidth: Some(bucket), ops: None };
         assert_eq!(limits(bucket(0, 100)).in_effect(), None);
         assert_eq!(limits(bucket(100, 0)).in_effect(), None);
+        assert_eq!(limits(bucket(100, u64::MAX / 1_000_000 + 1)).in_effect(), None);
         let shown = limits(bucket(100, 50)).in_effect().and_then(|limits| limits.bandwidth);
         assert_eq!(shown, Some(TokenBucketConfig { one_time_burst: None, ..bucket(100, 50) }));
     }

@@ -58,7 +58,7 @@ pub struct MachineConfiguration {
     /// Whether each two vCPUs are threads of one core.
     #[serde(default)]
     pub smt: bool,
-    /// The named CPU template. It is never shown: Driftline accepts none but None.
+    /// The named CPU template. Never shown, because Driftline accepts only `None`.
     #[serde(default, skip_serializing)]
     pub cpu_template: Option<StaticCpuTemplate>,
     /// Whether writes are tracked, so that snapshots can have the changed pages only.

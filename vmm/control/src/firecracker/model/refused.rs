@@ -38,20 +38,20 @@ pub struct PmemDeviceUpdateConfig {
 #[serde(deny_unknown_fields)]
 pub struct MemoryHotplugConfig {
     /// Largest size, in MiB.
-    pub total_size_mib: u32,
+    pub total_size_mib: usize,
     /// Unit in which the guest takes memory, in MiB.
     #[serde(default = "default_block")]
-    pub block_size_mib: u32,
+    pub block_size_mib: usize,
     /// Unit in which the host gives memory, in MiB.
     #[serde(default = "default_slot")]
-    pub slot_size_mib: u32,
+    pub slot_size_mib: usize,
 }
 
-fn default_block() -> u32 {
+fn default_block() -> usize {
     2
 }
 
-fn default_slot() -> u32 {
+fn default_slot() -> usize {
     128
 }
 
@@ -60,5 +60,5 @@ fn default_slot() -> u32 {
 #[serde(deny_unknown_fields)]
 pub struct MemoryHotplugSizeUpdate {
     /// New size, in MiB.
-    pub requested_size_mib: u32,
+    pub requested_size_mib: usize,
 }

@@ -111,11 +111,18 @@ fn drive_has_a_file_and_no_socket() {
     let invalid = "Drive config error: Unable to create the virtio block device: Invalid block \
                    config.";
     let both = drive("a", r#""is_root_device": false, "socket": "s""#);
-    let neither = r#"{"drive_id": "a", "is_root_device": false}"#;
-    assert_eq!(vm.refusal("PUT", "/drives/a", &both), invalid);
-    assert_eq!(vm.refusal("PUT", "/drives/a", neither), invalid);
-    let socket = r#"{"drive_id": "a", "is_root_device": false, "socket": "s"}"#;
-    assert!(vm.refusal("PUT", "/drives/a", socket).contains("Driftline has no vhost-user drives"));
+    let with = |more: &str| format!(r#"{{"drive_id": "a", "is_root_device": false{more}}}"#);
+    for body in [
+        both,
+        with(""),
+        with(r#", "socket": "s", "is_read_only": false"#),
+        with(r#", "socket": "s", "rate_limiter": {}"#),
+        with(r#", "socket": "s", "io_engine": "Sync""#),
+    ] {
+        assert_eq!(vm.refusal("PUT", "/drives/a", &body), invalid, "{body}");
+    }
+    let socket = with(r#", "socket": "s""#);
+    assert!(vm.refusal("PUT", "/drives/a", &socket).contains("Driftline has no vhost-user drives"));
 }
 
 #[test]
@@ -146,9 +153,9 @@ fn failed_opening_changes_nothing() {
     );
     assert_eq!(
         refused("PUT", "/network-interfaces/a", net, tap.into()),
-        "Network config error: Could not create the network device: Open tap device failed: No \
-         such file or directory (os error 2) Invalid TUN/TAP Backend provided by t. Check our \
-         documentation on setting up the network devices."
+        "Network config error: Could not create the network device: Open tap device failed: Error \
+         while creating ifreq structure: No such file or directory (os error 2). Invalid TUN/TAP \
+         Backend provided by t. Check our documentation on setting up the network devices."
     );
     assert_eq!(
         refused(

@@ -138,14 +138,14 @@ proptest! {
         let mut history = History::default();
         for event in events(steps) {
             let before = vm.next;
-            let was_under_way = vm.vm.under_way.is_some();
             let actions = event(&mut vm);
             if vm.next > before {
                 history.open.insert(vm.next);
             } else {
                 history.is_under_way = false;
             }
-            prop_assert!(was_under_way || vm.vm.waiting.is_empty(), "nothing waits for nothing");
+            let waits_for_a_task = vm.vm.under_way.is_some() || vm.vm.waiting.is_empty();
+            prop_assert!(waits_for_a_task, "a request waits although no task is under way");
             for action in actions {
                 history.check(&vm, action)?;
             }
