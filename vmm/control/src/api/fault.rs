@@ -12,10 +12,11 @@ use super::app::AppError;
 use crate::jobs::{JobError, OperatorError};
 use crate::model::{FaultMessage, LimitError};
 
-/// The largest request body, in bytes. Driftline's client sends a few hundred.
-const BODY_LIMIT: usize = 16 << 10;
+/// The largest request body, in bytes: Firecracker's default, because a client's metadata may need
+/// it. Driftline's client sends a few hundred.
+const MAX_BODY_BYTES: usize = 51_200;
 
-/// A refusal: status 400 with a sentence, as Firecracker does, or another status where HTTP has a
+/// A refusal: status 400 with a sentence, as from Firecracker, or another status where HTTP has a
 /// better one.
 #[derive(Debug)]
 pub(super) struct Fault {
@@ -76,11 +77,11 @@ impl IntoResponse for Fault {
     }
 }
 
-/// Reads a whole body of at most [`BODY_LIMIT`] bytes.
+/// Reads a whole body of at most [`MAX_BODY_BYTES`] bytes.
 pub(super) async fn read_body(body: Body) -> Result<Bytes, Fault> {
-    axum::body::to_bytes(body, BODY_LIMIT).await.map_err(|e| Fault {
+    axum::body::to_bytes(body, MAX_BODY_BYTES).await.map_err(|e| Fault {
         status: StatusCode::PAYLOAD_TOO_LARGE,
-        message: format!("the body cannot be read within {BODY_LIMIT} bytes: {e}"),
+        message: format!("the body cannot be read within {MAX_BODY_BYTES} bytes: {e}"),
     })
 }
 
