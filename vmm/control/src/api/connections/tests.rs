@@ -93,23 +93,30 @@ async fn silent_connection_ends() {
     let limit = Duration::from_millis(200);
     let mut listener = BoundedListener::new(ServerSocket::Tcp(listener), Some(limit));
     let client = tokio::net::TcpStream::connect(address).await.unwrap();
+    let mut last_read = Instant::now();
     let (mut stream, _) = listener.accept().await;
-    let mut bytes = [0; 16];
-    let mut read = async |stream: &mut BoundedStream| {
+    let mut sent = 0;
+    loop {
+        // Each of these bytes puts the end off.
+        if sent < 4 {
+            tokio::time::sleep(limit / 3).await;
+            client.try_write(b"x").unwrap();
+            sent += 1;
+        }
+        let begun = Instant::now();
+        let mut bytes = [0; 16];
         let mut buf = ReadBuf::new(&mut bytes);
-        let began = Instant::now();
-        poll_fn(|context| Pin::new(&mut *stream).poll_read(context, &mut buf)).await.unwrap();
-        (buf.filled().len(), began.elapsed())
-    };
-    // Bytes put the end off.
-    for _ in 0..4 {
-        tokio::time::sleep(limit / 3).await;
-        client.try_write(b"x").unwrap();
-        assert_eq!(read(&mut stream).await.0, 1);
+        let read = poll_fn(|context| Pin::new(&mut stream).poll_read(context, &mut buf));
+        let read = tokio::time::timeout(Duration::from_secs(60), read).await;
+        read.expect("it still reads").unwrap();
+        if buf.filled().is_empty() {
+            break;
+        }
+        last_read = begun;
     }
-    let (bytes, waited) = read(&mut stream).await;
-    assert_eq!(bytes, 0, "the end");
-    assert!(waited >= limit / 2 && waited < 100 * limit, "{waited:?}");
+    // A busy host may delay a byte beyond the limit. The connection ends earlier then, but not
+    // before the limit.
+    assert!(last_read.elapsed() >= limit, "{:?}", last_read.elapsed());
 }
 
 #[tokio::test]
