@@ -204,13 +204,13 @@ fn the_api_speaks_firecrackers_json() {
             "POST",
             "/migration",
             r#"{"to":"127.0.0.1:1","timeout_s":18446744073709551615}"#,
-            "timeout_s is 18446744073709551615; it is at most",
+            "timeout_s is 18446744073709551615; it must be at most",
         ),
         (
             "POST",
             "/migration",
             r#"{"to":"127.0.0.1:1","max_bandwidth_bytes_per_s":1000}"#,
-            "max_bandwidth_bytes_per_s is 1000; it is at least 1048576",
+            "max_bandwidth_bytes_per_s is 1000; it must be at least 1048576",
         ),
         ("PUT", "/actions", r#"{"action_type":"InstanceStart"}"#, "has been started already"),
     ] {

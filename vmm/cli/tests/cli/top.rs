@@ -95,12 +95,12 @@ fn hostile_requests_are_refused_and_watches_bounded() {
     let tmp = TestDir::new();
     let vmm = guest(&tmp, "guest");
     for (method, query, body, why) in [
-        ("POST", "", r#"{"bins":0}"#, "bins is 0; it is 1 to 4096"),
-        ("POST", "", r#"{"bins":4097}"#, "bins is 4097; it is 1 to 4096"),
+        ("POST", "", r#"{"bins":0}"#, "bins is 0; it must be 1 to 4096"),
+        ("POST", "", r#"{"bins":4097}"#, "bins is 4097; it must be 1 to 4096"),
         ("POST", "", r#"{"bins":4294967296}"#, "4294967296"),
         ("POST", "", r#"{"bin":1}"#, "unknown field"),
         ("GET", "?watch=99", "", "there is no watch 99 here"),
-        ("GET", "?watch=1&wait_ms=60001", "", "wait_ms is 60001; it is at most 60000"),
+        ("GET", "?watch=1&wait_ms=60001", "", "wait_ms is 60001; it must be at most 60000"),
         ("GET", "?watch=-1", "", "invalid digit"),
         ("GET", "", "", "missing field"),
         ("DELETE", "?watch=99", "", "there is no watch 99 here"),

@@ -2,7 +2,7 @@
 
 /// A value of a request is outside its limits.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
-#[error("{field} is {value}; it is {allowed}")]
+#[error("{field} is {value}; it must be {allowed}")]
 pub(crate) struct LimitError {
     /// The field of the request.
     pub(crate) field: &'static str,
