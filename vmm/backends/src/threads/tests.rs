@@ -52,7 +52,9 @@ fn copy_and_epochs_equal_the_memory() {
     copy(&guest, guest.populated().unwrap(), &mut mirror);
     // The host decides how often the workers run, so the loop ends when enough was written.
     let (mut written, mut rounds) = (0, 0);
+    let end = Instant::now() + Duration::from_secs(60);
     while rounds < 20 || written < 1000 {
+        assert!(Instant::now() < end, "the guest has written {written} pages");
         std::thread::sleep(Duration::from_millis(5));
         guest.collect().unwrap();
         let epoch = subscription.drain();
