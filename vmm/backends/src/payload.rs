@@ -31,7 +31,8 @@ pub enum PayloadError {
 pub enum Misfit {
     /// Guest memory is too small.
     #[error(
-        "its working set takes {wanted} pages, and guest memory has {available} at or above {base:#x}"
+        "its working set takes {wanted} pages, and guest memory has {available} at or above \
+         {base:#x}"
     )]
     Memory {
         /// Pages of the working set.

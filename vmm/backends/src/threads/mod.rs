@@ -292,9 +292,9 @@ impl Lifecycle for ThreadMachine {
             RunState::Paused => Ok(RunState::Paused),
             RunState::Running => {
                 if let Err(e) =
-                    control.ask("park", |_| |worker: &mut WorkerControl| worker.runs = false)
+                    control.ask("pause", |_| |worker: &mut WorkerControl| worker.runs = false)
                 {
-                    // The guest still counts as running, so the workers that have already parked
+                    // The guest still counts as running, so the workers that have already paused
                     // run again.
                     control.run();
                     return Err(e);

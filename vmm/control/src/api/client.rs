@@ -41,8 +41,8 @@ pub enum ClientError {
     },
     /// No answer arrived within the limit.
     #[error(
-        "the VMM on {} has not answered {request} in {limit:?}: its process may be stopped (`ps` shows it as T) or its host \
-         overloaded; --timeout waits longer",
+        "the VMM on {} has not answered {request} in {limit:?}: its process may be stopped (`ps` \
+         shows it as T) or its host overloaded; --timeout waits longer",
         socket.display()
     )]
     Silent {
@@ -63,7 +63,8 @@ fn unreachable(socket: &Path, cause: &io::Error) -> String {
     let path = socket.display();
     match cause.kind() {
         io::ErrorKind::NotFound => format!(
-            "{path} does not exist: is the guest running, and was it started with --api-sock {path}?"
+            "{path} does not exist: is the guest running, and was it started with --api-sock \
+             {path}?"
         ),
         io::ErrorKind::ConnectionRefused => {
             format!("nothing listens on {path}: it is no socket, or that of a VMM that has died")

@@ -94,6 +94,7 @@ enum RequestClass {
     EndJob,
     /// A client waits for news.
     Wait,
+    /// All other requests.
     Other,
 }
 
@@ -175,7 +176,8 @@ impl Connections {
         self.entries.iter_mut().find(|entry| entry.id == id)
     }
 
-    /// Makes room for one idle connection: displaces the oldest idle one if [`MAX_IDLE`] are table.
+    /// Makes room for one idle connection: displaces the oldest idle one if there are
+    /// [`MAX_IDLE`].
     fn make_room(&mut self) {
         if self.entries.iter().filter(|entry| !entry.busy).count() < MAX_IDLE {
             return;
@@ -332,7 +334,9 @@ pub(super) async fn admit(
     if class == RequestClass::Wait {
         return tokio::select! {
             answer = answer => answer,
-            () = connection.disconnected() => Fault::new("its client has disconnected").into_response(),
+            () = connection.disconnected() => {
+                Fault::new("its client has disconnected").into_response()
+            }
         };
     }
     let failed = |e| Fault::internal(format!("the request failed: {e}")).into_response();

@@ -20,7 +20,7 @@ pub(crate) const ASSUMED_BANDWIDTH: u64 = 1_250_000_000;
 /// Intervals for which checkpoints are forecast, in ms.
 const CADENCES_MS: [u64; 7] = [10, 25, 50, 100, 250, 500, 1000];
 
-/// `POST /migration/plan`.
+/// Body of `POST /migration/plan`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PlanRequest {

@@ -24,10 +24,12 @@ use crate::model::{
     CheckpointPage, CheckpointRequest, CheckpointSummary, DisksPolicy, EpochLine, EpochOutcome,
 };
 
-/// Maximum number of reports kept for a reader that connects later: hours of them.
+/// Maximum number of reports kept for a reader that connects later: those of ten minutes with a
+/// checkpoint every 10 ms.
 const MAX_REPORTS: usize = 65_536;
-/// Limit for the client that started a run to hold it: 100 waits of 100 ms.
+/// Number of waits within which the client that started a run must hold it.
 const CLIENT_WAITS: u32 = 100;
+/// Length of such a wait.
 const CLIENT_WAIT: Duration = Duration::from_millis(100);
 /// Maximum number of reports in one answer.
 const MAX_PAGE: usize = 4_096;

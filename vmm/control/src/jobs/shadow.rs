@@ -91,8 +91,9 @@ impl FromStr for ShadowMode {
 pub enum ShadowError {
     /// The kernel or its configuration does not allow the method.
     #[error(
-        "this host lacks userfaultfd's asynchronous write protection: --shadow userfault-wp needs Linux 6.7, and root, \
-         vm.unprivileged_userfaultfd=1 or /dev/userfaultfd; --shadow compare does without ({0})"
+        "this host lacks userfaultfd's asynchronous write protection: --shadow userfault-wp needs \
+         Linux 6.7, and root, vm.unprivileged_userfaultfd=1 or /dev/userfaultfd; --shadow compare \
+         does without ({0})"
     )]
     HostLacks(std::io::Error),
     /// The guest cannot be tracked or read.

@@ -113,7 +113,10 @@ pub(super) fn write_migrations(
     let ends: Vec<MigrationEnd<'_>> = source.into_iter().chain(destination).collect();
     write_ends(page, &ends)?;
     page.counters(
-        bytes("driftline_migration_transferred", "Bytes sent by a source, received by a target."),
+        bytes(
+            "driftline_migration_transferred",
+            "Bytes sent by a source, or received by a destination.",
+        ),
         sent.map(|sent| ([("role", "source")], sent.counts.sent_bytes))
             .into_iter()
             .chain(received.map(|p| ([("role", "destination")], p.earlier_bytes + p.sent_bytes))),

@@ -1,7 +1,8 @@
 //! JSON types of Firecracker's API, version 1.16.1, with the optional fields of 1.17.
 //!
-//! Names of types and fields and the order of the fields are Firecracker's: the error text for an
-//! unknown field names the struct and lists its fields in this order, and clients show that text.
+//! Names of types and fields and the order of the fields are Firecracker's, because clients show
+//! error texts: that for a body of another type names the struct, and that for an unknown field
+//! lists the fields in this order.
 //! Bodies refuse unknown fields where Firecracker's do.
 
 mod balloon;
