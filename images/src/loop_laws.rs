@@ -193,6 +193,35 @@ fn all_errors_are_counted_ten_are_described() {
 }
 
 #[test]
+fn damaged_loop_is_not_taken_for_the_guests() {
+    let spec: PayloadSpec = "payload,ws=1M,rate=4M,pattern=zipf".parse().unwrap();
+    let mut memory = TestMemory { words: vec![0; 512 * 256], broken: false };
+    let mut runner = Runner::new(&spec, 2, 1, 0);
+    let mut table = vec![0; runner.workload().table_len()];
+    for now in 0..100 {
+        runner.tick(now * 1_000_000, &mut memory, &mut table, &mut |_| ());
+        assert!(runner.is_state_of(&spec, 2, 1));
+    }
+    assert!(!runner.is_state_of(&spec, 2, 0), "another share");
+    assert!(!runner.is_state_of(&"payload,ws=1M,rate=8M,pattern=zipf".parse().unwrap(), 2, 1));
+    let saved = serde_json::to_value(&runner).unwrap();
+    for (field, value) in [
+        ("/workload/cursor", 128),
+        ("/workload/sweep_cursor", 128),
+        ("/workload/until_sweep", 0),
+        ("/workload/zipf/pages", 0),
+        ("/pacer/credit", u64::MAX),
+        ("/pacer/rate", 0),
+        ("/batch", u64::MAX),
+    ] {
+        let mut damaged = saved.clone();
+        *damaged.pointer_mut(field).unwrap() = value.into();
+        let damaged: Runner = serde_json::from_value(damaged).unwrap();
+        assert!(!damaged.is_state_of(&spec, 2, 1), "{field} {value}");
+    }
+}
+
+#[test]
 fn a_tick_is_at_most_one_batch() {
     let spec: PayloadSpec = "payload,ws=1M,rate=max".parse().unwrap();
     let mut memory = TestMemory { words: vec![0; 512 * 256], broken: false };

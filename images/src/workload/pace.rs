@@ -44,10 +44,19 @@ impl Pacer {
         }
         let elapsed = now_ns.saturating_sub(self.last_ns).min(LONGEST_DEBT_NS);
         self.last_ns = self.last_ns.max(now_ns);
-        let most = (self.rate * LONGEST_DEBT_NS).max(self.burst * PAGE_CREDIT);
-        // Rates stay below 2^36, so neither product nor sum can overflow.
-        self.credit = (self.credit + elapsed * self.rate).min(most);
+        // A rate is at most 2^36, so neither product nor sum can overflow.
+        self.credit = (self.credit + elapsed * self.rate).min(self.most_credit());
         self.credit / PAGE_CREDIT
+    }
+
+    #[inline(always)]
+    fn most_credit(&self) -> u64 {
+        (self.rate * LONGEST_DEBT_NS).max(self.burst * PAGE_CREDIT)
+    }
+
+    /// Returns whether this can be a state of the new pacer `fresh`.
+    pub(super) fn is_state_of(&self, fresh: &Pacer) -> bool {
+        (self.rate, self.burst) == (fresh.rate, fresh.burst) && self.credit <= self.most_credit()
     }
 
     /// Records `pages` written, at most as many as were due.

@@ -72,6 +72,15 @@ impl Runner {
         &self.workload
     }
 
+    /// Returns whether this can be the loop of `vcpu`, one of `vcpus`, with this specification. A
+    /// loop from a file need not be: with other settings or positions a tick may never end.
+    pub fn is_state_of(&self, spec: &PayloadSpec, vcpus: u32, vcpu: u32) -> bool {
+        let fresh = Runner::new(spec, vcpus, vcpu, 0);
+        self.workload.is_state_of(&fresh.workload)
+            && self.pacer.is_state_of(&fresh.pacer)
+            && (self.batch, self.idle) == (fresh.batch, fresh.idle)
+    }
+
     /// Visits the pages that are due, at most [`BATCH`] (more if visits check nothing). `table` is
     /// the workload's table (see [`Workload::table_len`]). `print` receives whole lines with their
     /// newline.

@@ -134,6 +134,18 @@ impl Workload {
         if self.pattern.needs_table() { self.share.pages as usize } else { 0 }
     }
 
+    /// Returns whether this can be a state of the new workload `fresh`: the settings are the same,
+    /// and the positions lie in the share.
+    pub(super) fn is_state_of(&self, fresh: &Workload) -> bool {
+        let settings = |w: &Workload| {
+            (w.share, w.pattern, w.zipf, w.reach, w.fill, w.check, w.seed, w.sweep_every)
+        };
+        settings(self) == settings(fresh)
+            && self.cursor < self.reach.max(1)
+            && self.sweep_cursor < self.reach.max(1)
+            && (1..=self.sweep_every).contains(&self.until_sweep)
+    }
+
     /// Visits one page: compares it with its last write, and writes the next generation. After
     /// every [`SWEEP_EVERY`] visits the sweep re-reads one more page as a whole. Each wrong page is
     /// counted and passed to `report`.

@@ -62,7 +62,7 @@ fn decode_one(
     let index = section.instance;
     let saved: SavedThreadWorker = decode_versioned(state_of(index), &section.bytes)?;
     if !worker::fits(&saved.worker, spec, vcpus, u32::from(index)) {
-        return Err(malformed(index, "its share of the working set is not this guest's".into()));
+        return Err(malformed(index, "its workload is not this guest's".into()));
     }
     Ok(saved)
 }

@@ -204,6 +204,17 @@ fn hostile_states_and_configurations_are_refused() {
     let alien = Section::new(driftline_guest::SectionTag(999), 0, vec![]);
     let bad = [good.clone(), vec![alien]].concat();
     assert!(refused(&bad).contains("unknown section 999"), "{}", refused(&bad));
+    // A guest with another rate has the same share.
+    let other = machine("payload,ws=1M,rate=4M", 2, SerialSink::Null);
+    other.resume().unwrap();
+    let end = Instant::now() + Duration::from_secs(60);
+    while other.populated().unwrap().is_empty() {
+        assert!(Instant::now() < end, "the guest writes nothing");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    other.pause().unwrap();
+    let bad = other.save_state().unwrap();
+    assert!(refused(&bad).contains("its workload is not this guest's"), "{}", refused(&bad));
     guest.restore_state(&good, Clock::Continue).unwrap();
 
     let host = HostConfig { serial: SerialSink::Null, ..Default::default() };

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use driftline_guest::GuestRam;
 use driftline_images::PayloadSpec;
-use driftline_images::workload::{self, Runner, Share, WorkingSetPlacement};
+use driftline_images::workload::{self, Runner, WorkingSetPlacement};
 use driftline_machine::actor::{Inbox, Next};
 use driftline_machine::devices::SerialWriter;
 use driftline_machine::vm::EndReason;
@@ -105,12 +105,10 @@ impl GuestWorker {
     }
 }
 
-/// Returns whether `state` can belong to worker `index`: the share and the table size must match.
+/// Returns whether `state` can belong to worker `index`: the loop and the table size must match.
 pub(super) fn fits(state: &WorkerState, spec: &PayloadSpec, vcpus: u32, index: u32) -> bool {
     let Some(runner) = &state.runner else { return state.table.is_empty() };
-    let workload = runner.workload();
-    workload.share() == Share::of(spec.ws_pages(), vcpus, index)
-        && state.table.len() == workload.table_len()
+    runner.is_state_of(spec, vcpus, index) && state.table.len() == runner.workload().table_len()
 }
 
 /// Ends the guest if its worker panics, so that no thread waits for it for ever.
