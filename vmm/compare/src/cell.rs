@@ -4,6 +4,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use driftline_backends::PayloadError;
 use driftline_dirty_tracker::ring::RingEntry;
 use driftline_dirty_tracker::{FrameRun, Slot, Subscription};
 use driftline_guest::{
@@ -24,7 +25,7 @@ use driftline_machine::vm::{EndReason, Vm};
 use super::cpu::{CpuTime, this_thread};
 use super::matrix::{GuestKind, MatrixCell};
 use super::settings::CompareSettings;
-use super::truth::{Audit, GroundTruth};
+use super::truth::{Audit, GroundTruth, TruthError};
 use super::way::SinkKind;
 
 /// Limit for a payload to cover its working set.
@@ -42,13 +43,27 @@ const MIN_PAUSES: usize = 3;
 /// The reason why a cell has no figures.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum CellError {
-    /// The host lacks a required feature.
+    /// The host cannot track in this way. This is a sentence.
     #[error("{0}")]
+    HostLacks(String),
+    /// The machine cannot be built.
+    #[error(transparent)]
     Machine(#[from] MachineError),
-    #[error("{0}")]
+    /// The payload does not fit the machine.
+    #[error(transparent)]
+    Payload(#[from] PayloadError),
+    /// The guest refuses a request.
+    #[error(transparent)]
     Guest(#[from] GuestError),
-    #[error("{0}")]
-    Other(String),
+    /// The guest's pages cannot be compared with the reports.
+    #[error(transparent)]
+    Truth(#[from] TruthError),
+    /// The guest is too slow.
+    #[error("its guest did not cover its working set in {} s", WARM_UP_LIMIT.as_secs())]
+    NotWarm,
+    /// The guest has ended.
+    #[error("its guest ended while it was measured: {0}")]
+    Ended(String),
 }
 
 /// The steps of one epoch, in ns.
@@ -169,16 +184,13 @@ impl MachineBench {
             Some(SinkKind::Flat) => Some(FrameSink::Flat(FlatSet::new(&layout))),
         };
         let sink = sink.map(SharedSink::new);
-        let image =
-            driftline_backends::image(&config).map_err(|e| CellError::Other(e.to_string()))?;
+        let image = driftline_backends::image(&config)?;
         let host = HostConfig { serial: SerialSink::Null, image, ..HostConfig::default() };
         let measured =
             MeasureOptions { sink: sink.clone(), sparse: touches_little(&cell.guest, available()) };
         let machine = KvmMachine::launch_measured(config, &host, measured)?;
         let truth = match &cell.guest {
-            GuestKind::Payload(spec) => {
-                Some(GroundTruth::new(spec, &*machine).map_err(CellError::Other)?)
-            }
+            GuestKind::Payload(spec) => Some(GroundTruth::new(spec, &*machine)?),
             GuestKind::Kernel(_) => None,
         };
         // Populating memory can take long, in particular if the host is itself a guest. That time
@@ -199,10 +211,7 @@ impl MachineBench {
         };
         while truth.written_share(self.machine.ram(), settings.vcpus) < WARM {
             if begun.elapsed() > WARM_UP_LIMIT {
-                let limit = WARM_UP_LIMIT.as_secs();
-                return Err(CellError::Other(format!(
-                    "its guest did not cover its working set in {limit} s"
-                )));
+                return Err(CellError::NotWarm);
             }
             self.wait(Duration::from_millis(2))?;
         }
@@ -222,7 +231,7 @@ impl MachineBench {
         // Reading a page that was never written maps the host's zero page into it, which
         // userfaultfd would report later.
         if let Some(truth) = &mut self.truth {
-            truth.check(self.machine.ram()).map_err(CellError::Other)?;
+            truth.check(self.machine.ram())?;
         }
         if self.machine.machine_config().tracking != TrackingMode::None {
             self.subscription = Some(self.machine.subscribe("compare")?);
@@ -343,7 +352,7 @@ impl MachineBench {
     /// Compares the reports since the last check with the pages of the paused guest.
     fn check(&mut self) -> Result<Option<Audit>, CellError> {
         let checked = self.truth.as_mut().map(|truth| truth.check(self.machine.ram()));
-        checked.transpose().map_err(CellError::Other)
+        Ok(checked.transpose()?)
     }
 
     fn ring_full_exits(&self) -> u64 {
@@ -414,9 +423,9 @@ fn touches_little(guest: &GuestKind, available: u64) -> bool {
 }
 
 fn ended(why: &EndReason) -> CellError {
-    CellError::Other(match why {
-        EndReason::Crashed(why) => format!("its guest ended while it was measured: {why}"),
-        other => format!("its guest ended while it was measured: {other:?}"),
+    CellError::Ended(match why {
+        EndReason::Crashed(why) => why.clone(),
+        other => format!("{other:?}"),
     })
 }
 

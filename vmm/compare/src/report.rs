@@ -3,7 +3,7 @@
 
 use serde::Serialize;
 
-use super::cell::{EpochTimes, RunSample};
+use super::cell::{CellError, EpochTimes, RunSample};
 use super::host::HostDescription;
 use super::matrix::{GuestKind, MatrixCell};
 use super::settings::CompareSettings;
@@ -107,7 +107,7 @@ pub struct RowFigures {
 }
 
 /// The result of one round for a cell.
-pub(super) type RoundOutcome = Result<RunSample, String>;
+pub(super) type RoundOutcome = Result<RunSample, CellError>;
 
 /// Returns the rows of `cells`; `outcomes` has the results of the rounds, in order, for each cell.
 pub(super) fn rows(cells: &[MatrixCell], outcomes: &[Vec<RoundOutcome>]) -> Vec<CellReport> {
@@ -119,9 +119,9 @@ pub(super) fn rows(cells: &[MatrixCell], outcomes: &[Vec<RoundOutcome>]) -> Vec<
         let base = cells.iter().position(is_base).map(of).unwrap_or_default();
         let own = of(at);
         let samples: Vec<&RunSample> = own.iter().filter_map(|o| o.as_ref().ok()).collect();
-        let failed: Vec<&String> = own.iter().filter_map(|o| o.as_ref().err()).collect();
+        let failed: Vec<&CellError> = own.iter().filter_map(|o| o.as_ref().err()).collect();
         let why = failed.first().map(|why| match samples.is_empty() {
-            true => (*why).clone(),
+            true => why.to_string(),
             false => format!("{} of {} runs failed: {why}", failed.len(), own.len()),
         });
         CellReport {
@@ -269,8 +269,9 @@ mod tests {
     fn failed_runs_are_counted_and_explained() {
         let ways = ["dirty-ring".parse().unwrap(), "dirty-bitmap".parse().unwrap()];
         let cells = product(&ways, &[GuestKind::Payload(LIGHT.to_owned())], &[1 << 30]);
-        let broken = vec![Err("no".to_owned()), Err("never".to_owned())];
-        let once = vec![Ok(sample(1, 1, 0)), Err("a hiccup".to_owned())];
+        let failed = |why: &str| Err(CellError::HostLacks(why.to_owned()));
+        let broken = vec![failed("no"), failed("never")];
+        let once = vec![Ok(sample(1, 1, 0)), failed("a hiccup")];
         let rows = rows(&cells, &[broken, once]);
         assert_eq!((rows[0].why.as_deref(), rows[0].figures.is_none()), (Some("no"), true));
         assert_eq!(rows[1].why.as_deref(), Some("1 of 2 runs failed: a hiccup"));

@@ -2,9 +2,10 @@
 
 use driftline_machine::kvm::Capabilities;
 
+use super::cell::CellError;
 use super::host::{HostDescription, utc_date};
 use super::matrix::{self, MatrixCell};
-use super::report::{self, ComparisonReport};
+use super::report::{self, ComparisonReport, RoundOutcome};
 use super::settings::CompareSettings;
 use super::{answer, cell};
 
@@ -28,25 +29,19 @@ pub fn compare(
     host: HostDescription,
     mut watch: impl FnMut(CompareStep<'_>),
 ) -> ComparisonReport {
-    let mut outcomes: Vec<Vec<report::RoundOutcome>> = vec![Vec::new(); cells.len()];
-    let lacking = |cell: &MatrixCell| cell.way.lacking(capabilities, settings.ring_entries);
-    let possible: Vec<usize> = (0..cells.len())
-        .filter(|at| match cells.get(*at).and_then(lacking) {
-            None => true,
-            Some(why) => {
-                outcomes.iter_mut().skip(*at).take(1).for_each(|o| o.push(Err(why.clone())));
-                false
-            }
-        })
-        .collect();
+    let mut outcomes: Vec<Vec<RoundOutcome>> = cells.iter().map(|_| Vec::new()).collect();
+    let mut possible = Vec::new();
+    for (at, cell) in cells.iter().enumerate() {
+        match cell.way.lacking(capabilities, settings.ring_entries) {
+            None => possible.push(at),
+            Some(why) => outcomes[at].push(Err(CellError::HostLacks(why))),
+        }
+    }
     let of = possible.len() * settings.repeat;
-    for (done, (_, at)) in matrix::interleaved(possible.len(), settings.repeat).enumerate() {
-        let Some((at, cell)) = possible.get(at).and_then(|at| Some((*at, cells.get(*at)?))) else {
-            continue;
-        };
-        watch(CompareStep { done, of, cell });
-        let outcome = cell::run(cell, settings).map_err(|e| e.to_string());
-        outcomes.iter_mut().skip(at).take(1).for_each(|o| o.push(outcome.clone()));
+    for (done, (_, turn)) in matrix::interleaved(possible.len(), settings.repeat).enumerate() {
+        let at = possible[turn];
+        watch(CompareStep { done, of, cell: &cells[at] });
+        outcomes[at].push(cell::run(&cells[at], settings));
     }
     let rows = report::rows(cells, &outcomes);
     ComparisonReport {

@@ -1,13 +1,14 @@
 //! Determines the pages that a payload guest has written from its memory while it is paused: each
 //! page of the working set counts its writes.
 
+use std::num::TryFromIntError;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
 use driftline_guest::{Guest, GuestRam};
-use driftline_images::PayloadSpec;
 use driftline_images::workload::{PAGE_WORDS, STAMP_WORD, Segment, Share, WorkingSetPlacement};
-use vm_memory::{GuestAddress, GuestMemoryBackend, VolatileMemory};
+use driftline_images::{PayloadSpec, PayloadSpecError};
+use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryError, VolatileMemory};
 
 /// Index of the word in a page that counts its writes.
 const GENERATION: usize = 1;
@@ -15,6 +16,28 @@ const GENERATION: usize = 1;
 /// Number of pages of each vCPU's share that are read to estimate how much of the share has been
 /// written.
 const SAMPLES: u64 = 32;
+
+/// The reason why a guest's pages cannot be compared with the reports.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum TruthError {
+    /// The payload's spec is invalid.
+    #[error(transparent)]
+    Spec(#[from] PayloadSpecError),
+    /// Guest memory is too small for the working set.
+    #[error("its working set of {wanted} pages does not fit: memory has room for {available}")]
+    Misfit {
+        /// Pages of the working set.
+        wanted: u64,
+        /// Pages that guest memory has for it.
+        available: u64,
+    },
+    /// The working set is too large for this process.
+    #[error("its working set is too large: {0}")]
+    TooLarge(#[from] TryFromIntError),
+    /// Guest memory cannot be read.
+    #[error("its working set cannot be read: {0}")]
+    Memory(#[from] GuestMemoryError),
+}
 
 /// The pages' content at the last check, and the reports since then.
 pub(super) struct GroundTruth {
@@ -61,23 +84,32 @@ impl Audit {
         self.extra += other.extra;
         self.beside += other.beside;
     }
+
+    /// Counts one page, given its content at the last check, its content now, and whether it was
+    /// reported.
+    fn add_page(&mut self, before: [u64; 2], now: [u64; 2], reported: bool) {
+        let written = before != now;
+        // Generations wrap past 0, because 0 means never written.
+        let wrapped = if now[0] < before[0] { u64::from(u32::MAX) } else { 0 };
+        self.writes += (now[0] + wrapped).saturating_sub(before[0]);
+        self.written += u64::from(written);
+        self.reported += u64::from(reported);
+        self.missed += u64::from(written && !reported);
+        self.extra += u64::from(reported && !written);
+    }
 }
 
 impl GroundTruth {
     /// Prepares the comparison for a guest that runs `spec`.
     ///
     /// # Errors
-    /// Returns a sentence if the spec is invalid or its working set does not fit into guest memory.
-    pub(super) fn new(spec: &str, guest: &dyn Guest) -> Result<Self, String> {
-        let spec: PayloadSpec = spec.parse().map_err(|e| format!("{e}"))?;
+    /// The spec is invalid, or its working set does not fit into guest memory.
+    pub(super) fn new(spec: &str, guest: &dyn Guest) -> Result<Self, TruthError> {
+        let spec: PayloadSpec = spec.parse()?;
         let ram = guest.layout().slots().map(|s| (s.base.gpa(), s.run().bytes()));
-        let placement = WorkingSetPlacement::new(&spec, ram).map_err(|e| {
-            format!(
-                "its working set of {} pages does not fit: memory has room for {}",
-                e.wanted, e.available
-            )
-        })?;
-        let pages = usize::try_from(spec.ws_pages()).map_err(|e| e.to_string())?;
+        let placement = WorkingSetPlacement::new(&spec, ram)
+            .map_err(|e| TruthError::Misfit { wanted: e.wanted, available: e.available })?;
+        let pages = usize::try_from(spec.ws_pages())?;
         Ok(Self {
             spec,
             segments: placement.segments().to_vec(),
@@ -143,13 +175,15 @@ impl GroundTruth {
 
     /// Reads all pages of the working set of a paused guest, and compares them with the reports
     /// since the last check.
-    pub(super) fn check(&mut self, ram: &GuestRam) -> Result<Audit, String> {
+    ///
+    /// # Errors
+    /// Guest memory cannot be read.
+    pub(super) fn check(&mut self, ram: &GuestRam) -> Result<Audit, TruthError> {
         let mut audit =
             Audit { checks: 1, beside: self.beside, reported: self.beside, ..Audit::default() };
         for s in &self.segments {
-            let bytes = usize::try_from(s.pages * PAGE_SIZE).map_err(|e| e.to_string())?;
-            let slice = ram.get_slice(GuestAddress(s.gfn * PAGE_SIZE), bytes);
-            let slice = slice.map_err(|e| format!("its working set cannot be read: {e}"))?;
+            let bytes = usize::try_from(s.pages * PAGE_SIZE)?;
+            let slice = ram.get_slice(GuestAddress(s.gfn * PAGE_SIZE), bytes)?;
             let range = s.first as usize..(s.first + s.pages) as usize;
             let contents = self.last_content.get_mut(range.clone()).unwrap_or_default();
             let reported = self.reported.get_mut(range).unwrap_or_default();
@@ -165,21 +199,6 @@ impl GroundTruth {
         }
         self.beside = 0;
         Ok(audit)
-    }
-}
-
-impl Audit {
-    /// Counts one page, given its content at the last check, its content now, and whether it was
-    /// reported.
-    fn add_page(&mut self, before: [u64; 2], now: [u64; 2], reported: bool) {
-        let written = before != now;
-        // Generations wrap past 0, because 0 means never written.
-        let wrapped = if now[0] < before[0] { u64::from(u32::MAX) } else { 0 };
-        self.writes += (now[0] + wrapped).saturating_sub(before[0]);
-        self.written += u64::from(written);
-        self.reported += u64::from(reported);
-        self.missed += u64::from(written && !reported);
-        self.extra += u64::from(reported && !written);
     }
 }
 
