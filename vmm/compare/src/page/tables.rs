@@ -77,8 +77,8 @@ const CHECKS: [TableColumn; 6] = [
 pub(super) fn guests(out: &mut String, groups: &[RowGroup<'_>]) {
     let _ = write!(
         out,
-        "<div class=\"{SCROLL}\" tabindex=\"0\"><table \
-            class=\"text\"><thead><tr><th>guest</th><th>writes</th><th>spec</th></tr></thead><tbody>"
+        "<div class=\"{SCROLL}\" tabindex=\"0\"><table class=\"text\"><thead><tr><th>guest</th>\
+         <th>writes</th><th>spec</th></tr></thead><tbody>"
     );
     let mut listed = Vec::new();
     for guest in groups.iter().map(|group| group.guest) {

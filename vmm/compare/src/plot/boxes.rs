@@ -4,7 +4,7 @@
 use std::fmt::Write;
 
 use super::axis::AxisScale;
-use super::{Axis, STYLES, TOP, WIDTH, escape, open};
+use super::{Axis, STYLES, TOP, WIDTH, open, text_at};
 
 /// Ends of the axis. The names are left of it, the medians right.
 const LEFT: f64 = 190.0;
@@ -50,12 +50,7 @@ pub(crate) fn boxes(title: &str, x: &Axis, groups: &[BoxGroup]) -> Option<String
         let mut headed = false;
         for row in group.rows.iter().filter(takes) {
             if !std::mem::replace(&mut headed, true) {
-                let _ = write!(
-                    out,
-                    r#"<text class="heading" x="4" y="{:.1}">{}</text>"#,
-                    y + HEADING - 9.0,
-                    escape(&group.heading)
-                );
+                text_at(&mut out, "heading", "start", (4.0, y + HEADING - 9.0), &group.heading);
                 y += HEADING;
             }
             draw(&mut out, row, &scale, y + STEP / 2.0);
@@ -70,38 +65,36 @@ fn axis(out: &mut String, scale: &AxisScale<'_>, bottom: f64, label: &str) {
     for (at, label) in scale.ticks() {
         let _ = write!(
             out,
-            r#"<line class="grid" x1="{at:.1}" x2="{at:.1}" y1="{TOP}" y2="{bottom}"/><text class="tick" text-anchor="middle" x="{at:.1}" y="{:.1}">{}</text>"#,
-            bottom + 18.0,
-            escape(&label)
+            r#"<line class="grid" x1="{at:.1}" x2="{at:.1}" y1="{TOP}" y2="{bottom}"/>"#
         );
+        text_at(out, "tick", "middle", (at, bottom + 18.0), &label);
     }
-    let _ = write!(
-        out,
-        r#"<path class="frame" d="M{LEFT} {TOP}V{bottom}H{RIGHT}"/><text class="label" text-anchor="middle" x="{:.1}" y="{:.1}">{}</text>"#,
-        (LEFT + RIGHT) / 2.0,
-        bottom + 44.0,
-        escape(label)
-    );
+    let _ = write!(out, r#"<path class="frame" d="M{LEFT} {TOP}V{bottom}H{RIGHT}"/>"#);
+    text_at(out, "label", "middle", ((LEFT + RIGHT) / 2.0, bottom + 44.0), label);
 }
 
 fn draw(out: &mut String, row: &BoxRow, scale: &AxisScale<'_>, y: f64) {
     let [least, first, middle, third, most] = row.values.map(|value| scale.place(value));
+    text_at(out, "name", "end", (LEFT - 10.0, y + 4.0), &row.name);
     let _ = write!(
         out,
-        r#"<text class="name" text-anchor="end" x="{:.1}" y="{:.1}">{}</text><g class="s{}"><path class="whisker" d="M{least:.1} {y:.1}H{most:.1}"/><rect class="box" x="{first:.1}" y="{:.1}" width="{:.1}" height="{:.1}"/><path class="median" d="M{middle:.1} {:.1}v{:.1}"/></g><text class="value" text-anchor="end" x="{:.1}" y="{:.1}">{}</text>"#,
-        LEFT - 10.0,
-        y + 4.0,
-        escape(&row.name),
-        row.style % STYLES,
+        r#"<g class="s{}"><path class="whisker" d="M{least:.1} {y:.1}H{most:.1}"/>"#,
+        row.style % STYLES
+    );
+    let _ = write!(
+        out,
+        r#"<rect class="box" x="{first:.1}" y="{:.1}" width="{:.1}" height="{:.1}"/>"#,
         y - HALF,
         (third - first).max(1.0),
-        HALF * 2.0,
-        y - HALF - 2.0,
-        HALF * 2.0 + 4.0,
-        WIDTH - 4.0,
-        y + 4.0,
-        escape(&row.median)
+        HALF * 2.0
     );
+    let _ = write!(
+        out,
+        r#"<path class="median" d="M{middle:.1} {:.1}v{:.1}"/></g>"#,
+        y - HALF - 2.0,
+        HALF * 2.0 + 4.0
+    );
+    text_at(out, "value", "end", (WIDTH - 4.0, y + 4.0), &row.median);
 }
 
 #[cfg(test)]

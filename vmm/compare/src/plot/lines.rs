@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use super::axis::AxisScale;
-use super::{Axis, STYLES, TOP, escape, mark, open};
+use super::{Axis, STYLES, TOP, escape, mark, open, text_at};
 
 const HEIGHT: f64 = 400.0;
 /// Area of the axes. The names are right of it.
@@ -91,28 +91,24 @@ impl LineChart {
         for (at, label) in y.ticks() {
             let _ = write!(
                 out,
-                r#"<line class="grid" x1="{LEFT}" x2="{RIGHT}" y1="{at:.1}" y2="{at:.1}"/><text class="tick" text-anchor="end" x="{:.1}" y="{:.1}">{}</text>"#,
-                LEFT - 8.0,
-                at + 4.0,
-                escape(&label)
+                r#"<line class="grid" x1="{LEFT}" x2="{RIGHT}" y1="{at:.1}" y2="{at:.1}"/>"#
             );
+            text_at(out, "tick", "end", (LEFT - 8.0, at + 4.0), &label);
         }
         for (at, label) in x.ticks() {
             let _ = write!(
                 out,
-                r#"<line class="grid" x1="{at:.1}" x2="{at:.1}" y1="{TOP}" y2="{BOTTOM}"/><text class="tick" text-anchor="middle" x="{at:.1}" y="{:.1}">{}</text>"#,
-                BOTTOM + 23.0,
-                escape(&label)
+                r#"<line class="grid" x1="{at:.1}" x2="{at:.1}" y1="{TOP}" y2="{BOTTOM}"/>"#
             );
+            text_at(out, "tick", "middle", (at, BOTTOM + 23.0), &label);
         }
+        let _ = write!(out, r#"<path class="frame" d="M{LEFT} {TOP}V{BOTTOM}H{RIGHT}"/>"#);
+        text_at(out, "label", "middle", ((LEFT + RIGHT) / 2.0, BOTTOM + 48.0), &self.x.label);
+        let place = format!("translate(16 {:.1}) rotate(-90)", (TOP + BOTTOM) / 2.0);
+        let label = escape(&self.y.label);
         let _ = write!(
             out,
-            r#"<path class="frame" d="M{LEFT} {TOP}V{BOTTOM}H{RIGHT}"/><text class="label" text-anchor="middle" x="{:.1}" y="{:.1}">{}</text><text class="label" text-anchor="middle" transform="translate(16 {:.1}) rotate(-90)">{}</text>"#,
-            (LEFT + RIGHT) / 2.0,
-            BOTTOM + 48.0,
-            escape(&self.x.label),
-            (TOP + BOTTOM) / 2.0,
-            escape(&self.y.label)
+            r#"<text class="label" text-anchor="middle" transform="{place}">{label}</text>"#
         );
     }
 }
@@ -149,15 +145,13 @@ fn names(out: &mut String, drawn: &[DrawnLine<'_>], x: &AxisScale<'_>, y: &AxisS
     for ((drawn, from, end), at) in ends.iter().zip(heights) {
         let _ = write!(
             out,
-            r#"<g class="s{}"><path class="lead" d="M{:.1} {end:.1}L{:.1} {at:.1}"/>{}</g><text class="name" x="{:.1}" y="{:.1}">{}</text>"#,
+            r#"<g class="s{}"><path class="lead" d="M{:.1} {end:.1}L{:.1} {at:.1}"/>{}</g>"#,
             drawn.style(),
             from + 6.0,
             RIGHT + 8.0,
-            mark(drawn.style(), RIGHT + 16.0, at),
-            RIGHT + 28.0,
-            at + 4.0,
-            escape(&drawn.series.name)
+            mark(drawn.style(), RIGHT + 16.0, at)
         );
+        text_at(out, "name", "start", (RIGHT + 28.0, at + 4.0), &drawn.series.name);
     }
 }
 
@@ -230,7 +224,8 @@ mod tests {
                 .collect();
             heights.sort_by(f64::total_cmp);
             prop_assert_eq!(heights.len(), LINES);
-            prop_assert!(heights.windows(2).all(|w| w[1] - w[0] > NAME_STEP - 0.3), "{:?}", heights);
+            let are_apart = heights.windows(2).all(|w| w[1] - w[0] > NAME_STEP - 0.3);
+            prop_assert!(are_apart, "{:?}", heights);
             prop_assert!(heights.iter().all(|y| (TOP..=BOTTOM + 5.0).contains(y)), "{:?}", heights);
             let file = standalone(&svg);
             prop_assert!(roxmltree::Document::parse(&file).is_ok());

@@ -8,6 +8,8 @@ mod axis;
 mod boxes;
 mod lines;
 
+use std::fmt::Write;
+
 pub(super) use axis::{Axis, AxisTicks};
 pub(super) use boxes::{BoxGroup, BoxRow, boxes};
 pub(super) use lines::{ChartPoint, LineChart, LineSeries};
@@ -40,10 +42,20 @@ pub(super) fn escape(text: &str) -> String {
 
 /// Returns the opening tags of a drawing of this height.
 fn open(title: &str, height: f64) -> String {
+    let mut out =
+        String::from(r#"<svg xmlns="http://www.w3.org/2000/svg" class="plot" role="img" "#);
     let title = escape(title);
-    format!(
-        r#"<svg xmlns="http://www.w3.org/2000/svg" class="plot" role="img" viewBox="0 0 {WIDTH} {height}"><title>{title}</title>"#
-    )
+    let _ = write!(out, r#"viewBox="0 0 {WIDTH} {height}"><title>{title}</title>"#);
+    out
+}
+
+/// Writes a text at a place. `anchor` is the part of the text that lies there.
+fn text_at(out: &mut String, class: &str, anchor: &str, (x, y): (f64, f64), text: &str) {
+    let text = escape(text);
+    let _ = write!(
+        out,
+        r#"<text class="{class}" text-anchor="{anchor}" x="{x:.1}" y="{y:.1}">{text}</text>"#
+    );
 }
 
 /// Returns a point's shape.

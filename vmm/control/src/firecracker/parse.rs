@@ -296,7 +296,8 @@ fn named<T: DeserializeOwned>(
     if name(&device) == id { Ok(device) } else { Err(refusal(id, name(&device))) }
 }
 
-/// Returns the fault for a device that path and body name differently. It does not repeat the names.
+/// Returns the fault for a device that path and body name differently. It does not repeat the
+/// names.
 fn other_id(_: &str, _: &str) -> ApiFault {
     ApiFault::OtherId
 }
