@@ -36,7 +36,8 @@ fn build() -> Result<(), String> {
         .map_err(|error| format!("{}: {error}", assembly.display()))?;
     if let Some(line) = text.lines().find(|line| uses_sse(line)) {
         println!(
-            "cargo::warning=the payload guest uses SSE ({}), so it may not run where ring 0 is emulated",
+            "cargo::warning=the payload guest uses SSE ({}), so it may not run where ring 0 is \
+             emulated",
             line.trim()
         );
     }

@@ -122,8 +122,9 @@ fault_entries:
 .set vector, 0
 .rept 32
 .balign 16
-.if (vector == 8) || ((vector >= 10) && (vector <= 14)) || (vector == 17) || (vector == 21) || (vector == 29) || (vector == 30)
-.else
+.set has_code, (vector == 8) || ((vector >= 10) && (vector <= 14)) || (vector == 17)
+.set has_code, has_code || (vector == 21) || (vector == 29) || (vector == 30)
+.if !has_code
     pushq $0
 .endif
     pushq $vector

@@ -37,8 +37,9 @@ unsafe extern "C" fn memset(to: *mut u8, byte: i32, bytes: usize) -> *mut u8 {
     let word = u64::from(byte as u8) * 0x0101_0101_0101_0101;
     // SAFETY: left to the caller.
     unsafe {
-        asm!("rep stosq", "mov ecx, {rest:e}", "rep stosb", rest = in(reg) bytes & 7, in("rax") word,
-            inout("rcx") bytes / 8 => _, inout("rdi") to => _, options(nostack, preserves_flags))
+        asm!("rep stosq", "mov ecx, {rest:e}", "rep stosb", rest = in(reg) bytes & 7,
+            in("rax") word, inout("rcx") bytes / 8 => _, inout("rdi") to => _,
+            options(nostack, preserves_flags))
     };
     to
 }

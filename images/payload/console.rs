@@ -100,7 +100,8 @@ fn ready() -> bool {
     let status: u8;
     // SAFETY: reads COM1's line status.
     unsafe {
-        asm!("in al, dx", in("dx") 0x3fdu16, out("al") status, options(nomem, nostack, preserves_flags))
+        asm!("in al, dx", in("dx") 0x3fdu16, out("al") status,
+            options(nomem, nostack, preserves_flags))
     };
     status & 0x20 != 0
 }
@@ -108,6 +109,7 @@ fn ready() -> bool {
 fn put(byte: u8) {
     // SAFETY: sends a byte over COM1.
     unsafe {
-        asm!("out dx, al", in("dx") 0x3f8u16, in("al") byte, options(nomem, nostack, preserves_flags))
+        asm!("out dx, al", in("dx") 0x3f8u16, in("al") byte,
+            options(nomem, nostack, preserves_flags))
     };
 }

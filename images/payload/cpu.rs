@@ -313,7 +313,8 @@ pub fn tsc() -> u64 {
 pub unsafe fn write_msr(register: u32, value: u64) {
     // SAFETY: left to the caller.
     unsafe {
-        asm!("wrmsr", in("ecx") register, in("eax") value as u32, in("edx") (value >> 32) as u32, options(nostack))
+        asm!("wrmsr", in("ecx") register, in("eax") value as u32,
+            in("edx") (value >> 32) as u32, options(nostack))
     };
 }
 

@@ -111,6 +111,11 @@ impl WorkloadFixture {
     }
 }
 
+/// Returns whether one of the mismatches is of this kind, in this page.
+fn is_found(wrong: &[Mismatch], page: u64, kind: MismatchKind) -> bool {
+    wrong.iter().any(|wrong| wrong.gfn == FIRST_GFN + page && wrong.kind == kind)
+}
+
 fn any_pattern() -> impl Strategy<Value = Pattern> {
     prop_oneof![
         Just(Pattern::Seq),
@@ -147,8 +152,11 @@ proptest! {
     }
 
     #[test]
-    fn the_same_seed_writes_the_same_bytes(spec in any_spec(), share in any_share(), steps in 0u64..500) {
-        let (mut one, mut two) = (WorkloadFixture::new(&spec, share), WorkloadFixture::new(&spec, share));
+    fn the_same_seed_writes_the_same_bytes(
+        spec in any_spec(), share in any_share(), steps in 0u64..500
+    ) {
+        let mut one = WorkloadFixture::new(&spec, share);
+        let mut two = WorkloadFixture::new(&spec, share);
         one.steps(steps);
         two.steps(steps);
         prop_assert!(one == two);
@@ -173,19 +181,22 @@ proptest! {
     }
 
     #[test]
-    fn lost_write_is_detected(spec in any_spec(), share in any_share(), before in 1u64..200, pick: prop::sample::Index) {
+    fn lost_write_is_detected(
+        spec in any_spec(), share in any_share(), before in 1u64..200, pick: prop::sample::Index
+    ) {
         let mut fixture = WorkloadFixture::new(&spec, share);
         let old = fixture.memory.clone();
         fixture.steps(before);
         let page = *pick.get(&fixture.written());
         fixture.memory.put(page, &old.copy_of(page));
         let wrong = fixture.full_sweep();
-        prop_assert!(wrong.iter().any(|wrong| wrong.gfn == FIRST_GFN + page && wrong.kind == MismatchKind::Lost), "{wrong:?}");
+        prop_assert!(is_found(&wrong, page, MismatchKind::Lost), "{wrong:?}");
     }
 
     #[test]
     fn stale_page_is_detected(
-        spec in any_spec(), share in any_share(), before in 1u64..200, between in 1u64..400, pick: prop::sample::Index
+        spec in any_spec(), share in any_share(), before in 1u64..200, between in 1u64..400,
+        pick: prop::sample::Index
     ) {
         let mut fixture = WorkloadFixture::new(&spec, share);
         fixture.steps(before);
@@ -204,8 +215,8 @@ proptest! {
 
     #[test]
     fn torn_page_is_detected(
-        spec in any_spec(), share in any_share(), before in 1u64..200, between in 1u64..400, pick: prop::sample::Index,
-        new_head: bool
+        spec in any_spec(), share in any_share(), before in 1u64..200, between in 1u64..400,
+        pick: prop::sample::Index, new_head: bool
     ) {
         let mut fixture = WorkloadFixture::new(&spec, share);
         fixture.steps(before);
@@ -222,12 +233,13 @@ proptest! {
         }
         fixture.memory.put(page, &later);
         let wrong = fixture.full_sweep();
-        prop_assert!(wrong.iter().any(|wrong| wrong.gfn == FIRST_GFN + page && wrong.kind == MismatchKind::Torn), "{wrong:?}");
+        prop_assert!(is_found(&wrong, page, MismatchKind::Torn), "{wrong:?}");
     }
 
     #[test]
     fn swapped_pages_are_detected(
-        spec in any_spec(), share in any_share(), before in 100u64..300, a: prop::sample::Index, b: prop::sample::Index
+        spec in any_spec(), share in any_share(), before in 100u64..300,
+        a: prop::sample::Index, b: prop::sample::Index
     ) {
         let mut fixture = WorkloadFixture::new(&spec, share);
         fixture.steps(before);
@@ -239,13 +251,14 @@ proptest! {
         fixture.memory.put(b, &copy_a);
         let wrong = fixture.full_sweep();
         for page in [a, b] {
-            let detected = wrong.iter().any(|wrong| wrong.gfn == FIRST_GFN + page && wrong.kind == MismatchKind::Misplaced);
-            prop_assert!(detected, "{wrong:?}");
+            prop_assert!(is_found(&wrong, page, MismatchKind::Misplaced), "{wrong:?}");
         }
     }
 
     #[test]
-    fn page_of_another_vcpu_is_detected(spec in any_spec(), share in any_share(), before in 1u64..200) {
+    fn page_of_another_vcpu_is_detected(
+        spec in any_spec(), share in any_share(), before in 1u64..200
+    ) {
         let mut fixture = WorkloadFixture::new(&spec, share);
         let mut other = WorkloadFixture::new(&spec, Share { vcpu: share.vcpu + 1, ..share });
         fixture.steps(before);
@@ -254,7 +267,7 @@ proptest! {
         prop_assume!(other.memory.read_u64(page, 1) != 0);
         fixture.memory.put(page, &other.memory.copy_of(page));
         let wrong = fixture.full_sweep();
-        prop_assert!(wrong.iter().any(|wrong| wrong.gfn == FIRST_GFN + page && wrong.kind == MismatchKind::Misplaced));
+        prop_assert!(is_found(&wrong, page, MismatchKind::Misplaced), "{wrong:?}");
     }
 
     #[test]
@@ -294,7 +307,8 @@ proptest! {
         let writes = u64::from(share.vcpu) < writers;
         let pattern = if writes { spec.pattern } else { Pattern::Once };
         let same = PayloadSpec { pattern, ..spec.clone() };
-        let mut fixture = WorkloadFixture::new(&PayloadSpec { writers: Some(writers), ..spec }, share);
+        let some = PayloadSpec { writers: Some(writers), ..spec };
+        let mut fixture = WorkloadFixture::new(&some, share);
         let mut plain = WorkloadFixture::new(&same, share);
         fixture.steps(share.pages * 3);
         plain.steps(share.pages * 3);
@@ -304,16 +318,21 @@ proptest! {
 
     #[test]
     fn once_writes_every_page_exactly_once(spec in any_spec(), share in any_share()) {
-        let mut fixture = WorkloadFixture::new(&PayloadSpec { pattern: Pattern::Once, ..spec }, share);
+        let once = PayloadSpec { pattern: Pattern::Once, ..spec };
+        let mut fixture = WorkloadFixture::new(&once, share);
         fixture.steps(share.pages * 5 / 2);
-        prop_assert!(fixture.memory.writes[share.first as usize..].iter().all(|&writes| writes == 1));
+        let writes = &fixture.memory.writes[share.first as usize..];
+        prop_assert!(writes.iter().all(|&writes| writes == 1));
         prop_assert_eq!(fixture.workload.pages(), share.pages);
         prop_assert_eq!(fixture.workload.passes(), 2);
     }
 
     #[test]
-    fn stride_writes_only_every_kth_page(spec in any_spec(), share in any_share(), step in 1u32..50) {
-        let mut fixture = WorkloadFixture::new(&PayloadSpec { pattern: Pattern::Stride(step), ..spec }, share);
+    fn stride_writes_only_every_kth_page(
+        spec in any_spec(), share in any_share(), step in 1u32..50
+    ) {
+        let stride = PayloadSpec { pattern: Pattern::Stride(step), ..spec };
+        let mut fixture = WorkloadFixture::new(&stride, share);
         fixture.steps(3 * share.pages);
         for (index, &writes) in fixture.memory.writes[share.first as usize..].iter().enumerate() {
             prop_assert_eq!(writes > 0, index % step as usize == 0);
@@ -324,12 +343,15 @@ proptest! {
     fn a_pass_of_seq_writes_every_page_once(share in any_share(), passes in 1u32..5) {
         let mut fixture = WorkloadFixture::new(&PayloadSpec::default(), share);
         fixture.steps(share.pages * u64::from(passes));
-        prop_assert!(fixture.memory.writes[share.first as usize..].iter().all(|&writes| writes == passes));
+        let writes = &fixture.memory.writes[share.first as usize..];
+        prop_assert!(writes.iter().all(|&writes| writes == passes));
         prop_assert_eq!(fixture.workload.passes(), u64::from(passes));
     }
 
     #[test]
-    fn shares_cover_the_working_set_without_overlap(ws_pages in 32u64..100_000, vcpus in 1u32..=32) {
+    fn shares_cover_the_working_set_without_overlap(
+        ws_pages in 32u64..100_000, vcpus in 1u32..=32
+    ) {
         let mut next = 0;
         for vcpu in 0..vcpus {
             let share = Share::of(ws_pages, vcpus, vcpu);

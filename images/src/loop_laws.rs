@@ -14,7 +14,9 @@ const MIB: u64 = 1 << 20;
 
 proptest! {
     #[test]
-    fn the_pace_is_exact_over_time(rate in 4096u64..1 << 34, ticks in prop::collection::vec(1u64..90_000_000, 1..200)) {
+    fn the_pace_is_exact_over_time(
+        rate in 4096u64..1 << 34, ticks in prop::collection::vec(1u64..90_000_000, 1..200)
+    ) {
         let mut pacer = Pacer::new(&paced(rate), 1, 0);
         let (mut now, mut pages) = (0, 0);
         for tick in ticks {
@@ -72,7 +74,10 @@ proptest! {
         for gfn in gfns {
             let address = gfn * PAGE_SIZE;
             prop_assert!(address >= WS_BASE);
-            prop_assert!(ram.iter().any(|&(start, bytes)| address >= start && address + PAGE_SIZE <= start + bytes));
+            let holds = |&(start, bytes): &(u64, u64)| {
+                address >= start && address + PAGE_SIZE <= start + bytes
+            };
+            prop_assert!(ram.iter().any(holds));
         }
     }
 }

@@ -52,8 +52,8 @@ impl PayloadReport {
     /// Parses one line; `None` if it is not a report.
     ///
     /// ```
-    /// let line = "payload vcpu=1 t_ms=1003 passes=12 pages=123456 errors=0 max_gap_us=1500 gap_us=900";
-    /// assert_eq!(driftline_images::PayloadReport::parse(line).unwrap().pages, 123456);
+    /// let line = "payload vcpu=1 t_ms=1003 passes=12 pages=1234 errors=0 max_gap_us=15 gap_us=9";
+    /// assert_eq!(driftline_images::PayloadReport::parse(line).unwrap().pages, 1234);
     /// ```
     pub fn parse(line: &str) -> Option<PayloadReport> {
         let mut fields = Fields::after(line, "payload ")?;
@@ -211,11 +211,15 @@ mod tests {
     proptest! {
         #[test]
         fn a_report_is_read_as_it_was_printed(
-            vcpu: u32, done: bool, t_ms: u64, passes: u64, pages: u64, errors: u64, max_gap_us: u64, gap_us: u64
+            vcpu: u32, done: bool, t_ms: u64, passes: u64, pages: u64, errors: u64,
+            gaps_us: (u64, u64)
         ) {
-            let report = PayloadReport { vcpu, done, t_ms, passes, pages, errors, max_gap_us, gap_us };
+            let (max_gap_us, gap_us) = gaps_us;
+            let report =
+                PayloadReport { vcpu, done, t_ms, passes, pages, errors, max_gap_us, gap_us };
             prop_assert_eq!(PayloadReport::parse(&line(&report)), Some(report));
-            prop_assert_eq!(PayloadMessage::parse(&(line(&report) + "\r\n")), Some(PayloadMessage::Report(report)));
+            let message = PayloadMessage::parse(&(line(&report) + "\r\n"));
+            prop_assert_eq!(message, Some(PayloadMessage::Report(report)));
         }
 
         #[test]
@@ -225,7 +229,8 @@ mod tests {
 
         #[test]
         fn truncated_line_is_not_a_report(cut in 0usize..60) {
-            let whole = "payload vcpu=1 t_ms=1003 passes=12 pages=5 errors=0 max_gap_us=1500 gap_us=";
+            let whole =
+                "payload vcpu=1 t_ms=1003 passes=12 pages=5 errors=0 max_gap_us=1500 gap_us=";
             prop_assert_eq!(PayloadReport::parse(&whole[..cut]), None);
         }
     }

@@ -76,7 +76,8 @@ impl PayloadSpec {
     ///
     /// ```
     /// let spec: driftline_images::PayloadSpec = "payload,rate=max,seconds=5".parse().unwrap();
-    /// assert_eq!(spec.cmdline(2), "vcpus=2 ws=64M rate=max pattern=seq seed=1 ring=3 fill=zero seconds=5");
+    /// let expected = "vcpus=2 ws=64M rate=max pattern=seq seed=1 ring=3 fill=zero seconds=5";
+    /// assert_eq!(spec.cmdline(2), expected);
     /// ```
     pub fn cmdline(&self, vcpus: u32) -> String {
         let mut line = LineBuffer::new();

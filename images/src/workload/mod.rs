@@ -30,16 +30,20 @@
 //!     }
 //! }
 //!
-//! let spec: driftline_images::PayloadSpec = "payload,ws=1M,rate=64M,pattern=zipf,passes=3".parse().unwrap();
+//! let spec = "payload,ws=1M,rate=64M,pattern=zipf,passes=3";
+//! let spec: driftline_images::PayloadSpec = spec.parse().unwrap();
 //! let mut pages = Pages(vec![0; spec.ws_pages() as usize * PAGE_WORDS]);
 //! let clock = Instant::now();
 //! let mut runner = Runner::new(&spec, 1, 0, 0);
 //! let mut table = vec![0; runner.workload().table_len()];
+//! let mut print = |line: &[u8]| print!("{}", line.escape_ascii());
 //! loop {
 //!     let now_ns = clock.elapsed().as_nanos() as u64;
-//!     match runner.tick(now_ns, &mut pages, &mut table, &mut |line| print!("{}", line.escape_ascii())) {
+//!     match runner.tick(now_ns, &mut pages, &mut table, &mut print) {
 //!         TickOutcome::TickAgain => {}
-//!         TickOutcome::SleepUntil(wake_ns) => std::thread::sleep(Duration::from_nanos(wake_ns - now_ns)),
+//!         TickOutcome::SleepUntil(wake_ns) => {
+//!             std::thread::sleep(Duration::from_nanos(wake_ns - now_ns));
+//!         }
 //!         TickOutcome::Done => break,
 //!     }
 //! }

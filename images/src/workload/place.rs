@@ -54,7 +54,8 @@ impl WorkingSetPlacement {
     /// ```
     /// use driftline_images::{PayloadSpec, workload::WorkingSetPlacement};
     /// let spec: PayloadSpec = "payload,ws=64M".parse().unwrap();
-    /// let placement = WorkingSetPlacement::new(&spec, [(0, 640 << 10), (1 << 20, 127 << 20)]).unwrap();
+    /// let ram = [(0, 640 << 10), (1 << 20, 127 << 20)];
+    /// let placement = WorkingSetPlacement::new(&spec, ram).unwrap();
     /// assert_eq!(placement.gfn(0), 0x1000);
     /// ```
     pub fn new(

@@ -184,8 +184,8 @@ impl PayloadSpec {
             }
             _ => {
                 return Err(SettingRefusal(
-                    "is not a setting of the payload (ws, rate, pattern, seed, ring, fill, seconds, passes, writers, \
-                     idle, burst, check)",
+                    "is not a setting of the payload (ws, rate, pattern, seed, ring, fill, \
+                     seconds, passes, writers, idle, burst, check)",
                 ));
             }
         }

@@ -28,7 +28,8 @@ impl Share {
     /// Returns the share of `vcpu` when `ws_pages` are split as evenly as possible among `vcpus`.
     ///
     /// ```
-    /// let shares: Vec<_> = (0..3).map(|vcpu| driftline_images::workload::Share::of(10, 3, vcpu)).collect();
+    /// use driftline_images::workload::Share;
+    /// let shares: Vec<_> = (0..3).map(|vcpu| Share::of(10, 3, vcpu)).collect();
     /// assert_eq!(shares.iter().map(|share| share.pages).sum::<u64>(), 10);
     /// assert_eq!(shares[1].first, shares[0].first + shares[0].pages);
     /// ```
