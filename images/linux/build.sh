@@ -21,10 +21,16 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 readonly here
 readonly source_package=linux-source-6.12
 readonly source_tarball=${LINUX_SOURCE:-/usr/src/$source_package.tar.xz}
-readonly packages=("$source_package" bc bison busybox-static flex gcc libc6-dev libelf-dev lz4 make musl-tools patch xz-utils)
-readonly program_flags=(-std=gnu11 -D_GNU_SOURCE -O2 -static -march=x86-64 -Wall -Wextra -Wconversion -Wno-sign-conversion -Wshadow -Werror
+readonly packages=(
+    "$source_package" bc bison busybox-static flex gcc libc6-dev libelf-dev lz4 make musl-tools
+    patch xz-utils
+)
+readonly program_flags=(
+    -std=gnu11 -D_GNU_SOURCE -O2 -static -march=x86-64
+    -Wall -Wextra -Wconversion -Wno-sign-conversion -Wshadow -Werror
     # musl has no kernel headers; the distribution's are found after its own.
-    -idirafter /usr/include -idirafter /usr/include/x86_64-linux-gnu)
+    -idirafter /usr/include -idirafter /usr/include/x86_64-linux-gnu
+)
 
 say() {
     echo "linux guest: $*"
@@ -63,7 +69,10 @@ while [ $# -gt 0 ]; do
     esac
     shift
 done
-cache=${cache:-${XDG_CACHE_HOME:-${HOME:?neither CACHE_DIR nor XDG_CACHE_HOME nor HOME is given}/.cache}/driftline/linux-guest}
+if [ -z "$cache" ]; then
+    cache=${XDG_CACHE_HOME:-${HOME:?give CACHE_DIR, or set XDG_CACHE_HOME or HOME}/.cache}
+    cache=$cache/driftline/linux-guest
+fi
 mkdir -p "$cache"
 cache=$(cd "$cache" && pwd)
 
@@ -86,8 +95,9 @@ install_packages() {
         fail "these packages are missing: ${missing[*]} (apt-get install ${missing[*]})"
     fi
     say "installing ${missing[*]}"
-    DEBIAN_FRONTEND=noninteractive apt-get -qq update >&2
-    DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends "${missing[@]}" >&2
+    export DEBIAN_FRONTEND=noninteractive
+    apt-get -qq update >&2
+    apt-get -qq install -y --no-install-recommends "${missing[@]}" >&2
 }
 
 # Prints a hash over the arguments and the files on standard input, one path a line, by their names
@@ -99,13 +109,14 @@ stamp() {
 }
 
 kernel_stamp() {
-    printf '%s\n' kernel/base.config "kernel/$1.config" kernel/quirks.patch kernel/speed.patch kernel.sh |
+    printf '%s\n' kernel/base.config "kernel/$1.config" kernel/{quirks,speed}.patch kernel.sh |
         stamp "$(version_of "$source_package")" "$(gcc -dumpfullversion)"
 }
 
 user_stamp() {
     (cd "$here" && find guest -type f | LC_ALL=C sort; echo user.sh) |
-        stamp "$(version_of busybox-static)" "$(version_of musl-tools)" "$(gcc -dumpfullversion)" "${program_flags[*]}"
+        stamp "$(version_of busybox-static)" "$(version_of musl-tools)" \
+            "$(gcc -dumpfullversion)" "${program_flags[*]}"
 }
 
 # Makes CACHE/$1 a link to the file $2 of the cache, at once.
@@ -119,7 +130,7 @@ link_to() {
 build_into() {
     local name=$1 work old
     work=$(mktemp -d "$cache/.work.XXXXXX")
-    # shellcheck disable=SC2064 # The folder of now.
+    # shellcheck disable=SC2064 # The trap removes the folder that `work` names now.
     trap "rm -rf '$work'" EXIT
     mkdir "$work/result"
     (cd "$work" && "$2" "${@:3}")
@@ -158,7 +169,7 @@ for kernel in "${kernels[@]}"; do
     if [ -d "$cache/$name" ]; then
         say "vmlinux$suffix and bzImage$suffix are up to date"
     else
-        say "building vmlinux$suffix and bzImage$suffix from $source_tarball, which takes some minutes"
+        say "building vmlinux$suffix and bzImage$suffix from $source_tarball (some minutes)"
         build_into "$name" build_kernel "$kernel"
     fi
     link_to "vmlinux$suffix" "$name/vmlinux"

@@ -44,7 +44,9 @@ initramfs() {
 # Runs in a work folder. Leaves driftline-check and initramfs.cpio in result/.
 build_user() {
     local sources=()
-    mapfile -t sources < <(find "$here/guest" -name '*.c' ! -name main.c ! -name laws.c | LC_ALL=C sort)
+    mapfile -t sources < <(
+        find "$here/guest" -name '*.c' ! -name main.c ! -name laws.c | LC_ALL=C sort
+    )
     musl-gcc "${program_flags[@]}" -o laws "$here/guest/laws.c" "${sources[@]}"
     ./laws >laws.log || { cat laws.log >&2; fail "a law of the checkers does not hold"; }
     musl-gcc "${program_flags[@]}" -s -o result/driftline-check "$here/guest/main.c" "${sources[@]}"

@@ -279,7 +279,7 @@ impl EchoClient {
         });
         let lines = self.lines();
         let last = lines.last().cloned().unwrap_or_default();
-        assert!(code.success() && last.contains("held=yes"), "{}", lines.join("\n"));
+        assert!(code.success() && last.contains("intact=yes"), "{}", lines.join("\n"));
         assert_eq!(value(&last, "sent"), value(&last, "received"), "{last}");
         (value(&last, "received").unwrap_or(0), value(&last, "longest_silence_ms").unwrap_or(0))
     }

@@ -15,7 +15,7 @@
 enum { PAGE_BYTES = 4096, PAGE_WORDS = PAGE_BYTES / 8 };
 
 /* Exit codes: 0 success, 1 a check failed, 2 wrong usage. */
-enum { EXIT_HELD = 0, EXIT_FAILED = 1, EXIT_USAGE = 2 };
+enum { EXIT_PASSED = 0, EXIT_FAILED = 1, EXIT_USAGE = 2 };
 
 /* Number of errors that a checker describes before it only counts them. */
 enum { ERRORS_DESCRIBED = 8 };
@@ -35,7 +35,8 @@ struct option {
  * Fills `table` from the words `key=value`. Names a word that matches no option on stderr and
  * returns false.
  */
-bool options_read(const char *who, int words, char **word, const struct option *table, size_t options);
+bool options_read(const char *who, int words, char **word, const struct option *table,
+                  size_t options);
 
 /*
  * Parses a number with the unit suffixes of `kind`; false if the text is anything else or does not

@@ -48,9 +48,11 @@ static void watch_read(struct watch *watch, bool slept)
     clocks_read(now);
     for (int i = 0; i < CLOCKS; i++) {
         if (now[i] < watch->last[i] && watch->back++ < ERRORS_DESCRIBED)
-            say("check clock: error: %s went back by %" PRIu64 " ns", name[i], watch->last[i] - now[i]);
+            say("check clock: error: %s went back by %" PRIu64 " ns", name[i],
+                watch->last[i] - now[i]);
     }
-    uint64_t gap = now[MONOTONIC] < watch->last[MONOTONIC] ? 0 : now[MONOTONIC] - watch->last[MONOTONIC];
+    uint64_t gap =
+        now[MONOTONIC] < watch->last[MONOTONIC] ? 0 : now[MONOTONIC] - watch->last[MONOTONIC];
     uint64_t step = distance(now[REALTIME] - watch->last[REALTIME], gap);
     if (slept && gap > watch->gap)
         watch->gap = gap;
@@ -91,7 +93,8 @@ static void source_name(char *name, size_t bytes)
 int clock_main(int words, char **word)
 {
     uint64_t tick = 20, every = 1000;
-    const struct option table[] = {{"tick", OPTION_DURATION, &tick}, {"every", OPTION_DURATION, &every}};
+    const struct option table[] = {{"tick", OPTION_DURATION, &tick},
+                                   {"every", OPTION_DURATION, &every}};
     if (!options_read("clock", words, word, table, sizeof table / sizeof *table))
         return EXIT_USAGE;
 
@@ -108,8 +111,10 @@ int clock_main(int words, char **word)
         watch_read(&watch, true);
         if (!period_over(&due, every))
             continue;
-        say("check clock: ticks=%" PRIu64 " gap_ms=%" PRIu64 " longest_gap_ms=%" PRIu64 " realtime_step_ms=%" PRIu64 " back=%" PRIu64,
-            watch.ticks, watch.gap / 1000000, watch.longest_gap / 1000000, watch.longest_step / 1000000, watch.back);
+        say("check clock: ticks=%" PRIu64 " gap_ms=%" PRIu64 " longest_gap_ms=%" PRIu64
+            " realtime_step_ms=%" PRIu64 " back=%" PRIu64,
+            watch.ticks, watch.gap / 1000000, watch.longest_gap / 1000000,
+            watch.longest_step / 1000000, watch.back);
         watch.gap = 0;
         if (moving)
             next_processor(&usable, &processor);

@@ -39,10 +39,12 @@ static bool log_create(struct disk_log *log, uint64_t size)
     uint64_t room = log->bytes && log->bytes < size ? log->bytes : size;
     uint64_t slots = room / BLOCK_BYTES;
     if (slots < SLOTS_LEAST + 1) {
-        say("check disk: %s has room for %" PRIu64 " blocks; a log takes at least %d", log->path, slots, SLOTS_LEAST + 1);
+        say("check disk: %s has room for %" PRIu64 " blocks; a log takes at least %d", log->path,
+            slots, SLOTS_LEAST + 1);
         return false;
     }
-    log->header = (struct log_header){.run = scramble(clock_ns(CLOCK_REALTIME) ^ now_ns() << 32), .slots = slots - 1};
+    log->header = (struct log_header){.run = scramble(clock_ns(CLOCK_REALTIME) ^ now_ns() << 32),
+                                      .slots = slots - 1};
     header_encode(batch_block, &log->header);
     if (pwrite(log->fd, batch_block, BLOCK_BYTES, 0) != BLOCK_BYTES || fdatasync(log->fd) != 0) {
         say("check disk: cannot write the header of %s: %s", log->path, strerror(errno));
@@ -58,12 +60,15 @@ static bool batch_write(struct disk *disk, uint64_t records)
     for (uint64_t i = 0; i < records;) {
         uint64_t first = disk->flushed + 1 + i, piece = 0;
         do {
-            struct record record = {.run = header->run, .number = first + piece, .flushed = disk->flushed};
+            struct record record = {
+                .run = header->run, .number = first + piece, .flushed = disk->flushed};
             record_encode(batch_block + piece * BLOCK_BYTES, &record);
             piece++;
         } while (i + piece < records && (first + piece - 1) % header->slots != 0);
         ssize_t bytes = (ssize_t)(piece * BLOCK_BYTES);
-        if (pwrite(disk->log.fd, batch_block, (size_t)bytes, (off_t)record_offset(first, header->slots)) != bytes) {
+        errno = 0;
+        if (pwrite(disk->log.fd, batch_block, (size_t)bytes,
+                   (off_t)record_offset(first, header->slots)) != bytes) {
             error_of(disk, "writing", first, errno ? strerror(errno) : "written in part");
             return false;
         }
@@ -85,8 +90,10 @@ static void read_back(struct disk *disk)
     if (kept == 0)
         return;
     uint64_t number = disk->flushed - random_next(&disk->random) % kept;
-    if (pread(disk->log.fd, batch_block, BLOCK_BYTES, (off_t)record_offset(number, header->slots)) != BLOCK_BYTES) {
-        error_of(disk, "reading", number, strerror(errno));
+    errno = 0;
+    if (pread(disk->log.fd, batch_block, BLOCK_BYTES,
+              (off_t)record_offset(number, header->slots)) != BLOCK_BYTES) {
+        error_of(disk, "reading", number, errno ? strerror(errno) : "read in part");
         return;
     }
     struct record found;
@@ -94,9 +101,13 @@ static void read_back(struct disk *disk)
     if (!record_decode(batch_block, header->run, &found))
         snprintf(why, sizeof why, "unreadable, or no record of this log");
     else if (found.number < number)
-        snprintf(why, sizeof why, "record %" PRIu64 " is in its place: a flushed write was lost or rolled back", found.number);
+        snprintf(why, sizeof why,
+                 "record %" PRIu64 " is in its place: a flushed write was lost or rolled back",
+                 found.number);
     else if (found.number > number)
-        snprintf(why, sizeof why, "record %" PRIu64 " is in its place: the disk is ahead of the memory", found.number);
+        snprintf(why, sizeof why,
+                 "record %" PRIu64 " is in its place: the disk is ahead of the memory",
+                 found.number);
     else
         return;
     error_of(disk, "reading back", number, why);
@@ -112,8 +123,8 @@ static bool log_begin(struct disk *disk, uint64_t size)
         return false;
     disk->flushed = verdict.flushed;
     disk->errors = verdict.errors;
-    say("check disk: found a log: last=%" PRIu64 " flushed=%" PRIu64 " errors=%" PRIu64, verdict.last, verdict.flushed,
-        verdict.errors);
+    say("check disk: found a log: last=%" PRIu64 " flushed=%" PRIu64 " errors=%" PRIu64,
+        verdict.last, verdict.flushed, verdict.errors);
     return true;
 }
 
@@ -133,7 +144,8 @@ int disk_main(int words, char **word)
     int create = strncmp(path, "/dev/", 5) == 0 ? 0 : O_CREAT;
     if (!disk_log_open(&disk.log, O_RDWR | create) || !log_begin(&disk, size))
         return EXIT_FAILED;
-    say("check disk: ready path=%s slots=%" PRIu64 " direct=%d", path, disk.log.header.slots, disk.log.direct);
+    say("check disk: ready path=%s slots=%" PRIu64 " direct=%d", path, disk.log.header.slots,
+        disk.log.direct);
     for (uint64_t due = now_ns();;) {
         bool written = batch_write(&disk, 1 + random_next(&disk.random) % BATCH_MOST);
         for (int i = 0; i < READ_BACKS; i++)

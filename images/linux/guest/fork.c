@@ -32,7 +32,8 @@ int fork_main(int words, char **word)
         if (length < 0 && (errno == EPIPE || errno == EINTR))
             continue;
         if (length <= 0) {
-            say("check fork: errors=1 reading /dev/kmsg: %s", length < 0 ? strerror(errno) : "it ended");
+            say("check fork: errors=1 reading /dev/kmsg: %s",
+                length < 0 ? strerror(errno) : "it ended");
             return EXIT_FAILED;
         }
         record[length] = '\0';

@@ -31,7 +31,13 @@ enum { COMMAND_LINE_BYTES = 4096, WORDS_MOST = 16 };
 static const struct {
     const char *name;
     int (*main)(int, char **);
-} checker[] = {{"mem", mem_main}, {"disk", disk_main}, {"tcp", tcp_main}, {"clock", clock_main}, {"fork", fork_main}};
+} checker[] = {
+    {"mem", mem_main},
+    {"disk", disk_main},
+    {"tcp", tcp_main},
+    {"clock", clock_main},
+    {"fork", fork_main},
+};
 
 enum { CHECKERS = sizeof checker / sizeof *checker };
 
@@ -46,8 +52,8 @@ static bool setting(const char *key, char *value, size_t bytes)
     for (const char *at = command_line; *at;) {
         at += strspn(at, " \n");
         size_t word = strcspn(at, " \n");
-        if (word > 10 + length && memcmp(at, "driftline.", 10) == 0 && memcmp(at + 10, key, length) == 0 &&
-            at[10 + length] == '=') {
+        if (word > 10 + length && memcmp(at, "driftline.", 10) == 0 &&
+            memcmp(at + 10, key, length) == 0 && at[10 + length] == '=') {
             const char *start = at + 11 + length;
             snprintf(value, bytes, "%.*s", (int)(at + word - start), start);
             found = true;
@@ -132,7 +138,8 @@ static void checkers_start(char *names)
         while (which < CHECKERS && strcmp(name, checker[which].name) != 0)
             which++;
         if (which == CHECKERS)
-            say("driftline-linux: there is no checker '%s'; there are mem, disk, tcp and clock", name);
+            say("driftline-linux: there is no checker '%s'; there are mem, disk, tcp, clock, fork",
+                name);
         else if (running[which] == 0)
             running[which] = checker_start(which);
     }
@@ -173,9 +180,11 @@ static void reap(void)
                 continue;
             running[i] = 0;
             if (WIFEXITED(status))
-                say("driftline-linux: checker %s ended with code %d", checker[i].name, WEXITSTATUS(status));
+                say("driftline-linux: checker %s ended with code %d", checker[i].name,
+                    WEXITSTATUS(status));
             else
-                say("driftline-linux: checker %s was ended by signal %d", checker[i].name, WTERMSIG(status));
+                say("driftline-linux: checker %s was ended by signal %d", checker[i].name,
+                    WTERMSIG(status));
         }
         if (child == shell) {
             sleep_ms(200); /* Limits the rate of restarts if the shell cannot start. */

@@ -52,7 +52,8 @@ static void numbers_have_their_units(void)
     HOLDS(number_read("0", OPTION_SIZE, &value) && value == 0);
     HOLDS(number_read("2s", OPTION_DURATION, &value) && value == 2000);
     HOLDS(number_read("20ms", OPTION_DURATION, &value) && value == 20);
-    const char *const refused[] = {"", "-1", " 1", "+1", "1k", "1MM", "0x10", "18446744073709551616", "18446744073709551615G"};
+    const char *const refused[] = {
+        "", "-1", " 1", "+1", "1k", "1MM", "0x10", "18446744073709551616", "18446744073709551615G"};
     for (size_t i = 0; i < sizeof refused / sizeof *refused; i++)
         HOLDS(!number_read(refused[i], OPTION_SIZE, &value));
     HOLDS(!number_read("20", OPTION_DURATION, &value));
@@ -169,7 +170,8 @@ static void a_log_misses_nothing_that_was_flushed(void)
     struct disk_log log = {.path = path};
     struct disk_verdict verdict;
     HOLDS(disk_log_open(&log, O_RDONLY) && disk_log_header(&log));
-    HOLDS(disk_log_judge(&log, 0, &verdict) && verdict.errors == 0 && verdict.last == LAST && verdict.flushed == FLUSHED);
+    HOLDS(disk_log_judge(&log, 0, &verdict) && verdict.errors == 0 && verdict.last == LAST &&
+          verdict.flushed == FLUSHED);
     for (uint64_t number = LAST - SLOTS + 1; number <= LAST; number++) {
         off_t offset = (off_t)record_offset(number, SLOTS);
         for (int broken = 0; broken < 2; broken++) {
@@ -177,7 +179,8 @@ static void a_log_misses_nothing_that_was_flushed(void)
              * An old record in place of a flushed one is a loss. A broken one may be the next one,
              * in flight.
              */
-            uint64_t expected = number <= FLUSHED && !(broken && number + SLOTS <= FLUSHED + BATCH_MOST);
+            uint64_t expected =
+                number <= FLUSHED && !(broken && number + SLOTS <= FLUSHED + BATCH_MOST);
             record_encode(block, &(struct record){header.run, number - SLOTS, 0});
             if (broken)
                 flip(block, below(BLOCK_BYTES * 8));
@@ -201,7 +204,8 @@ static void a_message_reads_back_or_not_at_all(void)
     for (int i = 0; i < CASES; i++) {
         struct message message = {random_next(&state), random_next(&state)}, found;
         message_encode(bytes, &message);
-        HOLDS(message_decode(bytes, &found) && found.number == message.number && found.nonce == message.nonce);
+        HOLDS(message_decode(bytes, &found) && found.number == message.number &&
+              found.nonce == message.nonce);
         flip(bytes, below(MESSAGE_BYTES * 8));
         HOLDS(!message_decode(bytes, &found));
     }
@@ -229,5 +233,5 @@ int main(void)
         law = all[i].name;
         all[i].check();
     }
-    return EXIT_HELD;
+    return EXIT_PASSED;
 }

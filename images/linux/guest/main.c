@@ -17,7 +17,9 @@ int main(int words, char **word)
         {"disk", "[path=/dev/vda] [size=16M] [pause=100ms] [every=1s]", disk_main},
         {"disk-verify", "[path=/dev/vda] [at-least=N]", disk_verify_main},
         {"tcp", "[port=7] [every=1s]", tcp_main},
-        {"echo", "[addr=10.0.0.2 | vsock=SOCKET] [port=7] [interval=20ms] [run=0s] [connect=60s] [drain=30s] [window=4096] [every=1s]",
+        {"echo",
+         "[addr=10.0.0.2 | vsock=SOCKET] [port=7] [interval=20ms] [run=0s] [connect=60s] "
+         "[drain=30s] [window=4096] [every=1s]",
          tcp_client_main},
         {"clock", "[tick=20ms] [every=1s]", clock_main},
         {"fork", "", fork_main},

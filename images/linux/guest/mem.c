@@ -19,7 +19,8 @@ enum { HUGE_PAGE_BYTES = 2 << 20 };
 
 static uint64_t *pages_map(uint64_t bytes)
 {
-    char *map = mmap(NULL, bytes + HUGE_PAGE_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    char *map = mmap(NULL, bytes + HUGE_PAGE_BYTES, PROT_READ | PROT_WRITE,
+                     MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (map == MAP_FAILED)
         return NULL;
     uintptr_t aligned = ((uintptr_t)map + HUGE_PAGE_BYTES - 1) & ~(uintptr_t)(HUGE_PAGE_BYTES - 1);
@@ -52,8 +53,9 @@ static uint64_t power_of_two_up_to(uint64_t n)
 int mem_main(int words, char **word)
 {
     uint64_t size = 16 << 20, rate = 32 << 20, every = 1000;
-    const struct option table[] = {
-        {"size", OPTION_SIZE, &size}, {"rate", OPTION_SIZE, &rate}, {"every", OPTION_DURATION, &every}};
+    const struct option table[] = {{"size", OPTION_SIZE, &size},
+                                   {"rate", OPTION_SIZE, &rate},
+                                   {"every", OPTION_DURATION, &every}};
     if (!options_read("mem", words, word, table, sizeof table / sizeof *table))
         return EXIT_USAGE;
     if (size < PAGE_BYTES || size > 1ull << 40) {
@@ -81,14 +83,16 @@ int mem_main(int words, char **word)
             uint64_t *page = memory + number * PAGE_WORDS;
             enum page_verdict verdict = page_judge(page, number, pass - 1);
             if (verdict != PAGE_GOOD && errors++ < ERRORS_DESCRIBED)
-                say("check mem: error: page %" PRIu64 " of pass %" PRIu64 " is %s: number %" PRIu64 ", generation %" PRIu64,
+                say("check mem: error: page %" PRIu64 " of pass %" PRIu64 " is %s: number %" PRIu64
+                    ", generation %" PRIu64,
                     number, pass - 1, page_verdict_text(verdict), page[0], page[1]);
             page_write(page, number, pass);
             if (--burst_left > 0)
                 continue;
             burst_left = burst;
             if (period_over(&due, every))
-                say("check mem: passes=%" PRIu64 " errors=%" PRIu64 " pages=%" PRIu64, pass - 1, errors, pages);
+                say("check mem: passes=%" PRIu64 " errors=%" PRIu64 " pages=%" PRIu64, pass - 1,
+                    errors, pages);
             if (rate) {
                 /* After a pause of the guest the missed passes are not made up for. */
                 uint64_t now = now_ns();

@@ -22,7 +22,8 @@ static void set_address(struct sockaddr *to, struct in_addr address)
 }
 
 /* Makes one request to the kernel; false, after printing the error, if it is refused. */
-static bool ask(int fd, unsigned long request, void *argument, const char *interface, const char *what)
+static bool ask(int fd, unsigned long request, void *argument, const char *interface,
+                const char *what)
 {
     if (ioctl(fd, (int)request, argument) == 0)
         return true;
@@ -68,7 +69,8 @@ void network_start(const char *interface, char *address, const char *gateway)
     set_address(&request.ifr_addr, own);
     bool set = ask(fd, SIOCSIFADDR, &request, interface, "its address");
     set_address(&request.ifr_netmask, mask);
-    set = set && ask(fd, SIOCSIFNETMASK, &request, interface, "its netmask") && interface_up(fd, interface);
+    set = set && ask(fd, SIOCSIFNETMASK, &request, interface, "its netmask") &&
+          interface_up(fd, interface);
     if (set && gateway) {
         struct rtentry route = {.rt_flags = RTF_UP | RTF_GATEWAY};
         set_address(&route.rt_dst, (struct in_addr){0});

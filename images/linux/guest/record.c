@@ -12,7 +12,17 @@ static const uint64_t VERSION = 1;
  * Positions of the fields, in words of 8 bytes. The checksum is the last word of the head; the rest
  * is the body.
  */
-enum { MAGIC = 0, HEADER_VERSION = 1, HEADER_RUN = 2, HEADER_SLOTS = 3, RUN = 1, NUMBER = 2, FLUSHED = 3, CHECKSUM = 4, BODY = 5 };
+enum {
+    MAGIC = 0,
+    HEADER_VERSION = 1,
+    HEADER_RUN = 2,
+    HEADER_SLOTS = 3,
+    RUN = 1,
+    NUMBER = 2,
+    FLUSHED = 3,
+    CHECKSUM = 4,
+    BODY = 5,
+};
 
 static void put(unsigned char *block, int word, uint64_t value)
 {

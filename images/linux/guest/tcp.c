@@ -26,7 +26,8 @@ enum { CONNECTIONS = 16, LISTENERS = 2, BUFFER_BYTES = 16 * MESSAGE_BYTES };
 struct connection {
     int fd; /* -1: this place is free */
     struct message expected;
-    size_t filled, checked, sent; /* of buffer: received, judged, given back; sent <= checked <= filled */
+    /* Bytes of the buffer: received, checked, returned. sent <= checked <= filled. */
+    size_t filled, checked, sent;
     unsigned char buffer[BUFFER_BYTES];
 };
 
@@ -37,7 +38,8 @@ struct server {
     uint64_t open, messages, errors, strangers;
 };
 
-static void listen_on(struct server *server, int fd, const struct sockaddr *address, socklen_t length, const char *what)
+static void listen_on(struct server *server, int fd, const struct sockaddr *address,
+                      socklen_t length, const char *what)
 {
     int yes = 1;
     setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
@@ -56,7 +58,8 @@ static void server_listen(struct server *server, uint16_t port)
     if (fd >= 0)
         listen_on(server, fd, (struct sockaddr *)&any, sizeof any, "TCP");
     /* A kernel without vsock, or a machine without the device, has only TCP. */
-    struct sockaddr_vm any_vm = {.svm_family = AF_VSOCK, .svm_port = port, .svm_cid = VMADDR_CID_ANY};
+    struct sockaddr_vm any_vm = {
+        .svm_family = AF_VSOCK, .svm_port = port, .svm_cid = VMADDR_CID_ANY};
     fd = socket(AF_VSOCK, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     if (fd >= 0)
         listen_on(server, fd, (struct sockaddr *)&any_vm, sizeof any_vm, "vsock");
@@ -79,7 +82,8 @@ static void connection_accept(struct server *server, int listener)
         if (connection->fd >= 0)
             continue;
         int yes = 1;
-        (void)setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &yes, sizeof yes); /* vsock has no such thing */
+        /* Vsock has no such option. */
+        (void)setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &yes, sizeof yes);
         *connection = (struct connection){.fd = fd};
         server->open++;
         return;
@@ -92,7 +96,8 @@ static void connection_accept(struct server *server, int listener)
  */
 static bool connection_judge(struct server *server, struct connection *connection)
 {
-    for (; connection->filled - connection->checked >= MESSAGE_BYTES; connection->checked += MESSAGE_BYTES) {
+    for (; connection->filled - connection->checked >= MESSAGE_BYTES;
+         connection->checked += MESSAGE_BYTES) {
         struct message message;
         bool whole = message_decode(connection->buffer + connection->checked, &message);
         struct message *expected = &connection->expected;
@@ -104,8 +109,8 @@ static bool connection_judge(struct server *server, struct connection *connectio
             expected->nonce = message.nonce;
         if (!whole || message.nonce != expected->nonce || message.number != expected->number) {
             if (server->errors++ < ERRORS_DESCRIBED)
-                say("check tcp: error: message %" PRIu64 " arrived as %s %" PRIu64, expected->number,
-                    whole ? "number" : "a broken", message.number);
+                say("check tcp: error: message %" PRIu64 " arrived as %s %" PRIu64,
+                    expected->number, whole ? "number" : "a broken", message.number);
             return false;
         }
         expected->number++;
@@ -118,7 +123,8 @@ static bool connection_judge(struct server *server, struct connection *connectio
 static bool connection_turn(struct server *server, struct connection *connection, short ready)
 {
     if (ready & (POLLIN | POLLHUP | POLLERR) && connection->filled < BUFFER_BYTES) {
-        ssize_t got = read(connection->fd, connection->buffer + connection->filled, BUFFER_BYTES - connection->filled);
+        ssize_t got = read(connection->fd, connection->buffer + connection->filled,
+                           BUFFER_BYTES - connection->filled);
         if (got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR))
             return false;
         if (got > 0)
@@ -127,8 +133,8 @@ static bool connection_turn(struct server *server, struct connection *connection
             return false;
     }
     if (connection->sent < connection->checked) {
-        ssize_t gone = send(connection->fd, connection->buffer + connection->sent, connection->checked - connection->sent,
-                            MSG_NOSIGNAL);
+        ssize_t gone = send(connection->fd, connection->buffer + connection->sent,
+                            connection->checked - connection->sent, MSG_NOSIGNAL);
         if (gone < 0 && errno != EAGAIN && errno != EINTR)
             return false;
         if (gone > 0)
@@ -160,7 +166,8 @@ static void server_turn(struct server *server, uint64_t wait_ms)
         return;
     for (int i = server->listeners; i < places; i++) {
         struct connection *connection = polled[i - server->listeners];
-        if (server->poll[i].revents && !connection_turn(server, connection, server->poll[i].revents))
+        if (server->poll[i].revents &&
+            !connection_turn(server, connection, server->poll[i].revents))
             connection_close(server, connection);
     }
     for (int i = 0; i < server->listeners; i++) {
@@ -173,11 +180,13 @@ int tcp_main(int words, char **word)
 {
     static struct server server;
     uint64_t port = 7, every = 1000;
-    const struct option table[] = {{"port", OPTION_NUMBER, &port}, {"every", OPTION_DURATION, &every}};
+    const struct option table[] = {{"port", OPTION_NUMBER, &port},
+                                   {"every", OPTION_DURATION, &every}};
     if (!options_read("tcp", words, word, table, sizeof table / sizeof *table))
         return EXIT_USAGE;
     if (port == 0 || port > UINT16_MAX || every > INT32_MAX) {
-        fprintf(stderr, "check tcp: port=%" PRIu64 " or every=%" PRIu64 " is out of range\n", port, every);
+        fprintf(stderr, "check tcp: port=%" PRIu64 " or every=%" PRIu64 " is out of range\n", port,
+                every);
         return EXIT_USAGE;
     }
     for (int i = 0; i < CONNECTIONS; i++)
@@ -188,8 +197,9 @@ int tcp_main(int words, char **word)
     say("check tcp: ready port=%" PRIu64 " listeners=%d", port, server.listeners);
     for (uint64_t due = now_ns();;) {
         if (period_over(&due, every))
-            say("check tcp: connections=%" PRIu64 " messages=%" PRIu64 " errors=%" PRIu64 " strangers=%" PRIu64, server.open,
-                server.messages, server.errors, server.strangers);
+            say("check tcp: connections=%" PRIu64 " messages=%" PRIu64 " errors=%" PRIu64
+                " strangers=%" PRIu64,
+                server.open, server.messages, server.errors, server.strangers);
         server_turn(&server, every);
     }
 }

@@ -76,7 +76,8 @@ static int connect_vsock(const char *path, uint16_t port)
     int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
     if (fd < 0)
         return -1;
-    if (connect(fd, (struct sockaddr *)&to, sizeof to) != 0 || dprintf(fd, "CONNECT %u\n", port) < 0) {
+    if (connect(fd, (struct sockaddr *)&to, sizeof to) != 0 ||
+        dprintf(fd, "CONNECT %u\n", port) < 0) {
         close(fd);
         return -1;
     }
@@ -111,10 +112,12 @@ static bool client_send(struct client *client, bool due)
     if (client->out_left == 0) {
         if (!due)
             return true;
-        message_encode(client->out, &(struct message){.number = client->sent++, .nonce = client->nonce});
+        message_encode(client->out,
+                       &(struct message){.number = client->sent++, .nonce = client->nonce});
         client->out_left = MESSAGE_BYTES;
     }
-    ssize_t gone = send(client->fd, client->out + MESSAGE_BYTES - client->out_left, client->out_left, MSG_NOSIGNAL | MSG_DONTWAIT);
+    ssize_t gone = send(client->fd, client->out + MESSAGE_BYTES - client->out_left,
+                        client->out_left, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (gone < 0)
         return errno == EAGAIN || errno == EINTR;
     client->out_left -= (size_t)gone;
@@ -152,11 +155,13 @@ static const char *answer_judge(struct client *client)
 static bool client_receive(struct client *client)
 {
     for (;;) {
-        ssize_t got = recv(client->fd, client->in + client->in_filled, MESSAGE_BYTES - client->in_filled, MSG_DONTWAIT);
+        ssize_t got = recv(client->fd, client->in + client->in_filled,
+                           MESSAGE_BYTES - client->in_filled, MSG_DONTWAIT);
         if (got < 0 && (errno == EAGAIN || errno == EINTR))
             return true;
         if (got <= 0) {
-            say("check echo: error: the connection ended: %s", got == 0 ? "closed by the other side" : strerror(errno));
+            say("check echo: error: the connection ended: %s",
+                got == 0 ? "closed by the other side" : strerror(errno));
             return false;
         }
         uint64_t now = now_ns();
@@ -175,7 +180,8 @@ static bool client_receive(struct client *client)
 }
 
 /* Runs until the time has passed and every message is answered. */
-static bool client_run(struct client *client, uint64_t interval_ms, uint64_t run_ms, uint64_t every, uint64_t drain_ms)
+static bool client_run(struct client *client, uint64_t interval_ms, uint64_t run_ms, uint64_t every,
+                       uint64_t drain_ms)
 {
     uint64_t start = now_ns(), next = start, due = start + every * 1000000, end = 0;
     for (;;) {
@@ -187,7 +193,8 @@ static bool client_run(struct client *client, uint64_t interval_ms, uint64_t run
             return true;
         if (end && now - end >= drain_ms * 1000000) {
             silence_count(client, now);
-            say("check echo: error: %" PRIu64 " messages are without an answer after %" PRIu64 " ms",
+            say("check echo: error: %" PRIu64 " messages are without an answer after %" PRIu64
+                " ms",
                 client->sent - client->received, drain_ms);
             return false;
         }
@@ -198,17 +205,21 @@ static bool client_run(struct client *client, uint64_t interval_ms, uint64_t run
                 next = now + interval_ms * 1000000;
         }
         if (!client_send(client, message_due)) {
-            say("check echo: error: cannot send message %" PRIu64 ": %s", client->sent - 1, strerror(errno));
+            say("check echo: error: cannot send message %" PRIu64 ": %s", client->sent - 1,
+                strerror(errno));
             return false;
         }
         if (period_over(&due, every)) {
             if (unanswered)
                 silence_count(client, now);
-            say("check echo: sent=%" PRIu64 " received=%" PRIu64 " silence_ms=%" PRIu64 " longest_silence_ms=%" PRIu64, client->sent,
-                client->received, client->silence_ns / 1000000, client->longest_silence_ns / 1000000);
+            say("check echo: sent=%" PRIu64 " received=%" PRIu64 " silence_ms=%" PRIu64
+                " longest_silence_ms=%" PRIu64,
+                client->sent, client->received, client->silence_ns / 1000000,
+                client->longest_silence_ns / 1000000);
             client->silence_ns = 0;
         }
-        struct pollfd socket = {.fd = client->fd, .events = (short)(POLLIN | (client->out_left ? POLLOUT : 0))};
+        struct pollfd socket = {.fd = client->fd,
+                                .events = (short)(POLLIN | (client->out_left ? POLLOUT : 0))};
         now = now_ns();
         int wait = !end && next > now ? (int)((next - now) / 1000000) + 1 : 10;
         if (poll(&socket, 1, wait) > 0 && !client_receive(client))
@@ -219,31 +230,44 @@ static bool client_run(struct client *client, uint64_t interval_ms, uint64_t run
 int tcp_client_main(int words, char **word)
 {
     const char *address = "10.0.0.2", *vsock = NULL;
-    uint64_t port = 7, interval = 20, run = 0, every = 1000, connect_ms = 60000, drain = 30000, window = WINDOW;
+    uint64_t port = 7, interval = 20, run = 0, every = 1000, connect_ms = 60000, drain = 30000,
+             window = WINDOW;
     const struct option table[] = {
-        {"addr", OPTION_TEXT, &address},       {"vsock", OPTION_TEXT, &vsock},   {"port", OPTION_NUMBER, &port},
-        {"interval", OPTION_DURATION, &interval}, {"run", OPTION_DURATION, &run}, {"every", OPTION_DURATION, &every},
-        {"connect", OPTION_DURATION, &connect_ms}, {"drain", OPTION_DURATION, &drain},
-        {"window", OPTION_NUMBER, &window}};
+        {"addr", OPTION_TEXT, &address},
+        {"vsock", OPTION_TEXT, &vsock},
+        {"port", OPTION_NUMBER, &port},
+        {"interval", OPTION_DURATION, &interval},
+        {"run", OPTION_DURATION, &run},
+        {"every", OPTION_DURATION, &every},
+        {"connect", OPTION_DURATION, &connect_ms},
+        {"drain", OPTION_DURATION, &drain},
+        {"window", OPTION_NUMBER, &window},
+    };
     if (!options_read("echo", words, word, table, sizeof table / sizeof *table))
         return EXIT_USAGE;
-    if (port == 0 || port > UINT16_MAX || interval == 0 || interval > 60000 || window == 0 || window > WINDOW) {
-        fprintf(stderr, "check echo: port=%" PRIu64 ", interval=%" PRIu64 " or window=%" PRIu64 " is out of range\n", port,
-                interval, window);
+    if (port == 0 || port > UINT16_MAX || interval == 0 || interval > 60000 || window == 0 ||
+        window > WINDOW) {
+        fprintf(stderr,
+                "check echo: port=%" PRIu64 ", interval=%" PRIu64 " or window=%" PRIu64
+                " is out of range\n",
+                port, interval, window);
         return EXIT_USAGE;
     }
     struct sigaction ending = {.sa_handler = end_told};
     sigaction(SIGINT, &ending, NULL);
     sigaction(SIGTERM, &ending, NULL);
 
-    struct client client = {.window = window, .nonce = scramble(now_ns() ^ (uint64_t)getpid() << 48)};
+    struct client client = {.window = window,
+                            .nonce = scramble(now_ns() ^ (uint64_t)getpid() << 48)};
     client.fd = connect_within(address, vsock, (uint16_t)port, connect_ms);
     if (client.fd < 0) {
-        say("check echo: cannot connect to %s port %" PRIu64 ": %s", vsock ? vsock : address, port, strerror(errno));
+        say("check echo: cannot connect to %s port %" PRIu64 ": %s", vsock ? vsock : address, port,
+            strerror(errno));
         return EXIT_FAILED;
     }
-    bool held = client_run(&client, interval, run, every, drain);
-    say("check echo: done sent=%" PRIu64 " received=%" PRIu64 " longest_silence_ms=%" PRIu64 " held=%s", client.sent, client.received,
-        client.longest_silence_ns / 1000000, held ? "yes" : "no");
-    return held ? EXIT_HELD : EXIT_FAILED;
+    bool intact = client_run(&client, interval, run, every, drain);
+    say("check echo: done sent=%" PRIu64 " received=%" PRIu64 " longest_silence_ms=%" PRIu64
+        " intact=%s",
+        client.sent, client.received, client.longest_silence_ns / 1000000, intact ? "yes" : "no");
+    return intact ? EXIT_PASSED : EXIT_FAILED;
 }

@@ -64,16 +64,20 @@ static bool option_read(const char *word, const struct option *table, size_t opt
     return false;
 }
 
-bool options_read(const char *who, int words, char **word, const struct option *table, size_t options)
+bool options_read(const char *who, int words, char **word, const struct option *table,
+                  size_t options)
 {
-    static const char *const unit[] = {
-        [OPTION_TEXT] = "", [OPTION_NUMBER] = "N", [OPTION_SIZE] = "N[K|M|G]", [OPTION_DURATION] = "N(ms|s)"};
+    static const char *const unit[] = {[OPTION_TEXT] = "",
+                                       [OPTION_NUMBER] = "N",
+                                       [OPTION_SIZE] = "N[K|M|G]",
+                                       [OPTION_DURATION] = "N(ms|s)"};
     for (int w = 0; w < words; w++) {
         if (option_read(word[w], table, options))
             continue;
         fprintf(stderr, "check %s: '%s' is none of its options:", who, word[w]);
         for (size_t i = 0; i < options; i++)
-            fprintf(stderr, " %s=%s", table[i].key, table[i].kind == OPTION_TEXT ? "TEXT" : unit[table[i].kind]);
+            fprintf(stderr, " %s=%s", table[i].key,
+                    table[i].kind == OPTION_TEXT ? "TEXT" : unit[table[i].kind]);
         fprintf(stderr, "\n");
         return false;
     }
@@ -115,7 +119,8 @@ uint64_t now_ns(void)
 
 void sleep_until(uint64_t deadline_ns)
 {
-    struct timespec until = {.tv_sec = (time_t)(deadline_ns / 1000000000), .tv_nsec = (long)(deadline_ns % 1000000000)};
+    struct timespec until = {.tv_sec = (time_t)(deadline_ns / 1000000000),
+                             .tv_nsec = (long)(deadline_ns % 1000000000)};
     while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &until, NULL) == EINTR)
         continue;
 }

@@ -46,7 +46,8 @@ bool disk_log_header(struct disk_log *log)
 }
 
 /* Calls `visit` with the record of every slot; number 0 means unreadable. */
-static bool slots_visit(struct disk_log *log, void (*visit)(void *, uint64_t slot, const struct record *), void *context)
+static bool slots_visit(struct disk_log *log,
+                        void (*visit)(void *, uint64_t slot, const struct record *), void *context)
 {
     const uint64_t slots = log->header.slots, in_file = log->bytes / BLOCK_BYTES;
     for (uint64_t first = 0; first < slots && first + 1 < in_file; first += CHUNK_BLOCKS) {
@@ -55,7 +56,8 @@ static bool slots_visit(struct disk_log *log, void (*visit)(void *, uint64_t slo
             blocks = in_file - first - 1;
         ssize_t bytes = (ssize_t)(blocks * BLOCK_BYTES);
         if (pread(log->fd, chunk, (size_t)bytes, (off_t)((first + 1) * BLOCK_BYTES)) != bytes) {
-            say("check disk: cannot read slot %" PRIu64 " of %s: %s", first, log->path, strerror(errno));
+            say("check disk: cannot read slot %" PRIu64 " of %s: %s", first, log->path,
+                strerror(errno));
             return false;
         }
         for (uint64_t i = 0; i < blocks; i++) {
@@ -85,8 +87,8 @@ struct judging {
 
 static void judge(void *context, uint64_t slot, const struct record *record)
 {
-    static const char *const text[] = {
-        [SLOT_LOST] = "a flushed write was lost or rolled back", [SLOT_AHEAD] = "nobody can have written it yet"};
+    static const char *const text[] = {[SLOT_LOST] = "a flushed write was lost or rolled back",
+                                       [SLOT_AHEAD] = "it cannot have been written yet"};
     const struct judging *judging = context;
     struct disk_verdict *verdict = judging->verdict;
     uint64_t slots = judging->log->header.slots;
@@ -94,8 +96,9 @@ static void judge(void *context, uint64_t slot, const struct record *record)
     if (is == SLOT_GOOD || is == SLOT_TORN)
         return;
     if (verdict->errors++ < ERRORS_DESCRIBED)
-        say("check disk: error: slot %" PRIu64 " must hold record %" PRIu64 " and holds record %" PRIu64 ": %s", slot,
-            record_due(slot, slots, verdict->flushed), record->number, text[is]);
+        say("check disk: error: slot %" PRIu64 " must hold record %" PRIu64
+            " and holds record %" PRIu64 ": %s",
+            slot, record_due(slot, slots, verdict->flushed), record->number, text[is]);
 }
 
 bool disk_log_judge(struct disk_log *log, uint64_t promised, struct disk_verdict *verdict)
@@ -108,7 +111,8 @@ bool disk_log_judge(struct disk_log *log, uint64_t promised, struct disk_verdict
         return false;
     /* Slots past the end of the file hold nothing. */
     uint64_t in_file = log->bytes / BLOCK_BYTES, read = in_file ? in_file - 1 : 0;
-    uint64_t promised_slots = verdict->flushed < log->header.slots ? verdict->flushed : log->header.slots;
+    uint64_t promised_slots =
+        verdict->flushed < log->header.slots ? verdict->flushed : log->header.slots;
     for (uint64_t slot = read; slot < promised_slots; slot++)
         judge(&judging, slot, &(struct record){0});
     return true;
@@ -118,7 +122,8 @@ int disk_verify_main(int words, char **word)
 {
     const char *path = "/dev/vda";
     uint64_t at_least = 0;
-    const struct option table[] = {{"path", OPTION_TEXT, &path}, {"at-least", OPTION_NUMBER, &at_least}};
+    const struct option table[] = {{"path", OPTION_TEXT, &path},
+                                   {"at-least", OPTION_NUMBER, &at_least}};
     if (!options_read("disk-verify", words, word, table, sizeof table / sizeof *table))
         return EXIT_USAGE;
 
@@ -132,7 +137,7 @@ int disk_verify_main(int words, char **word)
     }
     if (!disk_log_judge(&log, at_least, &verdict))
         return EXIT_FAILED;
-    say("check disk: verify last=%" PRIu64 " flushed=%" PRIu64 " errors=%" PRIu64 " intact=%s", verdict.last, verdict.flushed,
-        verdict.errors, verdict.errors ? "no" : "yes");
-    return verdict.errors ? EXIT_FAILED : EXIT_HELD;
+    say("check disk: verify last=%" PRIu64 " flushed=%" PRIu64 " errors=%" PRIu64 " intact=%s",
+        verdict.last, verdict.flushed, verdict.errors, verdict.errors ? "no" : "yes");
+    return verdict.errors ? EXIT_FAILED : EXIT_PASSED;
 }
