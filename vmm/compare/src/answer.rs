@@ -274,10 +274,9 @@ mod tests {
         assert_eq!(
             answer(&rows)[1],
             "With 1 GiB, an epoch of the light guest (about 100 dirty pages) takes 10.0 µs: 9.0 \
-                times \
-             faster than userfault-wp+tree (90.0 µs) and 5.0 times faster than dirty-bitmap+flat \
-             (50.0 µs). With 64 GiB, it takes 11.0 µs: 8.3 times faster than userfault-wp+tree \
-             (91.0 µs) and 291 times faster than dirty-bitmap+flat (3.2 ms)."
+             times faster than userfault-wp+tree (90.0 µs) and 5.0 times faster than \
+             dirty-bitmap+flat (50.0 µs). With 64 GiB, it takes 11.0 µs: 8.3 times faster than \
+             userfault-wp+tree (91.0 µs) and 291 times faster than dirty-bitmap+flat (3.2 ms)."
         );
     }
 

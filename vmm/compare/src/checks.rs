@@ -41,9 +41,8 @@ fn checked(rows: &[CellReport]) -> Option<String> {
         0 => Some("It is not known whether pages were missed: no check was strict.".to_owned()),
         _ => Some(format!(
             "No way missed a page: in {checks} checks of a paused guest, all {written} pages \
-                written since the check before were reported.{} \
-             While the guest ran, every page that it wrote was in some epoch; whether in the \
-             right one is not checked there.",
+             written since the check before were reported.{} While the guest ran, every page that \
+             it wrote was in some epoch; whether in the right one is not checked there.",
             match sum(|f| f.extra_frames) {
                 0 => String::new(),
                 extra =>
@@ -70,8 +69,7 @@ fn marked_all(rows: &[CellReport]) -> Option<String> {
     (!parts.is_empty()).then(|| {
         format!(
             "ALL MEMORY COUNTED AS DIRTY in some epochs, because a ring was overrun: {}. No page \
-                can be found missing there, and the checks \
-             after such epochs are not counted.",
+             can be found missing there, and the checks after such epochs are not counted.",
             parts.join("; ")
         )
     })

@@ -2,11 +2,11 @@
 //!
 //! Paths and JSON are Firecracker's where it has the same thing (`/`, `/version`,
 //! `/machine-config`, `/vm`, `/vm/config`, `/actions`, `/balloon`, `/drives/{id}`,
-//! `/network-interfaces/{id}`, `/vsock`). `/info`, `/stop`, `/dirty`, `/dirty/watch`, `/metrics`,
-//! `/migration`, `/migration/plan` and `/checkpoint` are Driftline's own. The server answers a
-//! request with 200 and JSON, with 204, or with a refusal that has a `fault_message`. A process
-//! that is configured over the API (`driftline serve`) answers Firecracker's paths as Firecracker
-//! does.
+//! `/network-interfaces/{id}`, `/vsock`). `/info`, `/stop`, `/nmi`, `/dirty`, `/metrics`,
+//! `/migration` and `/checkpoint`, with the paths below them, are Driftline's own. The server
+//! answers a request with 200 and JSON, with 204, or with a refusal that has a `fault_message`. A
+//! process that is configured over the API (`driftline serve`) answers Firecracker's paths as
+//! Firecracker does.
 
 mod app;
 mod balloon;
