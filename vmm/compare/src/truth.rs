@@ -91,7 +91,7 @@ impl Audit {
         let written = before != now;
         // Generations wrap past 0, because 0 means never written.
         let wrapped = if now[0] < before[0] { u64::from(u32::MAX) } else { 0 };
-        self.writes += (now[0] + wrapped).saturating_sub(before[0]);
+        self.writes += now[0].saturating_add(wrapped).saturating_sub(before[0]);
         self.written += u64::from(written);
         self.reported += u64::from(reported);
         self.missed += u64::from(written && !reported);
