@@ -33,7 +33,6 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
     let control = ReceiveControl::new();
     let give_up = control.clone();
     let watched = control.clone();
-    print_message(format_args!("waiting for a migration on tcp:{address}"));
     let arriving = move || {
         let progress = watched.progress();
         Arriving { reason: receiving_line(&progress), progress }
@@ -51,6 +50,8 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
         true
     });
     let server = Server::start(listeners, app.clone())?;
+    // From here on the server handles signals, which a reader of this message may send.
+    print_message(format_args!("waiting for a migration on tcp:{address}"));
     notify::ready(format_args!("waiting for a migration on tcp:{address}"));
     let host = host_config(&args.host, args.devices)?;
     let memory = host.memory;
