@@ -129,7 +129,6 @@ fn outcome(status: &str, phase: Phase, guest: Option<GuestLocation>) -> Value {
 }
 
 fn report_table(report: &SendReport) -> String {
-    let per_second = output::bytes(report.throughput_bytes_per_s);
     let mut lines = vec![
         ("guest", report.vm_id.to_string()),
         ("total", format!("{:.1} ms", report.total_time_ms)),
@@ -137,7 +136,7 @@ fn report_table(report: &SendReport) -> String {
         ("setup", format!("{:.1} ms", report.setup_time_ms)),
         ("passes", report.passes.len().to_string()),
         ("transferred", output::bytes(report.transferred_bytes)),
-        ("throughput", format!("{per_second}/s")),
+        ("throughput", output::bytes_per_s(report.throughput_bytes_per_s)),
         ("pages", format!("{} and {} of zeros", report.normal_frames, report.zero_frames)),
         ("throttled", throttle_summary(&report.throttle)),
         ("ended because", report.converged.clone()),

@@ -64,6 +64,11 @@ pub(crate) fn table<N: AsRef<str>, V: AsRef<str>>(rows: &[(N, V)]) -> String {
     rows.iter().map(line).collect::<Vec<_>>().join("\n")
 }
 
+/// Formats a rate in bytes/s, as [`bytes`] does.
+pub(crate) fn bytes_per_s(rate: u64) -> String {
+    format!("{}/s", bytes(rate))
+}
+
 /// Formats a size in powers of two, with one decimal digit unless that is 0.
 pub(crate) fn bytes(n: u64) -> String {
     const UNITS: [(&str, u32); 4] = [("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)];

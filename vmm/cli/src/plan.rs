@@ -1,4 +1,4 @@
-//! Owns `driftline plan`: its options, and the text of a plan.
+//! Owns `driftline plan`: its request, and the text of a plan.
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -38,7 +38,7 @@ fn report(plan: &Plan) -> String {
     let (profile, migration) = (&plan.guest, &plan.migration);
     let assumed = if plan.bandwidth_assumed { ", assumed: say --bandwidth" } else { "" };
     let mut rows = vec![
-        ("link", format!("{}{assumed}", per_s(plan.bandwidth_bytes_per_s))),
+        ("link", format!("{}{assumed}", output::bytes_per_s(plan.bandwidth_bytes_per_s))),
         ("downtime target", format!("{} ms", plan.downtime_target_ms)),
         (
             "memory",
@@ -60,7 +60,7 @@ fn report(plan: &Plan) -> String {
         rows.push(("without throttle", text));
     }
     if plan.verdict == PlanVerdict::DoesNotConverge {
-        rows.push(("postcopy", "not offered by this version".to_owned()));
+        rows.push(("post-copy", "not offered by this version".to_owned()));
     }
     rows.extend(plan.checkpoints.iter().map(|c| ("checkpoint", describe_cadence(c))));
     rows.push((
@@ -74,10 +74,6 @@ fn report(plan: &Plan) -> String {
     ));
     rows.extend(notes(plan).into_iter().map(|why| ("note", why)));
     format!("{}\n\n{}", headline(plan), output::table(&rows))
-}
-
-fn per_s(rate: u64) -> String {
-    format!("{}/s", output::bytes(rate))
 }
 
 fn frames(n: u64) -> String {
@@ -95,7 +91,7 @@ fn describe_window(window: &WindowSummary) -> String {
         "{} in {:.0} ms ({}){by}",
         size(window.frames),
         window.window_ms,
-        per_s(window.dirty_rate_bytes_per_s)
+        output::bytes_per_s(window.dirty_rate_bytes_per_s)
     )
 }
 
@@ -106,7 +102,7 @@ fn describe_cadence(cadence: &CadenceForecast) -> String {
         frames(cadence.frames),
         cadence.pause_ms,
         cadence.pause_ms / cadence.every_ms * 100.0,
-        per_s(cadence.store_bytes_per_s),
+        output::bytes_per_s(cadence.store_bytes_per_s),
         if cadence.bearable { "" } else { ", too often" }
     )
 }
@@ -129,8 +125,8 @@ fn verdict(plan: &Plan) -> String {
     match (plan.verdict, plan.migration.most_bytes_per_s) {
         (PlanVerdict::ConvergesThrottled, Some(most)) => {
             format!(
-                "converges with vCPUs throttled to {}/s each, as they will be",
-                output::bytes(most)
+                "converges with vCPUs throttled to {} each, as they will be",
+                output::bytes_per_s(most)
             )
         }
         (PlanVerdict::Converges | PlanVerdict::ConvergesThrottled, _) => "converges".to_owned(),
@@ -241,6 +237,6 @@ mod tests {
             text.contains("did not write at one rate") && text.contains("their pauses"),
             "{text}"
         );
-        assert!(!text.contains("postcopy"), "{text}");
+        assert!(!text.contains("post-copy"), "{text}");
     }
 }

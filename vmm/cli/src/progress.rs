@@ -52,11 +52,10 @@ pub(super) fn progress_line(p: &Progress) -> String {
             if p.link_rate_bytes_per_s == 0 {
                 return line;
             }
-            let rate = |r| output::bytes(r);
             format!(
-                "{line}, guest writes {}/s, link carries {}/s, pause now about {:.1} ms{}",
-                rate(p.dirty_rate_bytes_per_s),
-                rate(p.link_rate_bytes_per_s),
+                "{line}, guest writes {}, link carries {}, pause now about {:.1} ms{}",
+                output::bytes_per_s(p.dirty_rate_bytes_per_s),
+                output::bytes_per_s(p.link_rate_bytes_per_s),
                 p.expected_downtime_ms,
                 throttle_list(&p.throttle)
             )
@@ -76,7 +75,7 @@ fn throttle_list(vcpus: &[VcpuThrottle]) -> String {
         |v: &VcpuThrottle| format!("vCPU {} throttled {:.0} %", v.vcpu, v.throttled_percent);
     let throttled: Vec<String> =
         vcpus.iter().filter(|v| v.throttled_percent >= 0.5).map(throttled).collect();
-    let all = [format!(", vCPUs throttled to {}/s each", output::bytes(most))];
+    let all = [format!(", vCPUs throttled to {} each", output::bytes_per_s(most))];
     all.into_iter().chain(throttled).collect::<Vec<_>>().join(", ")
 }
 
@@ -94,7 +93,7 @@ pub(super) fn receiving_line(p: &Progress) -> String {
             );
             match p.link_rate_bytes_per_s {
                 0 => line,
-                rate => format!("{line}, link carries {}/s", output::bytes(rate)),
+                rate => format!("{line}, link carries {}", output::bytes_per_s(rate)),
             }
         }
         phase => format!("receiving a guest, {phase}: {received} received"),

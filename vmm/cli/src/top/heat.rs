@@ -158,7 +158,7 @@ pub(super) fn draw(page: &WatchPage, palette: Palette, area: Rect, buffer: &mut 
     for (row, rates) in (0..rows).zip(cells.rates.chunks(usize::from(width).max(1))) {
         let y = area.y + row;
         if label > 0 {
-            let at = u64::from(row) * u64::from(width) * cells.bytes;
+            let at = (u64::from(row) * u64::from(width)).saturating_mul(cells.bytes);
             let text = format!("0x{:0digits$x}", gpa(page, at), digits = usize::from(digits));
             buffer.set_stringn(area.x, y, text, usize::from(label), Style::new());
         }
@@ -179,9 +179,9 @@ pub(super) fn draw(page: &WatchPage, palette: Palette, area: Rect, buffer: &mut 
         }
         let (least, most) = cells.scale();
         let range = format!(
-            "from {}/s to {}/s and more",
-            output::bytes(least as u64),
-            output::bytes(most as u64)
+            "from {} to {} and more",
+            output::bytes_per_s(least as u64),
+            output::bytes_per_s(most as u64)
         );
         let step = (most / least).powf(1.0 / f64::from(levels - 1));
         let beside = match legend {

@@ -84,8 +84,3 @@ fn checkpoints(run: &CheckpointSummary) -> Sentence {
     text += &format!(", in {}", run.store.display());
     Sentence { text, alarming }
 }
-
-/// Formats a rate.
-pub(super) fn per_second(bytes: u64) -> String {
-    format!("{}/s", output::bytes(bytes))
-}

@@ -12,8 +12,8 @@ use ratatui::text::Line;
 use ratatui::widgets::{Paragraph, Sparkline, Widget, Wrap};
 
 use super::heat;
-use super::jobs::{self, Sentence, per_second};
-use super::view::{LastAnswer, TopView, per_second as frames_per_s};
+use super::jobs::{self, Sentence};
+use super::view::{LastAnswer, TopView, per_second};
 use crate::output;
 use crate::progress::receiving_line;
 
@@ -204,12 +204,12 @@ fn machine(page: &WatchPage) -> String {
 fn writes(page: &WatchPage) -> String {
     let mut text = format!(
         "writes {}, {} pages in {:.0} ms",
-        per_second(page.dirty_rate_bytes_per_s),
+        output::bytes_per_s(page.dirty_rate_bytes_per_s),
         page.frames,
         page.window_ms
     );
     if let Some((gpa, rate)) = heat::hottest(page) {
-        text += &format!("; most at {gpa:#x}, {}", per_second(rate));
+        text += &format!("; most at {gpa:#x}, {}", output::bytes_per_s(rate));
     } else if page.info.state == GuestState::Paused {
         text += "; it is paused";
     }
@@ -222,7 +222,7 @@ fn writes(page: &WatchPage) -> String {
 
 /// Returns the line of one vCPU, or of several.
 fn figures(page: &WatchPage, name: &str, vcpu: &VcpuWindow, full: u64) -> String {
-    let rate = |n| frames_per_s(n, page.window_ms);
+    let rate = |n| per_second(n, page.window_ms);
     let unknown = || "-".to_owned();
     let frames = vcpu.dirtied_frames.map(rate);
     let bytes = frames.map(|n| output::bytes(n.saturating_mul(4096)));

@@ -211,7 +211,7 @@ fn any_screen_size_and_vcpu_count_is_drawn() {
     assert!(others.contains(&format!(" {} ", (64 - listed) * 20)), "{listed}: {screen:#?}");
     // Hostile figures must not panic either.
     let Some(super::view::LastAnswer::Page(page)) = &mut view.last_answer else { panic!("a page") };
-    page.bin_frames = vec![u64::MAX / 8192; 3];
+    page.bin_frames = vec![u64::MAX / 8192; 4096];
     page.bin_bytes = u64::MAX;
     page.memory = vec![MemoryRange { gpa: u64::MAX, bytes: 1 }];
     page.window_ms = 0.0;
