@@ -1,5 +1,5 @@
-//! Owns `driftline compare`: its options, the checks before any machine is started, and the
-//! destination of the report.
+//! Owns `driftline compare`: what its options ask for, the checks before any machine is started, and
+//! the destination of the report.
 
 use std::fs;
 use std::io::{ErrorKind, Write};
@@ -18,6 +18,7 @@ use tempfile::NamedTempFile;
 use super::args::CompareArgs;
 use super::failure::Failure;
 use super::output::{print, print_json, print_message};
+use super::paths::directory_of;
 use super::status_line::StatusLine;
 use super::version::version;
 
@@ -95,8 +96,8 @@ pub(super) fn compare(args: CompareArgs) -> Result<ExitCode, Failure> {
         )));
     }
     // Files are renamed into place, so their directories must be writable.
-    let directories =
-        html.iter().chain(&svg).map(|target| directory(&target.destination)).collect();
+    let directory = |report: &ReportFile| directory_of(&report.destination).to_owned();
+    let directories = html.iter().chain(&svg).map(directory).collect();
     let capabilities = driftline_machine::doctor::usable_kvm().map_err(Failure::host_lacks)?;
     let host = HostDescription::describe();
     restrict(&args, directories)?;
@@ -169,7 +170,7 @@ impl ReportFile {
                 return Err(refused(&"it is a link to nothing"));
             }
             Err(e) if e.kind() == ErrorKind::NotFound => {
-                directory(path).canonicalize().map(|directory| directory.join(name))
+                directory_of(path).canonicalize().map(|directory| directory.join(name))
             }
             Err(e) => Err(e),
         };
@@ -177,7 +178,7 @@ impl ReportFile {
         let file = tempfile::Builder::new()
             .prefix(".driftline-")
             .permissions(std::os::unix::fs::PermissionsExt::from_mode(0o644))
-            .tempfile_in(directory(&destination));
+            .tempfile_in(directory_of(&destination));
         Ok(Self { path: path.to_owned(), destination, file: file.map_err(|e| refused(&e))? })
     }
 
@@ -188,14 +189,6 @@ impl ReportFile {
         put.map(drop).map_err(|e| {
             Failure::error(format_args!("{} cannot be written: {e}", self.path.display()))
         })
-    }
-}
-
-/// Returns the directory that contains a file.
-fn directory(path: &Path) -> PathBuf {
-    match path.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() => parent.to_owned(),
-        _ => PathBuf::from("."),
     }
 }
 
@@ -219,7 +212,7 @@ fn restrict(args: &CompareArgs, write: Vec<PathBuf>) -> Result<(), Failure> {
 /// Shows progress on stderr: a bar on a terminal, otherwise an occasional line.
 struct CompareProgress {
     line: StatusLine,
-    said: Instant,
+    last_message: Instant,
 }
 
 impl CompareProgress {
@@ -235,7 +228,7 @@ impl CompareProgress {
         ));
         let line = StatusLine::bar();
         line.step(0, runs);
-        Self { line, said: Instant::now() }
+        Self { line, last_message: Instant::now() }
     }
 
     fn show(&mut self, step: CompareStep<'_>) {
@@ -245,8 +238,8 @@ impl CompareProgress {
         if self.line.is_shown() {
             self.line.step(step.done, step.of);
             self.line.show(what);
-        } else if self.said.elapsed() > Duration::from_secs(10) {
-            self.said = Instant::now();
+        } else if self.last_message.elapsed() > Duration::from_secs(10) {
+            self.last_message = Instant::now();
             print_message(format_args!("{} of {} measured, now {what}", step.done, step.of));
         }
     }

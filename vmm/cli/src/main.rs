@@ -18,6 +18,7 @@ mod log;
 mod migration;
 mod notify;
 mod output;
+mod paths;
 mod plan;
 mod progress;
 mod receive;

@@ -21,6 +21,7 @@ use super::args::{DeviceArgs, HostArgs};
 use super::failure::Failure;
 use super::notify;
 use super::output::{bytes, print_message};
+use super::paths::directory_of;
 
 /// Logs the guest's memory and devices.
 pub(super) fn log_machine(vm: &dyn Vm, memory: &MemoryOptions) {
@@ -64,11 +65,8 @@ impl NamedFiles {
 /// Returns the path that the sandbox must allow for a disk: its file, or, for a copy, the directory
 /// in which the file is created and, if its guest does not arrive, removed.
 fn place(disk: &DiskSpec) -> PathBuf {
-    match disk.path.parent().filter(|_| disk.copy) {
-        None => disk.path.clone(),
-        Some(parent) if parent.as_os_str().is_empty() => ".".into(),
-        Some(parent) => parent.to_owned(),
-    }
+    let place = if disk.copy { directory_of(&disk.path) } else { disk.path.as_path() };
+    place.to_owned()
 }
 
 /// A process in its sandbox, which has no threads of its own yet.

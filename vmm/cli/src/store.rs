@@ -13,6 +13,7 @@ use super::args::{ExportArgs, ExportFormat, RepairArgs, StoreArgs, StoreCommand}
 use super::checkpoint_source::{CheckpointSource, repair_command, store_failure};
 use super::failure::Failure;
 use super::output::{self, print, print_json, print_message};
+use super::paths::directory_of;
 
 /// `driftline store`.
 pub(super) fn store(command: &StoreCommand) -> Result<ExitCode, Failure> {
@@ -57,7 +58,7 @@ fn export(args: &ExportArgs) -> Result<ExitCode, Failure> {
     let store = Store::open(&args.store)?;
     store.check_is_store()?;
     let path = &args.output;
-    let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let dir = directory_of(path);
     let refused = |e: io::Error| {
         let why = match e.kind() {
             io::ErrorKind::AlreadyExists => "it exists; --force overwrites it".to_owned(),
@@ -187,7 +188,7 @@ fn age(seconds: u64) -> String {
 }
 
 /// Reports on stderr what is damaged in a store, and why.
-fn say_damage(survey: &Survey) {
+fn print_damage(survey: &Survey) {
     for checkpoint in &survey.checkpoints {
         let Some(damage) = &checkpoint.damage else { continue };
         match checkpoint.epoch {
@@ -208,7 +209,7 @@ fn say_damage(survey: &Survey) {
 /// Ends a command that has found damage and has not repaired it.
 fn is_damaged(dir: &Path, survey: &Survey, json: bool) -> Result<ExitCode, Failure> {
     if !json {
-        say_damage(survey);
+        print_damage(survey);
         print_message(repair_command(dir));
     }
     Err(Failure::error(survey.verdict()).with(survey))
@@ -264,7 +265,7 @@ fn repair(args: &RepairArgs) -> Result<ExitCode, Failure> {
         print_json(&report)?;
         return Ok(code);
     }
-    say_damage(&report.survey);
+    print_damage(&report.survey);
     if report.repaired {
         print_message(format_args!(
             "repaired {}; what was replaced is in {}: remove it when it is no longer needed",
