@@ -126,17 +126,13 @@ pub(super) fn resolve(dir: &Path, args: &ResolveArgs) -> Result<ExitCode, Failur
     for e in &unreadable {
         print_message(e);
     }
-    let is_requested = |record: &SourceRecord| match &args.vm {
-        None => true,
-        Some(id) => record.vm_id.to_string() == *id,
-    };
-    found.retain(is_requested);
+    found.retain(|record| args.vm.is_none_or(|id| record.vm_id == id));
     let first = found.first().map(|record| record.vm_id);
     let (Some(records), Some(vm_id)) = (records, first) else {
         return Err(Failure::error(format_args!(
             "no migration is in doubt: {} has no record of {}",
             dir.display(),
-            args.vm.as_deref().map_or("a pending hand-over".to_owned(), |id| format!("guest {id}"))
+            args.vm.map_or("a pending hand-over".to_owned(), |id| format!("guest {id}"))
         )));
     };
     if found.iter().any(|record| record.vm_id != vm_id) {
@@ -194,7 +190,7 @@ fn describe(record: &SourceRecord) -> String {
     let since = UNIX_EPOCH.checked_add(Duration::from_millis(record.time_unix_ms));
     let ago = since.and_then(|since| SystemTime::now().duration_since(since).ok());
     format!(
-        "guest {} may be running at {} since {} s ago",
+        "guest {} may be running at {}: its hand-over began {} s ago",
         record.vm_id,
         record.peer,
         ago.unwrap_or_default().as_secs()

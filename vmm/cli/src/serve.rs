@@ -42,8 +42,8 @@ pub(super) fn serve(args: ServeArgs) -> Result<ExitCode, Failure> {
     configure(MicroVm::new(args.id, "Driftline", METADATA_LIMIT), events)
 }
 
-/// Performs what the requests ask for until the process is to end. Returns without the callers that
-/// still wait, so that the server tells them.
+/// Performs what the requests ask for until the process is to end. Callers that still wait are
+/// dropped on return, and the server answers them.
 fn configure(mut vm: MicroVm<Caller>, events: Receiver<ApiEvent>) -> Result<ExitCode, Failure> {
     let mut next = VecDeque::new();
     loop {

@@ -24,7 +24,7 @@ pub(crate) struct ApiArgs {
 }
 
 impl ApiArgs {
-    /// A client of that VMM.
+    /// Returns a client of that VMM.
     pub(crate) fn client(&self) -> driftline_control::api::Client {
         driftline_control::api::Client::new(&self.api_sock).with_timeout(self.timeout)
     }

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
+use driftline_guest::VmId;
 use driftline_migrate::{Compression, CopyDrives, TimeoutStrategy};
 
 use super::api::QueryArgs;
@@ -81,7 +82,7 @@ pub(crate) struct ResolveArgs {
     pub(crate) state_dir: Option<PathBuf>,
     /// The guest's id, if the directory has records of several guests
     #[arg(long, value_name = "ID", requires = "state_dir", help_heading = headings::MIGRATION)]
-    pub(crate) vm: Option<String>,
+    pub(crate) vm: Option<VmId>,
     /// How long to wait for an answer: digits and ms or s
     #[arg(long, value_name = "TIME", default_value = "30s", value_parser = values::duration,
           help_heading = headings::WAITING)]

@@ -223,9 +223,13 @@ fn guest_in_doubt_waits_for_the_operator() {
     let stderr = fail(1, &restore);
     assert!(stderr.contains(&format!("guest {id} may be running at ")), "{stderr}");
     assert!(stderr.contains("driftline resolve --state-dir"), "{stderr}");
-    let stderr = fail(1, &["resolve", "--state-dir", &state, "--vm", "another", "--run"]);
-    assert!(stderr.contains("has no record of guest another"), "{stderr}");
-    let run = ["resolve", "--state-dir", &state, "--vm", &id, "--run", "--json"];
+    let another = "aaaaaaaa-0000-4000-8000-000000000001";
+    let stderr = fail(1, &["resolve", "--state-dir", &state, "--vm", another, "--run"]);
+    assert!(stderr.contains(&format!("has no record of guest {another}")), "{stderr}");
+    let stderr = fail(2, &["resolve", "--state-dir", &state, "--vm", "another", "--run"]);
+    assert!(stderr.contains("\"another\" is no UUID"), "{stderr}");
+    let upper = id.to_uppercase();
+    let run = ["resolve", "--state-dir", &state, "--vm", &upper, "--run", "--json"];
     let resolved: Value = serde_json::from_str(&succeed(&run)).unwrap();
     let peer = to.trim_start_matches("tcp:");
     let all = json!({ "action": "run", "vm_id": id, "peers": [peer] });
