@@ -2,9 +2,7 @@
 //! and refusals that name the field.
 
 use crate::common::{TestDir, Vmm, fail, request};
-use driftline_machine::testing::Elf;
-use driftline_machine::testing::TestTap;
-use driftline_machine::testing::{kvm_or_skip, skip};
+use driftline_machine::testing::{Elf, TestTap, kvm_or_skip, skip};
 use serde_json::{Value, json};
 
 /// Returns the answer to `GET /vm/config`.

@@ -6,7 +6,7 @@ use std::process::Stdio;
 use serde_json::Value;
 
 use crate::common::script::{DriverScript, MEM_BYTES, ScriptedDevice};
-use crate::common::{TestDir, Vmm, driftline, wait_for};
+use crate::common::{TestDir, Vmm, driftline, status_field, wait_for};
 use driftline_machine::testing::kvm_or_skip;
 
 /// Twice the bytes for which two threads share a drain. An epoch that ends in the midst of the
@@ -25,22 +25,26 @@ struct PoolThread {
     waits: u64,
 }
 
-/// Returns the threads of the pool of `vmm`.
-fn pool_threads(vmm: &Vmm<'_>) -> Vec<PoolThread> {
-    let tasks = std::fs::read_dir(format!("/proc/{}/task", vmm.pid())).unwrap();
-    let of = |dir: std::path::PathBuf| {
-        let status = std::fs::read_to_string(dir.join("status")).ok()?;
-        let field = |name| status.lines().find_map(|l| l.strip_prefix(name)).map(str::trim);
-        let number = |name| field(name)?.parse::<u64>().ok();
-        let is_pool = field("Name:")?.starts_with("pool-");
+impl PoolThread {
+    fn of(status: &str) -> Option<Self> {
+        let number = |name| status_field(status, name)?.parse::<u64>().ok();
+        let is_pool = status_field(status, "Name:")?.starts_with("pool-");
         let (seccomp, waits) = (number("Seccomp:")?, number("voluntary_ctxt_switches:")?);
-        is_pool.then_some(PoolThread { seccomp: seccomp as u32, waits })
-    };
-    tasks.filter_map(|task| of(task.ok()?.path())).collect()
+        is_pool.then_some(Self { seccomp: seccomp as u32, waits })
+    }
 }
 
-fn waits(vmm: &Vmm<'_>) -> u64 {
-    pool_threads(vmm).iter().map(|thread| thread.waits).sum()
+/// Returns the threads of the pool of `vmm`: one for each of so many processors.
+fn pool_threads(vmm: &Vmm<'_>, processors: usize) -> Vec<PoolThread> {
+    wait_for("the pool's threads", || {
+        let statuses = vmm.thread_statuses();
+        let threads: Vec<_> = statuses.iter().filter_map(|s| PoolThread::of(s)).collect();
+        (threads.len() == processors).then_some(threads)
+    })
+}
+
+fn waits(vmm: &Vmm<'_>, processors: usize) -> u64 {
+    pool_threads(vmm, processors).iter().map(|thread| thread.waits).sum()
 }
 
 /// Starts a guest that discards its whole disk when its balloon is to take 1 MiB, and then does
@@ -65,8 +69,7 @@ fn pool_drains_a_large_disk_in_the_sandbox() {
     let tmp = TestDir::new();
     let mut vmm = discarding_guest(&tmp);
     let processors = std::thread::available_parallelism().unwrap().get();
-    let threads = pool_threads(&vmm);
-    assert_eq!(threads.len(), processors, "{threads:?}");
+    let threads = pool_threads(&vmm, processors);
     assert!(threads.iter().all(|thread| thread.seccomp == 2), "{threads:?}");
 
     let mut run = driftline(&["checkpoint", "--json", "--store", &tmp.text("store")]);
@@ -74,7 +77,7 @@ fn pool_drains_a_large_disk_in_the_sandbox() {
     run.stdout(File::create(tmp.path("epochs")).unwrap()).stderr(Stdio::null());
     let mut run = run.spawn().unwrap();
     wait_for("the full checkpoint", || tmp.read("epochs").contains('\n').then_some(()));
-    let before = waits(&vmm);
+    let before = waits(&vmm, processors);
     vmm.tell(&["balloon", "--size", "1M"]);
     wait_for("the discards", || tmp.read("a.serial").contains('D').then_some(()));
     let blocks = || {
@@ -87,7 +90,7 @@ fn pool_drains_a_large_disk_in_the_sandbox() {
     let all = u64::from(DISK_GIB) << 18;
     wait_for("checkpoints of all blocks", || (blocks() >= all).then_some(()));
     // With one processor nothing is shared.
-    assert!(processors == 1 || waits(&vmm) > before, "the pool had no work");
+    assert!(processors == 1 || waits(&vmm, processors) > before, "the pool had no work");
     vmm.tell(&["stop"]);
     assert_eq!(vmm.wait(), Some(0), "{}", vmm.stderr());
     run.wait().unwrap();

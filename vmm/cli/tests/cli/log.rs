@@ -1,12 +1,12 @@
 //! The log: its format, its destination, its filter, and a reader that has stopped reading.
 
-use std::net::SocketAddr;
 use std::os::unix::net::UnixStream;
 use std::process::Stdio;
 
-use crate::common::{TIMEOUT, TestDir, Vmm, driftline, fail, output, text, wait_for};
+use crate::common::{
+    ClosedAddress, TIMEOUT, TestDir, Vmm, driftline, fail, output, text, wait_for,
+};
 use driftline_machine::testing::{Elf, kvm_or_skip};
-use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, getsockname, socket_with};
 use serde_json::Value;
 
 const GUEST: &[&str] = &["--backend", "threads", "--mem", "64M", "--guest", "payload,ws=1M"];
@@ -109,17 +109,13 @@ fn a_bad_log_filter_is_wrong_usage() {
 /// users of its log.
 #[test]
 fn failed_migration_is_printed_once() {
-    // Bound, so that no other program gets the port, and not listening.
-    let flags = SocketFlags::CLOEXEC;
-    let bound = socket_with(AddressFamily::INET, SocketType::STREAM, flags, None).unwrap();
-    bind(&bound, &SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
-    let closed = SocketAddr::try_from(getsockname(&bound).unwrap()).unwrap();
-    let to = format!("tcp:{closed}");
+    let closed = ClosedAddress::new();
+    let to = format!("tcp:{}", closed.address);
     for (verbose, in_log) in [(&[][..], 0), (&["-v"], 1)] {
         let tmp = TestDir::new();
         let mut vmm = Vmm::run(&tmp, "a", &[GUEST, verbose].concat());
         let stderr = vmm.refuse(4, &[&["send-migration", &to], verbose].concat());
-        let cause = format!("cannot connect to {closed}");
+        let cause = format!("cannot connect to {}", closed.address);
         assert_eq!(stderr.matches(&cause).count(), 1, "{verbose:?}: {stderr}");
         assert_eq!(stderr.lines().count(), 1, "{verbose:?}: {stderr}");
         // The log is complete once the process has ended.

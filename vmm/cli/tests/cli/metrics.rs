@@ -8,7 +8,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use crate::common::{TestDir, Vmm, fail, output, receiver, request, succeed, text, wait_for};
+use crate::common::{
+    ClosedAddress, TestDir, Vmm, fail, output, receiver, request, succeed, text, wait_for,
+};
 use driftline_machine::testing::{kvm_or_skip, skip};
 use serde_json::{Value, json};
 
@@ -135,8 +137,8 @@ fn metrics_follow_a_guest_through_its_life() {
 
     // A migration that fails, then one that does not. The end of the second one is not read, so
     // the process stays for a moment.
-    let nowhere = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-    vmm.refuse(4, &["send-migration", &format!("tcp:{nowhere}")]);
+    let closed = ClosedAddress::new();
+    vmm.refuse(4, &["send-migration", &format!("tcp:{}", closed.address)]);
     let third = ScrapedPage::scrape(&at);
     third.follows(&second);
     assert_eq!(third.sum("driftline_migrations_total", "result=\"failed\""), 1.0);

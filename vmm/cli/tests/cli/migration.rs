@@ -4,7 +4,8 @@
 use std::net::TcpListener;
 
 use crate::common::{
-    TestDir, Vmm, fail, output, proxy_that_keeps_commit, receiver, succeed, text, wait_for,
+    ClosedAddress, TestDir, Vmm, fail, output, proxy_that_keeps_commit, receiver, succeed, text,
+    wait_for,
 };
 use rustix::process::Signal;
 use serde_json::{Value, json};
@@ -259,11 +260,11 @@ fn unreachable_destination_is_4_and_bad_address_2() {
     let tmp = TestDir::new();
     let guest = ["--guest", "payload,ws=1M"];
     let mut vmm = Vmm::run(&tmp, "a", &[THREADS, &guest].concat());
-    let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-    let stderr = vmm.refuse(4, &["send-migration", &format!("tcp:{free}")]);
+    let closed = ClosedAddress::new();
+    let to = format!("tcp:{}", closed.address);
+    let stderr = vmm.refuse(4, &["send-migration", &to]);
     assert!(stderr.contains("cannot connect to") && stderr.contains("continues here"), "{stderr}");
     let socket = vmm.socket();
-    let to = format!("tcp:{free}");
     let out = output(&["send-migration", &to, "--json", "--api-sock", &socket]);
     let failed: Value = serde_json::from_slice(&out.stdout).unwrap();
     assert_eq!(out.status.code(), Some(4), "{failed}");

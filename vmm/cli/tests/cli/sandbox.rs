@@ -1,37 +1,52 @@
 //! The sandbox of a process that has a guest, from the operator's point of view. The permissions of
-//! each class of threads are tested next to the tables, in `src/sandbox`.
+//! each class of threads are tested next to the tables, in `vmm/machine/src/sandbox`.
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::process::Stdio;
+use std::time::{Duration, Instant};
 
-use crate::common::{TestDir, Vmm, driftline, fail, output, receiver, text};
+use crate::common::{
+    TIMEOUT, TestDir, Vmm, driftline, fail, output, receiver, status_field, text, wait_for,
+};
 use driftline_machine::testing::{Elf, kvm_or_skip};
 
 const GUEST: &[&str] = &["--backend", "threads", "--mem", "64M", "--guest", "payload,ws=1M"];
 const KVM_GUEST: &[&str] = &["--mem", "64M", "--guest", "payload,ws=1M"];
 
-/// Returns the number of filters on each thread of `vmm`, by thread name.
-fn filters(vmm: &Vmm) -> BTreeMap<String, u32> {
-    let tasks = std::fs::read_dir(format!("/proc/{}/task", vmm.pid())).unwrap();
-    let of = |dir: std::path::PathBuf| {
-        let status = std::fs::read_to_string(dir.join("status")).ok()?;
-        let field = |name| status.lines().find_map(|l| l.strip_prefix(name)).map(str::trim);
-        // Kernels before 5.9 do not report a number: 2 is a thread with filters.
-        let count = field("Seccomp_filters:").or(field("Seccomp:"))?.parse().ok()?;
-        Some((field("Name:")?.to_owned(), count))
+/// Number of filters on each thread of a process, by thread name.
+type FilterCounts = BTreeMap<String, u32>;
+
+fn filters(vmm: &Vmm) -> FilterCounts {
+    let of = |status: &String| {
+        let count = status_field(status, "Seccomp_filters:")?.parse().ok()?;
+        Some((status_field(status, "Name:")?.to_owned(), count))
     };
-    tasks.filter_map(|task| of(task.ok()?.path())).collect()
+    vmm.thread_statuses().iter().filter_map(of).collect()
+}
+
+/// Waits until the threads of `vmm` have filters that `are_expected` accepts.
+fn await_filters(vmm: &Vmm, are_expected: impl Fn(&FilterCounts) -> bool) {
+    let end = Instant::now() + TIMEOUT;
+    loop {
+        let filters = filters(vmm);
+        if are_expected(&filters) {
+            return;
+        }
+        assert!(Instant::now() < end, "{filters:?}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
 }
 
 #[test]
 fn guest_threads_have_more_filters() {
     let tmp = TestDir::new();
     let vmm = Vmm::run(&tmp, "a", GUEST);
-    let filters = filters(&vmm);
-    assert!(filters.len() >= 4, "{filters:?}");
-    assert!(filters.values().all(|n| *n > 1), "{filters:?}");
-    assert!(filters["worker-0"] >= filters["driftline"], "{filters:?}");
+    await_filters(&vmm, |filters| {
+        let [worker, main] = ["worker-0", "driftline"].map(|name| filters.get(name).copied());
+        let all_have_some = filters.len() >= 4 && filters.values().all(|n| *n > 1);
+        all_have_some && main.is_some() && worker > main
+    });
     assert_eq!(vmm.stderr(), "", "a complete sandbox needs no message");
 }
 
@@ -45,17 +60,10 @@ fn guest_threads_block_process_signals() {
     let tmp = TestDir::new();
     let vmm = Vmm::run(&tmp, "a", KVM_GUEST);
     let blocked = |number: i32| 1u64 << (number - 1);
-    let until = std::time::Instant::now() + std::time::Duration::from_secs(20);
-    // A thread that has not started yet has neither its name nor its mask.
-    let takers = loop {
+    let takers = wait_for("four threads that take no signals", || {
         let (mut blocking, mut takers) = (0, 0);
-        for task in std::fs::read_dir(format!("/proc/{}/task", vmm.pid())).unwrap() {
-            // A thread that has ended meanwhile has no status.
-            let Ok(status) = std::fs::read_to_string(task.unwrap().path().join("status")) else {
-                continue;
-            };
-            let field =
-                |name| status.lines().find_map(|l| l.strip_prefix(name)).unwrap_or("").trim();
+        for status in vmm.thread_statuses() {
+            let field = |name| status_field(&status, name).unwrap_or_default();
             let mask = u64::from_str_radix(field("SigBlk:"), 16).unwrap_or(0);
             let both = blocked(libc::SIGTERM) | blocked(libc::SIGINT);
             match field("Name:") {
@@ -66,12 +74,8 @@ fn guest_threads_block_process_signals() {
                 _ => takers += usize::from(mask & blocked(libc::SIGTERM) == 0),
             }
         }
-        if blocking == 4 {
-            break takers;
-        }
-        assert!(std::time::Instant::now() < until, "{blocking} of 4 threads take no signals");
-        std::thread::sleep(std::time::Duration::from_millis(20));
-    };
+        (blocking == 4).then_some(takers)
+    });
     assert!(takers > 0, "no thread takes SIGTERM");
 }
 
@@ -79,7 +83,7 @@ fn guest_threads_block_process_signals() {
 fn without_a_sandbox_the_operator_is_warned() {
     let tmp = TestDir::new();
     let vmm = Vmm::run(&tmp, "a", &[GUEST, &["--no-seccomp", "--no-landlock"][..]].concat());
-    assert!(filters(&vmm).values().all(|n| *n == 0));
+    await_filters(&vmm, |filters| filters.len() >= 4 && filters.values().all(|n| *n == 0));
     let stderr = vmm.stderr();
     assert!(stderr.contains("--no-seccomp: the process can make all system calls"), "{stderr}");
     assert!(
@@ -131,13 +135,12 @@ fn device_threads_have_more_filters_than_opener() {
     }
     let tmp = TestDir::new();
     let mut vmm = with_devices(&tmp, &[]);
-    let filters = filters(&vmm);
-    for narrow in ["vcpu0", "supervisor", "collector", "serial", "virtio-disk0", "virtio-vsock"] {
-        assert_eq!(filters.get(narrow), Some(&3), "{narrow}: {filters:?}");
-    }
-    for wide in ["driftline", "control", "opener"] {
-        assert_eq!(filters.get(wide), Some(&2), "{wide}: {filters:?}");
-    }
+    let narrow = ["vcpu0", "supervisor", "collector", "serial", "virtio-disk0", "virtio-vsock"];
+    let wide = ["driftline", "control", "opener"];
+    await_filters(&vmm, |filters| {
+        let have = |names: &[&str], n| names.iter().all(|name| filters.get(*name) == Some(&n));
+        have(&narrow, 3) && have(&wide, 2)
+    });
     std::os::unix::net::UnixStream::connect(tmp.path("vsock")).unwrap();
     vmm.tell(&["stop"]);
     assert_eq!(vmm.wait(), Some(0));

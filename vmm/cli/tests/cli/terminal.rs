@@ -2,7 +2,7 @@
 //! leaves neither a raw terminal nor a socket behind.
 
 use std::fs::File;
-use std::io::{Read, Write};
+use std::io::Write;
 use std::os::fd::OwnedFd;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -61,6 +61,18 @@ impl<'p> RunOnTerminal<'p> {
 
     fn signal(&self, signal: Signal) {
         kill_process(pid(self.child.id()), signal).unwrap();
+    }
+
+    /// Waits for the thread of this name. Returns its id.
+    fn thread(&self, name: &str) -> Pid {
+        wait_for(name, || {
+            let tasks = std::fs::read_dir(format!("/proc/{}/task", self.child.id())).unwrap();
+            let task = tasks.filter_map(|task| Some(task.ok()?.path())).find(|task| {
+                // A thread that has ended meanwhile has no name.
+                std::fs::read_to_string(task.join("comm")).is_ok_and(|comm| comm.trim() == name)
+            });
+            Some(pid(task?.file_name()?.to_str()?.parse().ok()?))
+        })
     }
 
     fn stderr(&self) -> String {
@@ -183,15 +195,7 @@ fn sigsys_on_any_thread_restores_the_terminal() {
     for name in ["driftline", "vcpu0", "supervisor", "serial", "serial-input", "control"] {
         let tmp = TestDir::new();
         let mut vm = RunOnTerminal::run(&tmp);
-        let tasks = std::fs::read_dir(format!("/proc/{}/task", vm.child.id())).unwrap();
-        let task = tasks.map(|task| task.unwrap().path()).find(|task| {
-            let mut comm = String::new();
-            File::open(task.join("comm")).unwrap().read_to_string(&mut comm).unwrap();
-            comm.trim() == name
-        });
-        let task = task.unwrap_or_else(|| panic!("no thread {name}"));
-        let task: u32 = task.file_name().unwrap().to_str().unwrap().parse().unwrap();
-        kill_process(pid(task), Signal::SYS).unwrap();
+        kill_process(vm.thread(name), Signal::SYS).unwrap();
         assert_eq!(vm.wait().signal(), Some(libc::SIGSYS), "{name}: {}", vm.stderr());
     }
 }

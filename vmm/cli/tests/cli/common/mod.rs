@@ -7,13 +7,15 @@ pub mod stuck_storage;
 
 use std::fs::DirEntry;
 use std::io::{Read, Write};
-use std::net::{Shutdown, TcpListener, TcpStream};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use driftline_images::{PayloadMessage, PayloadReport};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, getsockname, socket_with};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
@@ -72,6 +74,11 @@ pub fn fail(code: i32, args: &[&str]) -> String {
     stderr
 }
 
+/// Returns the value of a field in a `status` of `/proc`. The name ends in a colon.
+pub fn status_field<'s>(status: &'s str, name: &str) -> Option<&'s str> {
+    status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim)
+}
+
 pub fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
@@ -106,6 +113,22 @@ impl TestDir {
 
     pub fn read(&self, name: &str) -> String {
         std::fs::read_to_string(self.path(name)).unwrap_or_default()
+    }
+}
+
+/// A TCP address on which nothing listens. It stays bound, so that no other program gets its port.
+pub struct ClosedAddress {
+    pub address: SocketAddr,
+    _socket: OwnedFd,
+}
+
+impl ClosedAddress {
+    pub fn new() -> Self {
+        let flags = SocketFlags::CLOEXEC;
+        let socket = socket_with(AddressFamily::INET, SocketType::STREAM, flags, None).unwrap();
+        bind(&socket, &SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
+        let address = SocketAddr::try_from(getsockname(&socket).unwrap()).unwrap();
+        Self { address, _socket: socket }
     }
 }
 
@@ -194,13 +217,28 @@ impl<'p> Vmm<'p> {
         kill_process(Pid::from_raw(self.pid() as i32).unwrap(), signal).unwrap();
     }
 
+    /// Returns what the process uses now. The number of threads is the kernel's own, because a
+    /// listing of them may end early (see [`thread_statuses`](Self::thread_statuses)).
     pub fn resources(&self) -> Resources {
         let proc = PathBuf::from(format!("/proc/{}", self.pid()));
-        let count = |what| std::fs::read_dir(proc.join(what)).unwrap().count();
         let status = std::fs::read_to_string(proc.join("status")).unwrap();
-        let resident = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
-        let resident_kib = resident.trim().trim_end_matches(" kB").parse().unwrap();
-        Resources { threads: count("task"), files: count("fd"), resident_kib }
+        let number = |name| status_field(&status, name)?.trim_end_matches(" kB").parse().ok();
+        let files = std::fs::read_dir(proc.join("fd")).unwrap().count();
+        let (threads, resident_kib) = (number("Threads:").unwrap(), number("VmRSS:").unwrap());
+        Resources { threads, files, resident_kib }
+    }
+
+    /// Returns the `status` in `/proc` of each thread of the process.
+    ///
+    /// The kernel ends a listing early if the thread that it has listed last ends meanwhile, and a
+    /// thread that has just started has neither its name nor its filters. So a caller repeats this
+    /// until it finds the threads that it expects.
+    pub fn thread_statuses(&self) -> Vec<String> {
+        let tasks = std::fs::read_dir(format!("/proc/{}/task", self.pid())).unwrap();
+        let status = |task: std::io::Result<DirEntry>| {
+            std::fs::read_to_string(task.ok()?.path().join("status")).ok()
+        };
+        tasks.filter_map(status).collect()
     }
 
     /// Returns the output of `info --json`, if the process answers.
