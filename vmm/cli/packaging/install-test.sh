@@ -62,10 +62,12 @@ boot() {
         chroot "$root" /lib/systemd/systemd --system --unit=basic.target --log-target=journal
 }
 
-# Runs a command in the system.
+# Runs a command in the system. Fails while the system's first process has not changed its root
+# directory yet: the command would run on this machine.
 inside() {
     local first
     first=$(tr -d ' ' <"/proc/$system/task/$system/children")
+    [ "/proc/$first/root/" -ef "$root/" ] || return 1
     nsenter --target "$first" --mount --pid --uts --ipc --cgroup --root --wd=/ -- \
         env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin LC_ALL=C.UTF-8 "$@"
 }
@@ -110,7 +112,6 @@ export -f boot
 unshare --mount --pid --fork --uts --ipc --cgroup --propagation private --kill-child \
     bash -euc boot >"$work/log" 2>&1 </dev/null &
 system=$!
-sleep 1
 succeeds systemctl is-active basic.target || skip "systemd does not start in namespaces"
 
 files >"$work/before"
