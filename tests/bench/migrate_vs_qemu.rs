@@ -43,13 +43,13 @@ struct BenchLoad {
 
 const LOADS: [BenchLoad; 6] = [
     BenchLoad {
-        name: "1 GiB, 64 MiB at 320 MB/s",
+        name: "1 GiB, 64 MiB at 320 MiB/s",
         spec: "payload,ws=64M,rate=320M",
         mem: "1G",
         vcpus: 1,
     },
     BenchLoad {
-        name: "1 GiB, 64 MiB at 320 MB/s, 2 vCPUs",
+        name: "1 GiB, 64 MiB at 320 MiB/s, 2 vCPUs",
         spec: "payload,ws=64M,rate=320M",
         mem: "1G",
         vcpus: 2,
