@@ -6,6 +6,7 @@ use std::num::NonZeroU64;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_machine::config::DEFAULT_RING_ENTRIES;
 
 /// Parses a size in bytes: digits, then nothing, `K`, `M` or `G` (powers of two).
@@ -19,7 +20,7 @@ pub(super) fn size(text: &str) -> Result<u64, String> {
 pub(super) fn memory(text: &str) -> Result<u64, String> {
     use driftline_machine::limits::{MAX_MEM_BYTES, MIN_MEM_BYTES};
     match size(text)? {
-        bytes if !bytes.is_multiple_of(4096) => {
+        bytes if !bytes.is_multiple_of(PAGE_SIZE) => {
             let unit = if bytes == 1 { "byte" } else { "bytes" };
             Err(format!("{bytes} {unit} is not a multiple of 4K{}", unit_hint(text)))
         }

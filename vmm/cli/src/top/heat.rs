@@ -2,6 +2,7 @@
 //! on a logarithmic scale.
 
 use driftline_control::model::WatchPage;
+use driftline_dirty_tracker::PAGE_SIZE;
 use ratatui::buffer::Buffer;
 use ratatui::layout::Rect;
 use ratatui::style::{Color, Style};
@@ -24,6 +25,8 @@ const COLOURS_16: [Color; 9] = [
     Color::Red,
 ];
 const COLOURS_256: [u8; 9] = [18, 20, 26, 31, 34, 148, 220, 208, 196];
+/// Size of a page, for rates.
+const PAGE_BYTES: f64 = PAGE_SIZE as f64;
 /// Number of columns between an address and the first cell.
 const GAP: u16 = 2;
 
@@ -91,7 +94,7 @@ impl HeatCells {
     /// each is one cell.
     pub(super) fn new(page: &WatchPage, most: usize) -> Self {
         let together = page.bin_frames.len().div_ceil(most.max(1)).next_power_of_two();
-        let per_second = 1e3 / page.window_ms.max(1e-6) * 4096.0;
+        let per_second = 1e3 / page.window_ms.max(1e-6) * PAGE_BYTES;
         let rate = |bins: &[u64]| (bins.iter().sum::<u64>() as f64 * per_second) as u64;
         Self {
             bytes: page.bin_bytes.saturating_mul(together as u64),
@@ -105,7 +108,7 @@ impl HeatCells {
     /// window, because a cell cannot be hotter than all of its frames in each window.
     fn scale(&self) -> (f64, f64) {
         let window_s = self.window_s.max(1.0);
-        (4096.0 / window_s, (self.bytes as f64).max(4096.0) / window_s)
+        (PAGE_BYTES / window_s, (self.bytes as f64).max(PAGE_BYTES) / window_s)
     }
 
     /// Returns the level of a cell with this rate: 0 if nothing was written, otherwise 1 to 9. Each
@@ -141,7 +144,7 @@ pub(super) fn gpa(page: &WatchPage, mut at: u64) -> u64 {
 /// Returns the start of the hottest bin, and its write rate in bytes/s.
 pub(super) fn hottest(page: &WatchPage) -> Option<(u64, u64)> {
     let (bin, frames) = page.bin_frames.iter().enumerate().rev().max_by_key(|(_, n)| **n)?;
-    let rate = (*frames as f64 * 4096.0 * 1e3 / page.window_ms.max(1e-6)) as u64;
+    let rate = (*frames as f64 * PAGE_BYTES * 1e3 / page.window_ms.max(1e-6)) as u64;
     (*frames > 0).then(|| (gpa(page, page.bin_bytes.saturating_mul(bin as u64)), rate))
 }
 

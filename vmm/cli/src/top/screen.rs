@@ -5,6 +5,7 @@
 //! leave.
 
 use driftline_control::model::{GuestState, VcpuWindow, WatchPage};
+use driftline_dirty_tracker::PAGE_SIZE;
 use ratatui::buffer::Buffer;
 use ratatui::layout::Rect;
 use ratatui::style::{Color, Modifier, Style};
@@ -225,7 +226,7 @@ fn figures(page: &WatchPage, name: &str, vcpu: &VcpuWindow, full: u64) -> String
     let rate = |n| per_second(n, page.window_ms);
     let unknown = || "-".to_owned();
     let frames = vcpu.dirtied_frames.map(rate);
-    let bytes = frames.map(|n| output::bytes(n.saturating_mul(4096)));
+    let bytes = frames.map(|n| output::bytes(n.saturating_mul(PAGE_SIZE)));
     let fill = vcpu.ring_peak_entries.zip(page.ring_entries.filter(|n| *n > 0));
     let fill = fill.map(|(peak, entries)| format!("{} %", peak * 100 / u64::from(entries)));
     let full = match vcpu.ring_full_exits {
