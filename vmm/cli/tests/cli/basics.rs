@@ -1,6 +1,9 @@
 //! The command line and the API on one guest of the threads backend: messages, their destination,
 //! and exit codes.
 
+use std::path::Path;
+use std::process::{Command, Stdio};
+
 use crate::common::{TestDir, Vmm, fail, output, raw, request, succeed, text, wait_for};
 use rustix::process::Signal;
 
@@ -99,6 +102,25 @@ fn wrong_usage_exits_2_with_a_hint() {
     fail(2, &["fly"]);
     fail(2, &["info"]);
     assert!(succeed(&["--help"]).contains("Exit codes: 0 done"));
+}
+
+/// The page "Command line" of the book.
+#[test]
+fn book_has_the_help_of_every_command() {
+    let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs");
+    let mut script = Command::new(docs.join("cli.sh"));
+    // Help is as wide as a terminal, if there is one.
+    script.arg(env!("CARGO_BIN_EXE_driftline")).stdin(Stdio::null()).env_remove("COLUMNS");
+    let out = script.output().unwrap();
+    assert!(out.status.success(), "{}", text(&out.stderr));
+    let page = std::fs::read_to_string(docs.join("src/reference/cli.md")).unwrap();
+    assert!(text(&out.stdout) == page, "run docs/cli.sh: docs/src/reference/cli.md is out of date");
+    let (_, commands) = page.split_once("\nCommands:\n").unwrap();
+    let (commands, _) = commands.split_once("\n\n").unwrap();
+    let names = commands.lines().filter_map(|line| line.split_whitespace().next());
+    for name in names.filter(|name| *name != "help") {
+        assert!(page.contains(&format!("\n## driftline {name}")), "{name} has no section");
+    }
 }
 
 #[test]
