@@ -17,6 +17,7 @@ use serde_json::json;
 use super::args::CheckpointArgs;
 use super::client::{GuestPresence, block_on, not_begun};
 use super::failure::Failure;
+use super::interrupts::Interrupts;
 use super::output::{self, print, print_json, print_message};
 
 /// How long the server may delay an answer until there is news, in ms.
@@ -156,9 +157,17 @@ async fn start(
 /// Prints the run's reports until it is over.
 async fn follow(args: &CheckpointArgs, client: &Client, job: u64) -> Result<ExitCode, Failure> {
     let (mut since, mut failed, mut last) = (0, None, None);
+    let mut interrupts = Interrupts::listen();
     let (guest_ended, achieved) = loop {
-        let page = match next_page(client, job, since).await {
-            Ok(page) => page,
+        let page = match next_page(client, job, since, &mut interrupts).await {
+            Ok(Some(page)) => page,
+            Ok(None) => {
+                return Err(Failure::error(format_args!(
+                    "interrupted before the checkpoint run (job {job}) has ended: `driftline \
+                     checkpoint --status --api-sock {}` shows it",
+                    args.api.api_sock.display()
+                )));
+            }
             Err(e) => return Err(lost(client, e, last).await),
         };
         for outcome in &page.epochs {
@@ -237,25 +246,30 @@ async fn has_ended(client: &Client) -> bool {
     }
 }
 
-/// Returns the reports from `since` on. Ctrl-C stops the run; its last reports are still returned.
-async fn next_page(client: &Client, job: u64, since: u64) -> Result<CheckpointPage, ClientError> {
+/// Returns the reports from `since` on. The first Ctrl-C stops the run; its last reports are still
+/// returned. The second one ends the wait for them, which stuck storage can prolong: returns
+/// `None`.
+async fn next_page(
+    client: &Client,
+    job: u64,
+    since: u64,
+    interrupts: &mut Interrupts,
+) -> Result<Option<CheckpointPage>, ClientError> {
     let path = format!("/checkpoint?job={job}&since={since}&wait_ms={WAIT_MS}");
     loop {
-        tokio::select! {
-            page = client.get(&path) => return page,
-            pressed = tokio::signal::ctrl_c() => {
-                if pressed.is_err() {
-                    // Without the handler, Ctrl-C ends this process, and the run with it.
-                    return client.get(&path).await;
-                }
-                print_message("stopping after the current checkpoint");
-                let stop = format!("/checkpoint?job={job}");
-                match client.call::<()>(Method::DELETE, &stop, None::<&()>).await {
-                    // The run may have ended by itself at this moment.
-                    Ok(()) | Err(ClientError::Fault(_)) => {}
-                    Err(e) => return Err(e),
-                }
-            }
+        let is_first = tokio::select! {
+            page = client.get(&path) => return page.map(Some),
+            is_first = interrupts.is_first() => is_first,
+        };
+        if !is_first {
+            return Ok(None);
+        }
+        print_message("stopping after the current checkpoint");
+        let stop = format!("/checkpoint?job={job}");
+        match client.call::<()>(Method::DELETE, &stop, None::<&()>).await {
+            // The run may have ended by itself at this moment.
+            Ok(()) | Err(ClientError::Fault(_)) => {}
+            Err(e) => return Err(e),
         }
     }
 }

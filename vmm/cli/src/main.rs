@@ -14,6 +14,7 @@ mod doctor;
 mod end;
 mod failure;
 mod hand_overs;
+mod interrupts;
 mod log;
 mod migration;
 mod notify;

@@ -15,6 +15,7 @@ use super::args::{ApiArgs, QueryArgs, ResolveArgs, SendArgs};
 use super::client::{ask, block_on, not_begun};
 use super::failure::Failure;
 use super::hand_overs::resolved;
+use super::interrupts::Interrupts;
 use super::output::{self, print, print_json, print_message};
 use super::progress::{ProgressView, progress_line};
 
@@ -49,12 +50,9 @@ async fn start_and_follow(args: &SendArgs) -> Result<ExitCode, Failure> {
         }
     };
     let mut view = ProgressView::new(progress_line);
-    let mut cancelling = false;
+    let mut interrupts = Interrupts::listen();
     let page = loop {
-        let page = match next_page(&client, job, &mut cancelling).await {
-            Ok(page) => page,
-            Err(e) => return Err(lost_contact(e)),
-        };
+        let page = next_page(&client, job, &mut interrupts).await?;
         if matches!(page.state, MigrationState::Completed | MigrationState::Failed) {
             break page;
         }
@@ -64,28 +62,32 @@ async fn start_and_follow(args: &SendArgs) -> Result<ExitCode, Failure> {
     conclude(args, page)
 }
 
-/// Returns the migration's current state. Ctrl-C cancels the migration; its outcome is still
-/// returned.
+/// Returns the migration's current state. The first Ctrl-C cancels the migration; its outcome is
+/// still returned. The second one ends the wait: a migration in doubt cannot be cancelled, and may
+/// last.
 async fn next_page(
     client: &Client,
     job: u64,
-    cancelling: &mut bool,
-) -> Result<MigrationPage, ClientError> {
+    interrupts: &mut Interrupts,
+) -> Result<MigrationPage, Failure> {
     let path = format!("/migration?job={job}&wait_ms={UPDATE_INTERVAL_MS}");
-    if *cancelling {
-        return client.get(&path).await;
-    }
-    tokio::select! {
-        page = client.get(&path) => return page,
-        pressed = tokio::signal::ctrl_c() => *cancelling = pressed.is_ok(),
+    let is_first = tokio::select! {
+        page = client.get(&path) => return page.map_err(lost_contact),
+        is_first = interrupts.is_first() => is_first,
+    };
+    if !is_first {
+        return Err(Failure::error(format_args!(
+            "interrupted before the migration is over: `driftline info --api-sock {}` shows it",
+            client.socket().display()
+        )));
     }
     let cancel = format!("/migration?job={job}");
     match client.call::<()>(Method::DELETE, &cancel, None::<&()>).await {
         Ok(()) => print_message("cancelling"),
         Err(ClientError::Fault(why)) => print_message(why),
-        Err(e) => return Err(e),
+        Err(e) => return Err(lost_contact(e)),
     }
-    client.get(&path).await
+    client.get(&path).await.map_err(lost_contact)
 }
 
 fn lost_contact(e: ClientError) -> Failure {

@@ -26,6 +26,7 @@ use super::args::TopArgs;
 use super::client::block_on;
 use super::end;
 use super::failure::Failure;
+use super::interrupts::Interrupts;
 use super::output::{print_message, print_on};
 use super::progress::receiving_line;
 use feed::{Feed, Update};
@@ -64,10 +65,11 @@ async fn printed(client: Client, args: &TopArgs) -> Result<Option<Box<WatchPage>
 
 async fn print_windows(feed: &mut Feed, args: &TopArgs) -> Result<Option<Box<WatchPage>>, Failure> {
     let mut view = TopView::new(args.interval, Palette::Signs);
+    let mut interrupts = Interrupts::listen();
     loop {
         let update = tokio::select! {
             update = feed.next(args.interval) => update.map_err(|e| view.lost(e))?,
-            _ = tokio::signal::ctrl_c() => return Ok(None),
+            _ = interrupts.is_first() => return Ok(None),
         };
         let text = match &update {
             Update::Page(page) if page.end.is_some() => None,

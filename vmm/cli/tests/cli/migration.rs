@@ -1,13 +1,15 @@
 //! Migration from the command line, for both kinds of guest: sent, received, cancelled, and
 //! refused.
 
+use std::fs::File;
 use std::net::TcpListener;
+use std::process::Stdio;
 
 use crate::common::{
-    ClosedAddress, TestDir, Vmm, fail, output, proxy_that_keeps_commit, receiver, succeed, text,
-    wait_for,
+    ClosedAddress, TestDir, Vmm, driftline, fail, output, proxy_that_keeps_commit, receiver,
+    succeed, text, wait_for,
 };
-use rustix::process::Signal;
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
 const THREADS: &[&str] = &["--backend", "threads", "--mem", "64M", "--vcpus", "2"];
@@ -253,6 +255,29 @@ fn guest_in_doubt_waits_for_the_operator() {
     third.await_api();
     third.tell(&["stop"]);
     assert_eq!(third.wait(), Some(0), "{}", third.stderr());
+}
+
+#[test]
+fn second_interrupt_ends_send_migration() {
+    let tmp = TestDir::new();
+    let vmm = Vmm::run(&tmp, "source", &[THREADS, &["--guest", "payload,ws=1M"]].concat());
+    let (_there, to) = receiver(&tmp, "there", &[]);
+    let to = proxy_that_keeps_commit(&to, tmp.path("state"));
+    let mut send = driftline(&["send-migration", &to, "--api-sock", &vmm.socket()])
+        .stdout(Stdio::null())
+        .stderr(File::create(tmp.path("send.err")).unwrap())
+        .spawn()
+        .unwrap();
+    wait_for("progress", || (!tmp.read("send.err").is_empty()).then_some(()));
+    wait_for("COMMIT", || (vmm.info()?["migration"]["phase"] == "hand-over").then_some(()));
+    let interrupt = |message: &str| {
+        kill_process(Pid::from_child(&send), Signal::INT).unwrap();
+        wait_for(message, || tmp.read("send.err").contains(message).then_some(()));
+    };
+    interrupt("it is too late to cancel");
+    interrupt("interrupted before the migration is over");
+    assert_eq!(send.wait().unwrap().code(), Some(1));
+    assert_ne!(vmm.state(), "stopped");
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! Storage that never answers: neither a request nor the end of the process waits for it.
 
+use std::fs::File;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::process::{Child, Stdio};
@@ -10,7 +11,7 @@ use crate::common::stuck_storage::StuckStorage;
 use crate::common::{TestDir, Vmm, attack, driftline, fail, receiver, text, wait_for};
 use driftline_images::PayloadReport;
 use driftline_machine::testing::{kvm_or_skip, skip};
-use rustix::process::Signal;
+use rustix::process::{Pid, Signal, kill_process};
 
 const DISK_BYTES: usize = 1 << 20;
 /// Longer than any of the operations takes. A wait for the storage would never end.
@@ -180,6 +181,30 @@ fn guest_in_hanging_flush_can_be_stopped() {
     in_time("a stop", || stop(vmm));
     let stderr = world.ends_with(0);
     assert!(stderr.contains("\"disk0\""), "{stderr}");
+}
+
+#[test]
+fn second_interrupt_ends_a_command_that_waits() {
+    let tmp = TestDir::new();
+    let test = "second_interrupt_ends_a_command_that_waits";
+    let Some(world) = StuckGuest::in_a_flush(&tmp, test) else { return };
+    let vmm = &world.vmm;
+    let (store, socket) = (tmp.text("store"), vmm.socket());
+    let run = ["checkpoint", "--store", &store, "--every", "1ms", "--api-sock", &socket];
+    let mut run = driftline(&run);
+    run.stdout(Stdio::null()).stderr(File::create(tmp.path("run.err")).unwrap());
+    let mut run = run.spawn().unwrap();
+    // The next checkpoint waits for the disk, too.
+    wait_for("a failed checkpoint", || tmp.read("run.err").contains("disk0").then_some(()));
+    let interrupt = |message: &str| {
+        kill_process(Pid::from_child(&run), Signal::INT).unwrap();
+        wait_for(message, || tmp.read("run.err").contains(message).then_some(()));
+    };
+    interrupt("stopping after the current checkpoint");
+    in_time("the second interrupt", || interrupt("interrupted before the checkpoint run"));
+    assert_eq!(run.wait().unwrap().code(), Some(1));
+    stop(vmm);
+    world.ends_with(0);
 }
 
 #[test]
