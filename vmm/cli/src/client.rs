@@ -107,7 +107,7 @@ fn device_line(figures: &DeviceStats) -> (&str, String) {
         } => {
             let (received, sent) = (output::bytes(*received_bytes), output::bytes(*sent_bytes));
             let text = format!(
-                "{received_frames} frames received ({received}), {sent_frames} sent ({sent}), {lost_frames} lost"
+                "{received_frames} packets received ({received}), {sent_frames} sent ({sent}), {lost_frames} lost"
             );
             (id, text)
         }

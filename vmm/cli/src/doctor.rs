@@ -44,7 +44,7 @@ fn verdict(diagnosis: &Diagnosis) -> String {
     };
     match (diagnosis.kvm, missing(false).as_str()) {
         (false, _) => format!(
-            "this host cannot run KVM guests, for want of {}; --backend threads remains",
+            "this host cannot run KVM guests: it lacks {}; --backend threads remains",
             missing(true)
         ),
         (true, "") => "this host can run KVM guests; nothing is missing".to_owned(),
@@ -108,6 +108,6 @@ mod tests {
         assert!(!text.contains("KVM_CAP") && !text.contains('\u{1b}'), "{text}");
         assert!(report(&diagnosis, true, false).contains("KVM_CAP_IRQCHIP"));
         (diagnosis.kvm, diagnosis.findings[0].present) = (false, false);
-        assert!(verdict(&diagnosis).contains("cannot run KVM guests, for want of /dev/kvm;"));
+        assert!(verdict(&diagnosis).contains("cannot run KVM guests: it lacks /dev/kvm;"));
     }
 }

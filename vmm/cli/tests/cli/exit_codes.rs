@@ -113,7 +113,7 @@ fn doctor_exits_3_without_kvm() {
     let out = without_kvm(&["doctor", "--check"]).output().unwrap();
     let stderr = text(&out.stderr);
     assert_eq!(out.status.code(), Some(3), "{stderr}");
-    let verdict = "driftline: this host cannot run KVM guests, for want of /dev/kvm; ";
+    let verdict = "driftline: this host cannot run KVM guests: it lacks /dev/kvm; ";
     assert!(stderr.starts_with(verdict) && out.stdout.is_empty(), "{stderr}");
     assert_json_failure(&mut without_kvm(&["doctor", "--check", "--json"]), 3, "host-lacks");
     assert_json_failure(&mut without_kvm(&["demo", "--backend", "kvm", "--json"]), 3, "host-lacks");
