@@ -259,7 +259,7 @@ async fn next_page(
     loop {
         let is_first = tokio::select! {
             page = client.get(&path) => return page.map(Some),
-            is_first = interrupts.is_first() => is_first,
+            is_first = interrupts.pressed() => is_first,
         };
         if !is_first {
             return Ok(None);

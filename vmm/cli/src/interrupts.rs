@@ -10,13 +10,13 @@ pub(super) struct Interrupts {
 }
 
 impl Interrupts {
-    /// Listens from now on. The caller is a task.
+    /// Listens from now on. The caller runs on a tokio runtime.
     pub(super) fn listen() -> Self {
         Self { signals: signal(SignalKind::interrupt()).ok(), have_come: false }
     }
 
     /// Waits for Ctrl-C. Returns whether this is the first one.
-    pub(super) async fn is_first(&mut self) -> bool {
+    pub(super) async fn pressed(&mut self) -> bool {
         if let Some(signals) = &mut self.signals
             && signals.recv().await.is_some()
         {

@@ -73,7 +73,7 @@ async fn next_page(
     let path = format!("/migration?job={job}&wait_ms={UPDATE_INTERVAL_MS}");
     let is_first = tokio::select! {
         page = client.get(&path) => return page.map_err(lost_contact),
-        is_first = interrupts.is_first() => is_first,
+        is_first = interrupts.pressed() => is_first,
     };
     if !is_first {
         return Err(Failure::error(format_args!(

@@ -69,7 +69,7 @@ async fn print_windows(feed: &mut Feed, args: &TopArgs) -> Result<Option<Box<Wat
     loop {
         let update = tokio::select! {
             update = feed.next(args.interval) => update.map_err(|e| view.lost(e))?,
-            _ = interrupts.is_first() => return Ok(None),
+            _ = interrupts.pressed() => return Ok(None),
         };
         let text = match &update {
             Update::Page(page) if page.end.is_some() => None,
