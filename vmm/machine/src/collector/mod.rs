@@ -87,7 +87,8 @@ impl Collector {
         throttles: Vec<ThrottleHandle>,
         (handle, inbox): (Handle<CollectorState>, Inbox<CollectorState>),
     ) -> std::io::Result<Self> {
-        let gib = u32::try_from(tracker.layout().frames() * PAGE_SIZE >> 30).unwrap_or(u32::MAX);
+        let gib = tracker.layout().frames() * PAGE_SIZE / (1 << 30);
+        let gib = u32::try_from(gib).unwrap_or(u32::MAX);
         let answer_limit = ANSWER_LIMIT + ANSWER_LIMIT_PER_GIB.saturating_mul(gib);
         let overruns = Arc::new(AtomicU64::new(0));
         let dirtied: Arc<[AtomicU64]> = source.dirtied().iter().map(|n| (*n).into()).collect();
