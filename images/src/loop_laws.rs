@@ -178,6 +178,13 @@ fn timed_run_reports_each_second_at_its_rate() {
 }
 
 #[test]
+fn report_interval_is_that_of_the_specification() {
+    let reports = reports(&run("payload,ws=1M,rate=40M,seconds=1,report=200", false, 20_000));
+    let times: Vec<u64> = reports.iter().map(|report| report.t_ms / 10).collect();
+    assert_eq!(times, [20, 40, 60, 80, 100]);
+}
+
+#[test]
 fn run_of_passes_ends_after_them() {
     for pattern in ["seq", "random", "zipf", "stride:4", "once"] {
         let spec = format!("payload,ws=1M,rate=max,pattern={pattern},passes=3");

@@ -22,8 +22,9 @@
 //! | `max_gap_us` | the longest time between two ticks of its loop since it began; intended sleep does not count, late wake-ups do |
 //! | `gap_us` | the same since its last line |
 //!
-//! vCPU 0 prints `ready` before any page is written. Each vCPU prints a report about once a second
-//! and `done` once at its end. `fault` and `fatal` mean that the payload itself cannot continue.
+//! vCPU 0 prints `ready` before any page is written. Each vCPU prints a report about once a second,
+//! or each `report=` milliseconds, and `done` once at its end. `fault` and `fatal` mean that it
+//! cannot continue.
 
 use crate::workload::{Mismatch, MismatchKind};
 

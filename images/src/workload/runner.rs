@@ -1,5 +1,5 @@
-//! The loop of one vCPU: ticks of a few page visits each at the configured rate, one line a second,
-//! and an end.
+//! The loop of one vCPU: ticks of a few page visits each at the configured rate, a line at each
+//! interval, and an end.
 
 use super::line::LineBuffer;
 use super::pace::{Pacer, TickGap};
@@ -14,7 +14,6 @@ pub const BATCH: u64 = 16;
 const BARE_BATCH: u64 = 256;
 /// Number of wrong pages that are reported in a line of their own.
 pub const ERROR_LINES: u64 = 10;
-const REPORT_NS: u64 = 1_000_000_000;
 
 /// The result of a tick: what the caller does next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,6 +39,7 @@ pub struct Runner {
     /// Time until which the loop spins.
     spin_until_ns: u64,
     start_ns: u64,
+    report_ns: u64,
     next_report_ns: u64,
     end_ns: u64,
     end_passes: u64,
@@ -51,6 +51,7 @@ impl Runner {
     /// Creates the loop of `vcpu`, one of `vcpus`, beginning at `now_ns`.
     pub fn new(spec: &PayloadSpec, vcpus: u32, vcpu: u32, now_ns: u64) -> Self {
         let seconds = spec.seconds.map(|seconds| seconds.saturating_mul(1_000_000_000));
+        let report_ns = spec.report_ms * 1_000_000;
         Runner {
             workload: Workload::new(spec, Share::of(spec.ws_pages(), vcpus, vcpu)),
             pacer: Pacer::new(spec, vcpus, now_ns),
@@ -59,7 +60,8 @@ impl Runner {
             idle: spec.idle,
             spin_until_ns: 0,
             start_ns: now_ns,
-            next_report_ns: now_ns + REPORT_NS,
+            report_ns,
+            next_report_ns: now_ns + report_ns,
             end_ns: seconds.map_or(u64::MAX, |length| now_ns.saturating_add(length)),
             end_passes: spec.passes.unwrap_or(u64::MAX),
             error_lines: 0,
@@ -117,9 +119,9 @@ impl Runner {
             return TickOutcome::Done;
         }
         if now_ns >= self.next_report_ns {
-            self.next_report_ns += REPORT_NS;
+            self.next_report_ns += self.report_ns;
             if self.next_report_ns <= now_ns {
-                self.next_report_ns = now_ns + REPORT_NS;
+                self.next_report_ns = now_ns + self.report_ns;
             }
             self.report(now_ns, print);
         }

@@ -84,6 +84,8 @@ pub struct PayloadSpec {
     pub burst: u64,
     /// Checks of the loop.
     pub check: CheckMode,
+    /// Interval between two reports of a vCPU, in milliseconds.
+    pub report_ms: u64,
 }
 
 impl Default for PayloadSpec {
@@ -101,6 +103,7 @@ impl Default for PayloadSpec {
             idle: IdleMode::Halt,
             burst: 1,
             check: CheckMode::Always,
+            report_ms: REPORT_MS,
         }
     }
 }
@@ -113,6 +116,8 @@ const WS_MAX: u64 = 256 << 30;
 const RATE_MAX: u64 = 64 << 30;
 /// Pages in the largest burst: 256 MiB.
 const BURST_MAX: u64 = 1 << 16;
+/// Default interval between two reports.
+const REPORT_MS: u64 = 1000;
 
 impl PayloadSpec {
     /// Returns the order in which `vcpu` visits its pages.
@@ -182,10 +187,16 @@ impl PayloadSpec {
                     _ => return Err(SettingRefusal("is not a check mode (always or end)")),
                 }
             }
+            b"report" => {
+                self.report_ms = match parse_number(value) {
+                    Some(interval @ 10..=60_000) => interval,
+                    _ => return Err(SettingRefusal("is not an interval from 10 to 60000 ms")),
+                }
+            }
             _ => {
                 return Err(SettingRefusal(
                     "is not a setting of the payload (ws, rate, pattern, seed, ring, fill, \
-                     seconds, passes, writers, idle, burst, check)",
+                     seconds, passes, writers, idle, burst, check, report)",
                 ));
             }
         }
@@ -233,6 +244,9 @@ impl PayloadSpec {
         }
         if self.check == CheckMode::AtEnd {
             line.byte(separator).text("check=end");
+        }
+        if self.report_ms != REPORT_MS {
+            number(line, "report", self.report_ms);
         }
     }
 }
