@@ -12,7 +12,7 @@ const GUEST: &[&str] = &[
     "--vcpus",
     "2",
     "--guest",
-    "payload,ws=16M,pattern=random",
+    "payload,ws=16M,pattern=random,report=200",
 ];
 
 fn lines(json: &str) -> Vec<Value> {

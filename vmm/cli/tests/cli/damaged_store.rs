@@ -7,7 +7,7 @@ use crate::common::{TestDir, Vmm, fail, output, succeed, text};
 use serde_json::Value;
 
 const GUEST: &[&str] =
-    &["--mem", "64M", "--guest", "payload,ws=1M,pattern=random", "--backend", "threads"];
+    &["--mem", "64M", "--guest", "payload,ws=1M,pattern=random,report=200", "--backend", "threads"];
 
 /// Creates a store with two checkpoints.
 fn stored(tmp: &TestDir) -> String {

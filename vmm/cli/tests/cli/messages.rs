@@ -186,6 +186,7 @@ fn ring_entries_message_has_the_hosts_limit() {
 fn stopped_receiver_names_the_cause() {
     let tmp = TestDir::new();
     let (mut waiting, _) = receiver(&tmp, "waiting", &[]);
+    waiting.await_api();
     waiting.signal(Signal::TERM);
     assert_eq!(waiting.wait(), Some(1));
     let stderr = waiting.stderr();

@@ -7,7 +7,7 @@ use std::process::Stdio;
 
 use crate::common::{
     ClosedAddress, TestDir, Vmm, driftline, fail, output, proxy_that_keeps_commit, receiver,
-    succeed, text, wait_for,
+    side_by_side, succeed, text, wait_for,
 };
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
@@ -19,7 +19,7 @@ const MODES: [&str; 3] = ["dirty-bitmap", "dirty-bitmap-manual", "userfault-wp"]
 
 fn moves_there_and_back(machine: &[&str]) {
     let tmp = TestDir::new();
-    let guest = ["--guest", "payload,ws=16M,rate=32M"];
+    let guest = ["--guest", "payload,ws=16M,rate=32M,report=200"];
     let mut first = Vmm::run(&tmp, "first", &[machine, &guest].concat());
     let id = first.info().unwrap()["vm_id"].clone();
     let before = first.await_progress(2, &[]);
@@ -65,10 +65,9 @@ fn a_guest_of_threads_moves_twice() {
 #[test]
 fn a_kvm_guest_moves_twice() {
     if driftline_machine::testing::kvm_or_skip("a_kvm_guest_moves_twice") {
-        moves_there_and_back(KVM);
-        for mode in MODES {
+        side_by_side(["dirty-ring"].into_iter().chain(MODES), |mode| {
             moves_there_and_back(&[KVM, &["--tracking", mode]].concat());
-        }
+        });
     }
 }
 
@@ -77,17 +76,17 @@ fn kvm_guest_survives_its_killed_vmm() {
     if !driftline_machine::testing::kvm_or_skip("kvm_guest_survives_its_killed_vmm") {
         return;
     }
-    for mode in ["dirty-ring"].into_iter().chain(MODES) {
-        for how in [&[][..], &["--lazy"]] {
+    for how in [&[][..], &["--lazy"]] {
+        side_by_side(["dirty-ring"].into_iter().chain(MODES), |mode| {
             killed_and_restored(mode, how);
-        }
+        });
     }
 }
 
 fn killed_and_restored(mode: &str, how: &[&str]) {
     let tmp = TestDir::new();
     let store = tmp.text("store");
-    let guest = ["--guest", "payload,ws=16M,rate=32M", "--tracking", mode];
+    let guest = ["--guest", "payload,ws=16M,rate=32M,report=200", "--tracking", mode];
     let mut first = Vmm::run(&tmp, "first", &[KVM, &guest].concat());
     let before = first.await_progress(2, &[]);
     first.tell(&["checkpoint", "--store", &store, "--every", "50ms", "--count", "5"]);
@@ -109,7 +108,7 @@ fn killed_and_restored(mode: &str, how: &[&str]) {
 fn paused_guest_arrives_paused() {
     let tmp = TestDir::new();
     let store = tmp.text("store");
-    let guest = ["--guest", "payload,ws=16M,rate=32M"];
+    let guest = ["--guest", "payload,ws=16M,rate=32M,report=200"];
     let mut first = Vmm::run(&tmp, "first", &[THREADS, &guest].concat());
     let follower = std::thread::spawn({
         let (socket, store) = (first.socket(), store.clone());

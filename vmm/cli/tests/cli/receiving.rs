@@ -5,15 +5,21 @@ use std::fs::File;
 use std::process::{Child, Output, Stdio};
 
 use crate::common::{
-    TestDir, Vmm, driftline, proxy_that_ends_with_commit, proxy_that_keeps_commit, receiver, text,
-    wait_for,
+    TestDir, Vmm, driftline, proxy_that_ends_with_commit, proxy_that_keeps_commit, receiver,
+    side_by_side, text, wait_for,
 };
 use driftline_machine::testing::kvm_or_skip;
 use rustix::fs::{FlockOperation, fcntl_lock};
 use rustix::process::Signal;
 
-const GUEST: &[&str] =
-    &["--backend", "threads", "--mem", "64M", "--guest", "payload,ws=32M,rate=1M,fill=random"];
+const GUEST: &[&str] = &[
+    "--backend",
+    "threads",
+    "--mem",
+    "64M",
+    "--guest",
+    "payload,ws=32M,rate=1M,fill=random,report=200",
+];
 
 /// The way in which the receiver is stopped.
 #[derive(Clone, Copy, Debug)]
@@ -52,7 +58,7 @@ fn assert_continues(source: &Vmm<'_>, sent: &Output, why: &str) {
 
 #[test]
 fn stop_ends_a_process_that_receives_a_guest() {
-    for stop_by in [StopBy::Command, StopBy::Sigterm] {
+    side_by_side([StopBy::Command, StopBy::Sigterm], |stop_by| {
         let tmp = TestDir::new();
         let source = Vmm::run(&tmp, "source", GUEST);
         source.await_progress(1, &[]);
@@ -74,12 +80,12 @@ fn stop_ends_a_process_that_receives_a_guest() {
         );
         assert!(stderr.contains("in precopy"), "{stderr}");
         assert_continues(&source, &sending.wait_with_output().unwrap(), "the receiver was stopped");
-    }
+    });
 }
 
 #[test]
 fn stop_before_commit_keeps_guest_at_source() {
-    for stop_by in [StopBy::Command, StopBy::Sigterm] {
+    side_by_side([StopBy::Command, StopBy::Sigterm], |stop_by| {
         let tmp = TestDir::new();
         let source = Vmm::run(&tmp, "source", GUEST);
         source.await_progress(1, &[]);
@@ -101,12 +107,12 @@ fn stop_before_commit_keeps_guest_at_source() {
         assert!(stderr.contains("in the hand-over"), "{stderr}");
         let why = "the destination discarded the guest";
         assert_continues(&source, &sending.wait_with_output().unwrap(), why);
-    }
+    });
 }
 
 #[test]
 fn stop_after_commit_ends_the_arrived_guest() {
-    for stop_by in [StopBy::Command, StopBy::Sigterm] {
+    side_by_side([StopBy::Command, StopBy::Sigterm], |stop_by| {
         let tmp = TestDir::new();
         let mut source = Vmm::run(&tmp, "source", GUEST);
         let (mut receiving, to) = receiver(&tmp, "receiving", &[]);
@@ -117,7 +123,7 @@ fn stop_after_commit_ends_the_arrived_guest() {
         assert_eq!(receiving.wait(), Some(0), "{stop_by:?}: {}", receiving.stderr());
         assert!(receiving.stderr().contains("the guest was stopped"), "{}", receiving.stderr());
         assert_eq!(source.wait(), Some(0), "{}", source.stderr());
-    }
+    });
 }
 
 /// Another process has the destination's disk when the destination takes over, and the source does
@@ -127,13 +133,14 @@ fn stop_ends_a_process_whose_take_over_failed() {
     if !kvm_or_skip("stop_ends_a_process_whose_take_over_failed") {
         return;
     }
-    for stop_by in [StopBy::Command, StopBy::Sigterm] {
+    side_by_side([StopBy::Command, StopBy::Sigterm], |stop_by| {
         let tmp = TestDir::new();
         let disk = |name: &str| {
             File::create(tmp.path(name)).unwrap().set_len(1 << 20).unwrap();
             format!("path={}", tmp.text(name))
         };
-        let guest = ["--mem", "32M", "--guest", "payload,ws=16M,rate=1M,fill=random", "--disk"];
+        let guest =
+            ["--mem", "32M", "--guest", "payload,ws=16M,rate=1M,fill=random,report=200", "--disk"];
         let source = Vmm::run(&tmp, "source", &[&guest[..], &[&disk("own")]].concat());
         source.await_progress(1, &[]);
         let there = format!("{},id=disk0,identity=any", disk("there"));
@@ -155,5 +162,5 @@ fn stop_ends_a_process_whose_take_over_failed() {
         assert!(stderr.contains("is in use by another"), "{stderr}");
         sending.kill().unwrap();
         sending.wait().unwrap();
-    }
+    });
 }

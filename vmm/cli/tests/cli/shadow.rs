@@ -5,12 +5,12 @@ use crate::common::{TestDir, driftline, fail, output, text};
 use driftline_machine::testing::full;
 
 const GUEST: &[&str] = &["run", "--mem", "64M", "--vcpus", "2", "--serial", "null", "--guest"];
-const WORK: &str = "payload,ws=16M,rate=200M,pattern=random,seconds=2";
+const WORK: &str = "payload,ws=16M,rate=200M,pattern=random,seconds=1";
 /// Writes each page at intervals longer than those between two checks, so that a lost frame is
 /// missing at the next check.
 const LONG_WORK: &str = "payload,ws=48M,rate=max,seconds=900";
 
-/// Returns the exit code and the messages for a guest that works for two seconds with a shadow. If
+/// Returns the exit code and the messages for a guest that works for a second with a shadow. If
 /// `loses_one_in` is set, one in that many of its frames is lost.
 fn shadowed(guest: &str, tracking: &str, shadow: &str, loses_one_in: Option<u32>) -> (i32, String) {
     let mut run = driftline(GUEST);

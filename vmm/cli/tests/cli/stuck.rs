@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 
 use crate::common::script::{DriverScript, MEM_BYTES, ScriptedDevice};
 use crate::common::stuck_storage::StuckStorage;
-use crate::common::{TestDir, Vmm, attack, driftline, fail, receiver, text, wait_for};
+use crate::common::{
+    TestDir, Vmm, attack, driftline, fail, receiver, side_by_side, text, wait_for,
+};
 use driftline_images::PayloadReport;
 use driftline_machine::testing::{kvm_or_skip, skip};
 use rustix::process::{Pid, Signal, kill_process};
@@ -28,7 +30,7 @@ impl<'p> StuckGuest<'p> {
     /// Starts a guest with such a disk.
     fn or_skip(tmp: &'p TestDir, test: &str) -> Option<Self> {
         let storage = storage_or_skip(test)?;
-        let guest = ["--mem", "32M", "--guest", "payload,ws=1M", "--disk"];
+        let guest = ["--mem", "32M", "--guest", "payload,ws=1M,report=200", "--disk"];
         let vmm = Vmm::run(tmp, "source", &[&guest[..], &[&disk(&storage)]].concat());
         Some(Self { storage, vmm })
     }
@@ -106,14 +108,13 @@ fn in_time<T>(what: &str, work: impl FnOnce() -> T) -> T {
 
 #[test]
 fn hand_over_fails_where_a_flush_hangs() {
-    let tmp = TestDir::new();
-    let Some(mut world) = StuckGuest::or_skip(&tmp, "hand_over_fails_where_a_flush_hangs") else {
-        return;
-    };
-    let StuckGuest { storage, vmm } = &mut world;
-    // First the flush before the pause is answered and the one in the hand-over is not. Then not
-    // even the first is.
-    for answered in [1, 0] {
+    // The flush before the pause is answered and the one in the hand-over is not, or not even the
+    // first is.
+    side_by_side([1, 0], |answered| {
+        let tmp = TestDir::new();
+        let test = "hand_over_fails_where_a_flush_hangs";
+        let Some(mut world) = StuckGuest::or_skip(&tmp, test) else { return };
+        let StuckGuest { storage, vmm } = &mut world;
         storage.answer_only(answered);
         let (_receiver, address) = receiver(&tmp, "destination", &["--disk", &disk(storage)]);
         let stderr = in_time("a migration", || vmm.refuse(4, &["send-migration", &address]));
@@ -122,15 +123,15 @@ fn hand_over_fails_where_a_flush_hangs() {
         assert_eq!(vmm.state(), "running");
         let before = vmm.reports();
         vmm.await_progress(1, &before);
-    }
-    // No other guest gets the disk while its flush is in progress (I7).
-    let guest = ["run", "--serial", "null", "--mem", "32M", "--guest", "payload,ws=1M"];
-    let stderr = fail(1, &[&guest[..], &["--disk", &disk(storage)]].concat());
-    assert!(stderr.contains("in use by another"), "{stderr}");
-    in_time("a pause", || vmm.tell(&["pause"]));
-    in_time("a resume", || vmm.tell(&["resume"]));
-    in_time("a stop", || stop(vmm));
-    world.ends_with(0);
+        // No other guest gets the disk while its flush is in progress (I7).
+        let guest = ["run", "--serial", "null", "--mem", "32M", "--guest", "payload,ws=1M"];
+        let stderr = fail(1, &[&guest[..], &["--disk", &disk(storage)]].concat());
+        assert!(stderr.contains("in use by another"), "{stderr}");
+        in_time("a pause", || vmm.tell(&["pause"]));
+        in_time("a resume", || vmm.tell(&["resume"]));
+        in_time("a stop", || stop(vmm));
+        world.ends_with(0);
+    });
 }
 
 #[test]
@@ -152,17 +153,37 @@ fn sigterm_ends_a_process_whose_flush_hangs() {
 }
 
 #[test]
-fn pauses_and_checkpoints_fail_in_hanging_flush() {
+fn pause_fails_in_hanging_flush() {
     let tmp = TestDir::new();
-    let test = "pauses_and_checkpoints_fail_in_hanging_flush";
-    let Some(world) = StuckGuest::in_a_flush(&tmp, test) else { return };
+    let Some(world) = StuckGuest::in_a_flush(&tmp, "pause_fails_in_hanging_flush") else { return };
     let vmm = &world.vmm;
     let stderr = in_time("a pause", || vmm.refuse(1, &["pause"]));
     assert!(stderr.contains("\"disk0\""), "{stderr}");
     assert_eq!(vmm.state(), "running");
-    let store = tmp.text("store");
+}
+
+#[test]
+fn checkpoint_fails_in_hanging_flush() {
+    let tmp = TestDir::new();
+    let test = "checkpoint_fails_in_hanging_flush";
+    let Some(world) = StuckGuest::in_a_flush(&tmp, test) else { return };
+    let (vmm, store) = (&world.vmm, tmp.text("store"));
     let stderr = in_time("a checkpoint", || vmm.refuse(4, &["checkpoint", "--store", &store]));
     assert!(stderr.contains("\"disk0\""), "{stderr}");
+    assert_eq!(vmm.state(), "running");
+}
+
+#[test]
+fn run_in_hanging_flush_can_be_ended() {
+    let tmp = TestDir::new();
+    let test = "run_in_hanging_flush_can_be_ended";
+    let Some(world) = StuckGuest::in_a_flush(&tmp, test) else { return };
+    let (vmm, store) = (&world.vmm, tmp.text("store"));
+    // A run whose checkpoints wait for the disk ends with the checkpoint in progress.
+    vmm.tell(&["checkpoint", "--store", &store, "--every", "1ms", "--detach"]);
+    let stderr = vmm.refuse(1, &["checkpoint", "--stop", "--timeout", "1s"]);
+    assert!(stderr.contains("has not ended within 1s"), "{stderr}");
+    in_time("the end of the run", || vmm.tell(&["checkpoint", "--stop", "--timeout", "60s"]));
     assert_eq!(vmm.state(), "running");
 }
 
@@ -171,13 +192,9 @@ fn guest_in_hanging_flush_can_be_stopped() {
     let tmp = TestDir::new();
     let test = "guest_in_hanging_flush_can_be_stopped";
     let Some(world) = StuckGuest::in_a_flush(&tmp, test) else { return };
-    let vmm = &world.vmm;
-    let store = tmp.text("store");
-    // A run whose checkpoints wait for the disk ends with the checkpoint in progress.
+    let (vmm, store) = (&world.vmm, tmp.text("store"));
+    // A checkpoint of the run waits for the disk.
     vmm.tell(&["checkpoint", "--store", &store, "--every", "1ms", "--detach"]);
-    let stderr = vmm.refuse(1, &["checkpoint", "--stop", "--timeout", "1s"]);
-    assert!(stderr.contains("has not ended within 1s"), "{stderr}");
-    in_time("the end of the run", || vmm.tell(&["checkpoint", "--stop", "--timeout", "60s"]));
     in_time("a stop", || stop(vmm));
     let stderr = world.ends_with(0);
     assert!(stderr.contains("\"disk0\""), "{stderr}");
@@ -278,7 +295,7 @@ fn stops_that_wait_are_bounded() {
 fn receiver_in_hanging_take_over_can_be_stopped() {
     let test = "receiver_in_hanging_take_over_can_be_stopped";
     let ways: [fn(&Vmm<'_>); 2] = [stop, sigterm];
-    for way in ways {
+    side_by_side(ways, |way| {
         if !kvm_or_skip(test) {
             return;
         }
@@ -287,7 +304,7 @@ fn receiver_in_hanging_take_over_can_be_stopped() {
         let tmp = TestDir::new();
         std::fs::write(tmp.path("own"), vec![7; DISK_BYTES]).unwrap();
         let own = format!("path={}", tmp.text("own"));
-        let guest = ["--mem", "32M", "--guest", "payload,ws=1M", "--disk", &own];
+        let guest = ["--mem", "32M", "--guest", "payload,ws=1M,report=200", "--disk", &own];
         let source = Vmm::run(&tmp, "source", &guest);
         let before = source.await_progress(1, &[]);
         let there = format!("{},id=disk0,identity=any", disk(&storage));
@@ -311,7 +328,7 @@ fn receiver_in_hanging_take_over_can_be_stopped() {
         assert_eq!(sent.0, Some(4), "{}", sent.1);
         assert!(sent.1.contains("the guest continues here"), "{}", sent.1);
         source.await_progress(1, &before);
-    }
+    });
 }
 
 /// A guest with its own disk, and a receiver whose copy of the disk is on such storage.
@@ -328,7 +345,7 @@ impl<'p> StuckCopy<'p> {
         let storage = storage_or_skip(test)?;
         std::fs::write(tmp.path("own"), vec![7; DISK_BYTES]).unwrap();
         let own = format!("path={}", tmp.text("own"));
-        let guest = ["--mem", "32M", "--guest", "payload,ws=1M", "--disk", &own];
+        let guest = ["--mem", "32M", "--guest", "payload,ws=1M,report=200", "--disk", &own];
         let source = Vmm::run(tmp, "source", &guest);
         storage.answer_only_writes(0);
         stuck(&storage);
@@ -414,7 +431,7 @@ fn sigterm_ends_a_restore_whose_writes_hang() {
     let Some(storage) = storage_or_skip(test) else { return };
     std::fs::write(tmp.path("own"), vec![7; DISK_BYTES]).unwrap();
     let (own, store) = (format!("path={}", tmp.text("own")), tmp.text("store"));
-    let guest = ["--mem", "32M", "--guest", "payload,ws=1M", "--disk", &own];
+    let guest = ["--mem", "32M", "--guest", "payload,ws=1M,report=200", "--disk", &own];
     let source = Vmm::run(&tmp, "source", &guest);
     source.tell(&["checkpoint", "--store", &store]);
     storage.answer_only_writes(0);

@@ -4,10 +4,11 @@ use std::fs::rename;
 use std::io::Read;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::symlink;
+use std::path::Path;
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::common::{TestDir, Vmm, driftline, output, receiver, request, text, wait_for};
+use crate::common::{TestDir, Vmm, driftline, receiver, request, text, wait_for};
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, listen, socket_with,
@@ -72,9 +73,9 @@ fn follow(vmm: &Vmm<'_>, store: &str, stdout: Stdio) -> Child {
 
 /// Returns the page of the checkpoint run.
 fn run_of(vmm: &Vmm<'_>) -> Option<Value> {
-    let status = ["checkpoint", "--status", "--json", "--api-sock", &vmm.socket()];
-    let out = output(&status);
-    out.status.success().then(|| serde_json::from_slice(&out.stdout).unwrap())
+    let path = format!("/checkpoint?since={}", u64::MAX);
+    let page = driftline_machine::testing::get(Path::new(&vmm.socket()), &path)?;
+    serde_json::from_str(&page).ok()
 }
 
 fn await_checkpoints(vmm: &Vmm<'_>, checkpoints: u64) {
@@ -118,7 +119,7 @@ fn run_ends_with_a_client_that_gives_up() {
 
 /// A guest whose memory takes `send-migration --max-bandwidth 1M` about eight seconds to send.
 const SLOW_TO_SEND: &[&str] =
-    &["--backend", "threads", "--mem", "32M", "--guest", "payload,ws=8M,rate=32M"];
+    &["--backend", "threads", "--mem", "32M", "--guest", "payload,ws=8M,rate=32M,report=200"];
 
 #[test]
 fn migration_of_a_stopped_vmm_is_given_up() {
@@ -160,9 +161,11 @@ fn wanted_waits_outlast_the_timeout() {
         printed
     };
     let store = tmp.text("store");
-    let taken = outlasts(&["checkpoint", "--store", &store, "--every", "5s", "--count", "2"]);
-    assert_eq!(taken.lines().count(), 2, "{taken}");
-    outlasts(&["top", "--once", "--interval", "5s"]);
+    std::thread::scope(|scope| {
+        scope.spawn(|| outlasts(&["top", "--once", "--interval", "5s"]));
+        let taken = outlasts(&["checkpoint", "--store", &store, "--every", "5s", "--count", "2"]);
+        assert_eq!(taken.lines().count(), 2, "{taken}");
+    });
     let (_there, to) = receiver(&tmp, "there", &[]);
     let send = ["send-migration", &to, "--max-bandwidth", "1M", "--json"];
     // The migration switches over after five seconds, whatever its progress.

@@ -10,7 +10,8 @@ use crate::common::{TestDir, Vmm, attack, output, receiver, wait_for};
 use driftline_machine::testing::kvm_or_skip;
 
 /// Memory that takes a while to send at [`SLOW`].
-const GUEST: &[&str] = &["--mem", "128M", "--vcpus", "2", "--guest", "payload,ws=64M,rate=1M"];
+const GUEST: &[&str] =
+    &["--mem", "128M", "--vcpus", "2", "--guest", "payload,ws=64M,rate=1M,report=200"];
 const SLOW: &[&str] = &["--max-bandwidth", "4M", "--downtime-ms", "1"];
 
 fn phase(of: &Vmm<'_>) -> String {

@@ -6,9 +6,11 @@ mod tap;
 
 use std::ffi::OsStr;
 use std::fs::OpenOptions;
-use std::io::{self, Write};
+use std::io::{self, Read, Write};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
@@ -109,6 +111,30 @@ pub fn run_in_child(test: &str, variable: &str, value: &str, stdin: impl Into<St
     let output = String::from_utf8_lossy(&out.stdout);
     assert!(out.status.success(), "{output}{}", String::from_utf8_lossy(&out.stderr));
     assert!(output.contains("1 passed"), "{output}");
+}
+
+/// Returns the body of the answer of the API at `socket` to `GET path`; `None` if no process
+/// listens there, or unless the status is 200. Tests that wait for a state ask again and again: a
+/// process for each question would take most of their processor time.
+pub fn get(socket: &Path, path: &str) -> Option<String> {
+    /// Longer than any answer takes on a busy machine.
+    const LIMIT: Duration = Duration::from_secs(60);
+    let end = Instant::now() + LIMIT;
+    // A server with too many requests answers 503, or closes a connection without an answer.
+    while Instant::now() < end {
+        let mut stream = UnixStream::connect(socket).ok()?;
+        stream.set_read_timeout(Some(LIMIT)).ok()?;
+        let request = format!("GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n");
+        let mut answer = String::new();
+        let asked = stream.write_all(request.as_bytes());
+        let answered = asked.and_then(|()| stream.read_to_string(&mut answer));
+        if answered.is_ok_and(|len| len > 0) && !answer.starts_with("HTTP/1.1 503") {
+            let (head, body) = answer.split_once("\r\n\r\n")?;
+            return head.starts_with("HTTP/1.1 200").then(|| body.to_owned());
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    None
 }
 
 /// Reports that `test` of this binary is skipped, as [`kvm_or_skip`] does, for another reason.

@@ -95,6 +95,17 @@ pub fn wait_for<T>(what: &str, mut check: impl FnMut() -> Option<T>) -> T {
     }
 }
 
+/// Runs the cases of a test at once, because each waits for most of its time. A failure of one
+/// fails the test.
+pub fn side_by_side<T: Send>(cases: impl IntoIterator<Item = T>, test: impl Fn(T) + Sync) {
+    std::thread::scope(|scope| {
+        for case in cases {
+            let test = &test;
+            scope.spawn(move || test(case));
+        }
+    });
+}
+
 /// A temporary directory for one test.
 pub struct TestDir(TempDir);
 
@@ -241,10 +252,10 @@ impl<'p> Vmm<'p> {
         tasks.filter_map(status).collect()
     }
 
-    /// Returns the output of `info --json`, if the process answers.
+    /// Returns what `info --json` would print, if the process answers.
     pub fn info(&self) -> Option<Value> {
-        let out = output(&["info", "--json", "--api-sock", &self.socket()]);
-        out.status.success().then(|| serde_json::from_slice(&out.stdout).unwrap())
+        let page = driftline_machine::testing::get(Path::new(&self.socket()), "/info")?;
+        serde_json::from_str(&page).ok()
     }
 
     fn state_if_there(&self) -> Option<String> {
