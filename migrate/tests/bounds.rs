@@ -1,6 +1,7 @@
 //! Bounds on what callers can make a receiver use: files, memory, threads and file descriptors.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test code")]
 
+#[path = "migrations/common/mod.rs"]
 mod common;
 
 use std::io::Write;

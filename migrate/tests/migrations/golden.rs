@@ -1,12 +1,9 @@
 //! Recorded streams, which every later version must read.
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test code")]
-
-mod common;
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
-use common::{
+use crate::common::{
     DriveCopyFactory, GuestWithDrives, HostPair, LONG, Proxy, ProxyPlan, Sender,
     await_last_message, await_writes, quick_send, tag, within,
 };
@@ -16,21 +13,21 @@ use driftline_guest::testing::MemoryConfig;
 use driftline_migrate::{Compression, CopyDrives, SendOptions, StreamSummary, inspect};
 use vm_memory::{Bytes, GuestAddress};
 
-const V1: &[u8] = include_bytes!("golden/stream-v1.bin");
+const V1: &[u8] = include_bytes!("../golden/stream-v1.bin");
 /// Same version, with LATE.
-const V1_LATE: &[u8] = include_bytes!("golden/stream-v1-late.bin");
+const V1_LATE: &[u8] = include_bytes!("../golden/stream-v1-late.bin");
 /// Same version, with FRAMES and VERIFY.
-const V1_FRAMES: &[u8] = include_bytes!("golden/stream-v1-frames.bin");
+const V1_FRAMES: &[u8] = include_bytes!("../golden/stream-v1-frames.bin");
 /// Same version, with PACKED by LZ4.
-const V1_LZ4: &[u8] = include_bytes!("golden/stream-v1-lz4.bin");
+const V1_LZ4: &[u8] = include_bytes!("../golden/stream-v1-lz4.bin");
 /// Same version, with PACKED by Zstandard.
-const V1_ZSTD: &[u8] = include_bytes!("golden/stream-v1-zstd.bin");
+const V1_ZSTD: &[u8] = include_bytes!("../golden/stream-v1-zstd.bin");
 /// Same version, with STATE before the last pass.
-const V1_EARLY: &[u8] = include_bytes!("golden/stream-v1-early.bin");
+const V1_EARLY: &[u8] = include_bytes!("../golden/stream-v1-early.bin");
 /// Same version, with STATE_WHOLE.
-const V1_WHOLE: &[u8] = include_bytes!("golden/stream-v1-whole.bin");
+const V1_WHOLE: &[u8] = include_bytes!("../golden/stream-v1-whole.bin");
 /// Same version, with copied disks.
-const V1_DRIVES: &[u8] = include_bytes!("golden/stream-v1-drives.bin");
+const V1_DRIVES: &[u8] = include_bytes!("../golden/stream-v1-drives.bin");
 
 #[test]
 fn version_1_is_read() {

@@ -1,14 +1,11 @@
 //! Options of a migration: several connections, compressed contents, a comparison of all memory.
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test code")]
-
-mod common;
 
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
-use common::{
-    At, CutPoint, HostPair, LONG, Proxy, ProxyPlan, Sender, exactly_one_runs, quick_send, tag,
-    within,
+use crate::common::{
+    At, CutPoint, HostPair, LONG, Proxy, ProxyPlan, Sender, each, exactly_one_runs, quick_send,
+    tag, within,
 };
 use driftline_dirty_tracker::{Gfn, PAGE_SIZE, Slot, SlotId};
 use driftline_guest::testing::{MemoryConfig, Op};
@@ -136,32 +133,31 @@ fn each_connection_carries_a_share() {
 
 #[test]
 fn broken_connection_ends_the_migration() {
-    for cut in [CutPoint::Within, CutPoint::Stall] {
-        for which in [0, 1, 2] {
-            let context = format!("{cut:?} in connection {which}");
-            let hosts = HostPair::new();
-            let guest = hosts.start(large());
-            // Only a limit ends a stall.
-            let stalls = cut == CutPoint::Stall;
-            let progress_timeout = if stalls { Duration::from_millis(1500) } else { LONG };
-            let receiving = ReceiveOptions { progress_timeout, ..hosts.receive_options() };
-            let mut there = hosts.receiver_with(receiving);
-            // With this limit a whole migration may fail on a busy machine.
-            there.again = !stalls;
-            let plan = ProxyPlan::cut(true, At::Tag(tag("PASS_END")), cut);
-            let proxy = Proxy::nth(&there.to, which, plan);
-            let options =
-                with(&hosts, |o| (o.connections, o.progress_timeout) = (3, progress_timeout));
-            let sent = Sender::start(&guest, &proxy.to, &options).result();
-            let error = sent.as_ref().unwrap_err().to_string();
-            // The error names a joined connection that is cut. A stalled one cannot be told from
-            // one that waits for another.
-            if cut == CutPoint::Within && which > 0 {
-                assert!(error.contains("connection"), "{context}: {error}");
-            }
-            exactly_one_runs(&hosts, &guest, &sent, there, &context);
+    let cuts = [CutPoint::Within, CutPoint::Stall];
+    let cases = cuts.into_iter().flat_map(|cut| [0, 1, 2].map(|which| (cut, which)));
+    each(cases.collect(), 6, |(cut, which)| {
+        let context = format!("{cut:?} in connection {which}");
+        let hosts = HostPair::new();
+        let guest = hosts.start(large());
+        // Only a limit ends a stall.
+        let stalls = cut == CutPoint::Stall;
+        let progress_timeout = if stalls { Duration::from_millis(1500) } else { LONG };
+        let receiving = ReceiveOptions { progress_timeout, ..hosts.receive_options() };
+        let mut there = hosts.receiver_with(receiving);
+        // With this limit a whole migration may fail on a busy machine.
+        there.again = !stalls;
+        let plan = ProxyPlan::cut(true, At::Tag(tag("PASS_END")), cut);
+        let proxy = Proxy::nth(&there.to, which, plan);
+        let options = with(&hosts, |o| (o.connections, o.progress_timeout) = (3, progress_timeout));
+        let sent = Sender::start(&guest, &proxy.to, &options).result();
+        let error = sent.as_ref().unwrap_err().to_string();
+        // The error names a joined connection that is cut. A stalled one cannot be told from
+        // one that waits for another.
+        if cut == CutPoint::Within && which > 0 {
+            assert!(error.contains("connection"), "{context}: {error}");
         }
-    }
+        exactly_one_runs(&hosts, &guest, &sent, there, &context);
+    });
 }
 
 #[test]

@@ -1,12 +1,9 @@
 //! Guests that outrun the link are throttled during pre-copy, and never after it.
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test code")]
-
-mod common;
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{HostPair, LONG, Sender, exactly_one_runs, quick_send, within};
+use crate::common::{HostPair, LONG, Sender, exactly_one_runs, quick_send, within};
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, Op};
 use driftline_guest::{Lifecycle, RunState, WriteThrottle};
 use driftline_migrate::{MIN_BANDWIDTH, SendControl, SendOptions, send};

@@ -1,15 +1,13 @@
 //! Callers that are not a source, other versions, a second source, and tampered streams.
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test code")]
-
-mod common;
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::time::Duration;
 
-use common::raw::{MOVE, admitted, ends, golden, greeted, header, hello, record};
-use common::{
-    HostPair, LONG, Proxy, ProxyPlan, Receiver, Sender, exactly_one_runs, quick_send, tag, within,
+use crate::common::raw::{MOVE, admitted, ends, golden, greeted, header, hello, record};
+use crate::common::{
+    HostPair, LONG, Proxy, ProxyPlan, Receiver, Sender, each, exactly_one_runs, quick_send, tag,
+    within,
 };
 use driftline_format::{Header, MAGIC_STREAM, RECORD_HEAD_LEN, RecordHead, STREAM_VERSION};
 use driftline_guest::testing::MemoryConfig;
@@ -313,7 +311,7 @@ fn trickling_source_does_not_occupy_the_receiver() {
 
 #[test]
 fn late_is_bounded_and_comes_once() {
-    let stream = include_bytes!("golden/stream-v1-late.bin");
+    let stream = include_bytes!("../golden/stream-v1-late.bin");
     let ends = ends(stream);
     // Indices of LATE and STATE_END in the stream.
     let at = |name: &str| {
@@ -345,7 +343,7 @@ fn late_is_bounded_and_comes_once() {
             "claims 262145 bytes",
         ),
     ];
-    for (what, until, more, reason) in cases {
+    each(cases.into(), 3, |(what, until, more, reason)| {
         let hosts = HostPair::new();
         let there = hosts.receiver();
         let mut source = TcpStream::connect(&there.to).unwrap();
@@ -353,7 +351,7 @@ fn late_is_bounded_and_comes_once() {
         let message = there.failure();
         assert!(message.contains(reason), "{what}: {message}");
         assert!(!hosts.drive.is_held(), "{what}");
-    }
+    });
 }
 
 #[test]

@@ -73,7 +73,7 @@ pub fn ask(to: &str, token: [u8; 16], site: [u8; 16]) -> u64 {
 
 /// Returns a whole recorded stream of a source.
 pub fn golden() -> Vec<u8> {
-    include_bytes!("../golden/stream-v1.bin").to_vec()
+    include_bytes!("../../golden/stream-v1.bin").to_vec()
 }
 
 /// Returns the end offsets of the header and of each record.

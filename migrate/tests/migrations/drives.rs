@@ -1,18 +1,15 @@
 //! Copied disks: copies made while the guest writes, and removal of copies that fail.
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test code")]
-
-mod common;
 
 use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use common::{
-    At, CutPoint, DriveCopyFactory, GuestWithDrives, HostPair, LONG, Proxy, ProxyPlan, Receiver,
-    Sender, await_writes, exactly_one_runs, quick_send, tag, within,
+use crate::common::{
+    At, CopyFaults, CutPoint, DriveCopyFactory, GuestWithDrives, HostPair, LONG, Proxy, ProxyPlan,
+    Receiver, Sender, await_writes, each, exactly_one_runs, quick_send, tag, within,
 };
 use driftline_format::{Header, MAGIC_STREAM, RecordHead};
 use driftline_guest::testing::MemoryConfig;
@@ -30,7 +27,7 @@ struct DriveHosts {
     pair: HostPair,
     here: tempfile::TempDir,
     there: tempfile::TempDir,
-    faults: Arc<common::CopyFaults>,
+    faults: Arc<CopyFaults>,
 }
 
 impl DriveHosts {
@@ -324,12 +321,15 @@ fn fast_writer_with_drives_is_given_up() {
 
 #[test]
 fn hanging_copy_fails_the_migration() {
-    let hosts = DriveHosts::new();
-    let guest = hosts.guest(13);
-    let faults = &hosts.faults;
-    for (hangs, why) in
-        [(&faults.write_hangs, "writing its copy"), (&faults.sync_hangs, "making its copy durable")]
-    {
+    type Hangs = fn(&CopyFaults) -> &AtomicBool;
+    let cases: [(Hangs, &str); 2] = [
+        (|faults| &faults.write_hangs, "writing its copy"),
+        (|faults| &faults.sync_hangs, "making its copy durable"),
+    ];
+    each(cases.into(), 2, |(hangs, why)| {
+        let hosts = DriveHosts::new();
+        let guest = hosts.guest(13);
+        let hangs = hangs(&hosts.faults);
         hangs.store(true, Ordering::SeqCst);
         let there = hosts.receiver_with(|o| o.disk_limit = Duration::from_millis(500));
         // Longer than the destination's disk limit.
@@ -348,7 +348,7 @@ fn hanging_copy_fails_the_migration() {
         // The storage answers again, and the abandoned threads end.
         hangs.store(false, Ordering::SeqCst);
         within(LONG, "the copies are gone", || hosts.copies() == 0);
-    }
+    });
 }
 
 #[test]

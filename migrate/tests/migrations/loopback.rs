@@ -1,12 +1,9 @@
 //! Whole migrations over loopback sockets, between guests that check their own memory.
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test code")]
-
-mod common;
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use common::{
+use crate::common::{
     HostPair, LONG, Proxy, ProxyPlan, Sender, await_writes, exactly_one_runs, quick_send, tag,
     within,
 };

@@ -1,14 +1,11 @@
 //! Failures of guests and disks, cancellations and resolutions by operators, in every phase.
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test code")]
-
-mod common;
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use common::{
-    At, CutPoint, HostPair, LONG, Proxy, ProxyPlan, Sender, exactly_one_runs, quick_send, tag,
-    within,
+use crate::common::{
+    At, CutPoint, HostPair, LONG, Proxy, ProxyPlan, Sender, each, exactly_one_runs, quick_send,
+    tag, within,
 };
 use driftline_guest::testing::{MemoryConfig, Op};
 use driftline_guest::{HandOver, Lifecycle, RunState};
@@ -126,7 +123,7 @@ fn cancel_works_in_every_phase_before_commit() {
         ("STATE_WHOLE", Phase::SwitchOver),
         ("STATE_END", Phase::SwitchOver),
     ];
-    for (at, phase) in phases {
+    each(phases.into(), 6, |(at, phase)| {
         let hosts = HostPair::new();
         let guest = hosts.start(MemoryConfig::small());
         let there = hosts.receiver();
@@ -153,7 +150,7 @@ fn cancel_works_in_every_phase_before_commit() {
         assert!(matches!(error.cause, Cause::Cancelled), "{at}: {error}");
         assert_eq!(error.phase, phase, "{at}: {error}");
         exactly_one_runs(&hosts, &guest, &sent, there, &format!("cancelled at {at}"));
-    }
+    });
 }
 
 #[test]
@@ -233,7 +230,7 @@ fn unstored_decision_leaves_the_source_in_doubt() {
 /// Loses RUNNING and all later messages. Returns when the source is in doubt.
 fn in_doubt(
     hosts: &HostPair,
-) -> (Arc<driftline_guest::testing::MemoryGuest>, common::Receiver, Proxy, Sender) {
+) -> (Arc<driftline_guest::testing::MemoryGuest>, crate::common::Receiver, Proxy, Sender) {
     let guest = hosts.start(MemoryConfig::small());
     let there = hosts.receiver();
     let proxy = Proxy::start(

@@ -1,15 +1,12 @@
 //! The connection is cut before, in and after every message, in both directions, or stalls at it.
 //! After each case exactly one guest runs and its memory is whole.
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test code")]
-
-mod common;
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use common::{
-    At, CutPoint, HostPair, LONG, Proxy, ProxyPlan, Sender, await_last_message, exactly_one_runs,
-    quick_send, tag, within,
+use crate::common::{
+    At, CutPoint, HostPair, LONG, Proxy, ProxyPlan, Sender, await_last_message, each,
+    exactly_one_runs, quick_send, tag, within,
 };
 use driftline_guest::testing::{MemoryConfig, MemoryGuest};
 
@@ -69,22 +66,7 @@ fn cut_everywhere(cut: CutPoint) {
     let cuts = sides.iter().flat_map(|(source, tags)| {
         some_of_each(tags).into_iter().map(|(unit, tag)| (*source, unit, tag))
     });
-    each(cuts.collect(), |(source, unit, tag)| cut_at(cut, source, unit, tag));
-}
-
-/// Calls `work` for each value, [`AT_ONCE`] at a time. A failure fails the test.
-fn each<T: Send>(all: Vec<T>, work: impl Fn(T) + Sync) {
-    let left = Mutex::new(all.into_iter());
-    std::thread::scope(|scope| {
-        for _ in 0..AT_ONCE {
-            scope.spawn(|| {
-                // The block releases the lock before the work.
-                while let Some(next) = { left.lock().unwrap().next() } {
-                    work(next);
-                }
-            });
-        }
-    });
+    each(cuts.collect(), AT_ONCE, |(source, unit, tag)| cut_at(cut, source, unit, tag));
 }
 
 fn cut_at(cut: CutPoint, source: bool, unit: usize, tag: u16) {
@@ -144,7 +126,7 @@ fn flipped_bit_in_any_message_is_detected() {
         tags.dedup();
         // In the head of a record, and in its payload (or in the head again if there is none).
         let flips = tags.into_iter().flat_map(|tag| [(tag, 13), (tag, 30)]);
-        each(flips.collect(), |(tag, byte)| flip(source, tag, byte));
+        each(flips.collect(), AT_ONCE, |(tag, byte)| flip(source, tag, byte));
     }
 }
 

@@ -10,7 +10,7 @@ pub mod raw;
 
 use std::net::TcpListener;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -292,6 +292,22 @@ pub fn await_writes(guest: &impl Lifecycle, writes: impl Fn() -> u64, more: u64)
 pub fn await_last_message(proxy: &Proxy) {
     within(LONG, "ENDED is forwarded", || {
         proxy.from_source.lock().unwrap().last() == Some(&tag("ENDED"))
+    });
+}
+
+/// Calls `work` for each case, `at_once` at a time, because a case waits for most of its time. A
+/// failure fails the test.
+pub fn each<T: Send>(cases: Vec<T>, at_once: usize, work: impl Fn(T) + Sync) {
+    let left = Mutex::new(cases.into_iter());
+    std::thread::scope(|scope| {
+        for _ in 0..at_once {
+            scope.spawn(|| {
+                // The block releases the lock before the work.
+                while let Some(next) = { left.lock().unwrap().next() } {
+                    work(next);
+                }
+            });
+        }
     });
 }
 
