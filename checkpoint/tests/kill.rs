@@ -1,6 +1,7 @@
 //! Real processes and real disks: killed at any moment, full, read-only.
 //!
 //! The tests start this test program again as a child that runs one of the ignored tests below.
+//! They have a binary of their own, because for a moment a child holds all open stores' locks.
 #![allow(clippy::unwrap_used)]
 
 use std::io::{BufRead, BufReader, Write};

@@ -37,3 +37,8 @@ pub use faults::{ExclusiveDrive, Faults, Op};
 pub use guest::MemoryGuest;
 pub use pages::{WrongFrame, WrongMemory, mix};
 pub use threads::threads;
+
+/// Returns the number of repetitions of a test: `full` with `DRIFTLINE_FULL=1`, else `short`.
+pub fn repeats<T>(short: T, full: T) -> T {
+    if std::env::var("DRIFTLINE_FULL").is_ok_and(|v| v == "1") { full } else { short }
+}

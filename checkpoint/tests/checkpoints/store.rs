@@ -1,5 +1,4 @@
 //! Checkpoints of a running guest in a real directory.
-#![allow(clippy::unwrap_used)]
 
 use std::ops::ControlFlow;
 use std::path::Path;

@@ -1,5 +1,4 @@
 //! Dropped epochs, reused slots, rewritten logs and page files: everything kept is complete.
-#![allow(clippy::unwrap_used)]
 
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::path::Path;

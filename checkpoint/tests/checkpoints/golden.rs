@@ -1,5 +1,4 @@
 //! Stores written by version 1, kept for ever: their content must still restore.
-#![allow(clippy::unwrap_used)]
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

@@ -1,5 +1,4 @@
 //! A restore that fails while it fills the guest's memory.
-#![allow(clippy::unwrap_used)]
 
 use std::sync::{Arc, Mutex};
 

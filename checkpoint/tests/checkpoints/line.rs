@@ -1,5 +1,4 @@
 //! Which guest's checkpoints may follow which in a store.
-#![allow(clippy::unwrap_used)]
 
 use std::sync::Arc;
 

@@ -1,12 +1,13 @@
 //! Power loss at any sync, and failing disks: what was reported durable is there.
-#![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use driftline_checkpoint::{Checkpointer, StagingLimits, restore};
 use driftline_dirty_tracker::PAGE_SIZE;
-use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, Op, TestDisk};
+use driftline_guest::testing::{
+    MemoryConfig, MemoryGuest, MemoryGuestFactory, Op, TestDisk, repeats,
+};
 use driftline_guest::{Clock, GuestContents, GuestIdentity, Lifecycle, RunState, VmId};
 use driftline_store::Store;
 use driftline_store::testing::{DiskOp, MemoryDisk, Survives};
@@ -129,7 +130,7 @@ fn crash_at_every_sync(log_bound: u64) -> u64 {
         let disk = MemoryDisk::default();
         disk.stop_at_sync(stop);
         let (guest, epochs) = run(&disk, log_bound);
-        let torn = (0..12).map(|seed| Survives::Torn(seed + stop * 100));
+        let torn = (0..repeats(3, 12)).map(|seed| Survives::Torn(seed + stop * 100));
         for how in [Survives::Nothing, Survives::Everything].into_iter().chain(torn) {
             check_crash(&disk.crash(how), &guest, &epochs, how);
         }
@@ -155,7 +156,8 @@ fn durable_epochs_survive_crashes_during_log_rotation() {
 
 #[test]
 fn durable_epochs_survive_a_crash_at_any_sector() {
-    for stop in (0..5 + 2 * EPOCHS).step_by(3) {
+    // Syncs of the page file and of the log, and those that create the store.
+    for stop in (0..5 + 2 * EPOCHS).step_by(repeats(7, 3)) {
         let disk = MemoryDisk::default();
         disk.stop_at_sync(stop);
         let (guest, epochs) = run(&disk, 8 << 10);

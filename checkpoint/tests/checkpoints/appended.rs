@@ -1,6 +1,5 @@
 //! Between the append of an epoch and its durability, no reader reads it. Its writer does not take
 //! it back once the store may belong to another writer.
-#![allow(clippy::unwrap_used)]
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

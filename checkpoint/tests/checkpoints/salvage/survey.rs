@@ -9,7 +9,7 @@ use driftline_checkpoint::Checkpointer;
 use driftline_store::testing::MemoryDisk;
 use driftline_store::{Backend, LockError, Store, StoreFile};
 
-use super::stored::{self, StoreFixture, open, stored};
+use crate::common::stored::{self, StoreFixture, open, stored};
 
 /// Checkpoints that a writer would otherwise drop during the survey, and whose slots it would
 /// reuse.

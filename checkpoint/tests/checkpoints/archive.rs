@@ -1,5 +1,4 @@
 //! Archives: an exported epoch restores bit for bit, and nothing else restores.
-#![allow(clippy::panic, clippy::unwrap_used)]
 
 use std::fs::{self, File};
 use std::path::Path;

@@ -1,5 +1,4 @@
 //! Damaged stores on failing disks: what must not be lost.
-#![allow(clippy::unwrap_used)]
 
 use std::time::Duration;
 
@@ -8,12 +7,10 @@ use driftline_guest::{GuestIdentity, VmId};
 use driftline_store::testing::{DiskOp, MemoryDisk};
 use driftline_store::{Backend, Store, StoreError};
 
-#[path = "../common/stored.rs"]
-mod stored;
 mod survey;
 
-use stored::{
-    StoreFixture, begins, image, numbers, open, repair, restored, stored, with_bad_sector,
+use crate::common::stored::{
+    self, StoreFixture, begins, image, numbers, open, repair, restored, stored, with_bad_sector,
 };
 
 #[test]

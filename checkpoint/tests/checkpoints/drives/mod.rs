@@ -1,6 +1,5 @@
 //! Drives in the epochs of a guest: stored with memory, of the same instant, and restored together
 //! with it.
-#![allow(clippy::unwrap_used)]
 
 mod archives;
 mod epochs;

@@ -1,17 +1,14 @@
 //! Stores with damage: damage that needs no repair, and the result of repair.
-#![allow(clippy::unwrap_used)]
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use driftline_checkpoint::Checkpointer;
+use driftline_guest::testing::repeats;
 use driftline_store::testing::{DiskOp, MemoryDisk, Survives};
 use driftline_store::{Store, StoreError};
 use proptest::prelude::*;
 
-#[path = "common/stored.rs"]
-mod stored;
-
-use stored::{
+use crate::common::stored::{
     FRAMES, StoreFixture, begins, image, numbers, open, repair, restored, stored, with_bad_sector,
     write,
 };
@@ -198,7 +195,7 @@ thread_local! {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(600))]
+    #![proptest_config(ProptestConfig::with_cases(repeats(150, 600)))]
     #[test]
     fn repair_keeps_all_that_is_intact(harms in prop::collection::vec(harm(), 1..5)) {
         BOTH.with(|(stored, needs)| {
@@ -280,9 +277,10 @@ fn files_without_links_are_renamed() {
 
 #[test]
 fn killed_repair_loses_nothing() {
-    for links in [true, false] {
-        kill_at_any_sync(links);
-    }
+    std::thread::scope(|scope| {
+        scope.spawn(|| kill_at_any_sync(true));
+        scope.spawn(|| kill_at_any_sync(false));
+    });
 }
 
 fn kill_at_any_sync(links: bool) {
@@ -332,7 +330,7 @@ fn repair_killed_at_each_sync(
         let repaired = repair(&disk);
         // The last sync only removes old names, and a repair has succeeded without it.
         assert!(repaired.is_ok() || disk.is_stopped());
-        let torn = (0..8).map(|seed| Survives::Torn(seed + 100 * stop));
+        let torn = (0..repeats(2, 8)).map(|seed| Survives::Torn(seed + 100 * stop));
         for how in [Survives::Nothing, Survives::Everything].into_iter().chain(torn) {
             for writer_first in [false, true] {
                 let after = disk.crash(how);

@@ -1,20 +1,16 @@
 //! Epochs copied after the guest has resumed equal a copy made in the pause.
-#![allow(clippy::unwrap_used)]
-
-#[path = "common/scripted.rs"]
-mod scripted;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use crate::common::scripted::{Scripted, ScriptedGuest, Write};
 use driftline_checkpoint::{Checkpointer, EpochStep, StagingLimits, restore};
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, Op};
 use driftline_guest::{Clock, GuestIdentity, Lifecycle, RunState, VmId};
 use driftline_store::Store;
 use driftline_store::testing::{DiskOp, MemoryDisk};
 use proptest::prelude::*;
-use scripted::{Scripted, ScriptedGuest, Write};
 
 fn writes() -> impl Strategy<Value = Vec<Write>> {
     // Crowded, so that writes often hit protected frames.

@@ -1,5 +1,4 @@
 //! A store of a small guest that several processes have written, and memory at each checkpoint.
-#![allow(dead_code, reason = "not every test has use for all of it")]
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

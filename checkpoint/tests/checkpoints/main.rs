@@ -1,0 +1,28 @@
+//! Checkpoints of a guest without a hypervisor: on disks that fail, crash and lie. One binary,
+//! because many of its tests use one processor or wait.
+//!
+//! | module | shows |
+//! | --- | --- |
+//! | `store`, `line`, `retention`, `archive`, `appended` | what a store and an archive have |
+//! | `background_copy`, `flight`, `drives` | epochs are of their pause, however they are copied |
+//! | `crash` | what was reported durable is there after a loss of power |
+//! | `damage`, `repair`, `salvage` | damage is named, refused and repaired |
+//! | `memory_load` | restores that fail |
+//! | `golden` | recorded stores are read |
+#![allow(clippy::panic, clippy::unwrap_used)]
+
+mod appended;
+mod archive;
+mod background_copy;
+mod common;
+mod crash;
+mod damage;
+mod drives;
+mod flight;
+mod golden;
+mod line;
+mod memory_load;
+mod repair;
+mod retention;
+mod salvage;
+mod store;
