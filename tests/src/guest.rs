@@ -77,4 +77,18 @@ impl GuestConsole {
         });
         self.last_reports(vcpus).unwrap_or_default()
     }
+
+    /// Waits until every vCPU has visited, and so checked, all its pages since its first report on
+    /// this console, and none has found an error.
+    pub fn wait_pass(&self, vcpus: u32, limit: Duration) {
+        let what = format!("a pass of {vcpus} vCPUs on {}", self.path.display());
+        wait_for(&what, limit, || {
+            self.assert_clean();
+            let (all, last) = (self.reports(), self.last_reports(vcpus)?);
+            let passed = |r: &PayloadReport| {
+                all.iter().find(|first| first.vcpu == r.vcpu).is_some_and(|f| r.passes > f.passes)
+            };
+            last.iter().all(passed).then_some(())
+        });
+    }
 }

@@ -1,10 +1,9 @@
 //! Repeated restores, each from a checkpoint of the previously restored guest. Every other restore
 //! is lazy.
-#![allow(clippy::expect_used, reason = "a test fails by saying what it expected")]
 
 use std::os::unix::fs::FileExt;
 
-use tests::{Driftline, GuestLoad, SOON, ScratchDir, json_of, wait_for};
+use tests::{Driftline, GuestLoad, SOON, ScratchDir, json_of, repeats, wait_for};
 
 /// Takes a checkpoint, kills the process and restores in a new process, `times` times.
 fn in_a_row(load: GuestLoad, times: usize) {
@@ -36,11 +35,11 @@ fn in_a_row(load: GuestLoad, times: usize) {
             std::fs::remove_dir_all(old).expect("the previous store is ours");
         }
     }
-    vm.console().wait_reports(2, 2, SOON);
-    vm.console().assert_clean();
+    vm.console().wait_pass(2, SOON);
 }
 
-tests::under_each_load!(in_a_row, 4, 50);
+// Restored from a guest that was booted, from one that was restored, and from a lazy one.
+tests::under_each_load!(in_a_row, 3, 50);
 
 /// Creates a store with one checkpoint of a guest that writes to 64 MiB as fast as it can, and
 /// kills the guest.
@@ -113,7 +112,7 @@ fn ends_at_damage(scratch: &ScratchDir, store: &str, slot: u64) -> bool {
 fn two_small_checkpoints(scratch: &ScratchDir) -> String {
     let args = ["--vcpus", "2", "--mem", "32M"];
     let mut vm = Driftline::run(scratch, "before", "payload,ws=1M,rate=1M", &args);
-    vm.console().wait_reports(2, 1, SOON);
+    vm.console().wait_pass(2, SOON);
     let store = scratch.path("store").to_str().expect("UTF-8").to_owned();
     let taken = vm.cli("checkpoint", &["--store", &store, "--every", "20ms", "--count", "2"]);
     assert_eq!(taken.status.code(), Some(0), "{}", String::from_utf8_lossy(&taken.stderr));
@@ -130,10 +129,12 @@ fn lazy_restore_ends_whichever_page_is_damaged() {
     let scratch = ScratchDir::new();
     let store = two_small_checkpoints(&scratch);
     let pages = std::fs::metadata(scratch.path("store").join("pages-1")).expect("a page file");
-    let slots = 1..pages.len() / 4096;
+    // Every eighth page still damages the guest's program, its page tables and its working set.
+    let step = repeats(8, 1);
+    let slots = (1..pages.len() / 4096).step_by(step);
     let tried = slots.filter(|slot| ends_at_damage(&scratch, &store, *slot)).count();
     println!("{tried} pages were damaged in turn");
-    assert!(tried > 256, "{tried} pages are not all of the guest's");
+    assert!(tried > 256 / step, "{tried} pages are not a share of the guest's");
 }
 
 #[test]

@@ -1,5 +1,4 @@
 //! Compares the forecast of `driftline plan` with the migration that follows.
-#![allow(clippy::expect_used, reason = "a test fails by saying what it expected")]
 
 use std::time::Duration;
 

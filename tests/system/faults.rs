@@ -3,7 +3,6 @@
 //!
 //! A test uses one source guest for all of its failed migrations. The guest must continue to write
 //! without an error after each of them.
-#![allow(clippy::expect_used, reason = "a test fails by saying what it expected")]
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -16,7 +15,7 @@ use driftline_machine::testing::kvm_or_skip;
 use driftline_migrate::Tag;
 use tests::{
     CutAction, Direction, Driftline, LaterConnections, MigrationProxy, SOON, ScratchDir, json_of,
-    one_at_a_time, wait_for,
+    wait_for,
 };
 
 /// A small guest, because dozens of them start.
@@ -58,7 +57,6 @@ fn destination_killed_at_any_message_leaves_source_running() {
     if !kvm_or_skip("destination_killed_at_any_message_leaves_source_running") {
         return;
     }
-    let _alone = one_at_a_time();
     let scratch = ScratchDir::new();
     let source = Driftline::run(&scratch, "source", GUEST, &MACHINE);
     // A lost COMMIT leaves the migration in doubt and has its own test.
@@ -92,7 +90,6 @@ fn source_killed_before_commit_leaves_no_second_guest() {
     if !kvm_or_skip("source_killed_before_commit_leaves_no_second_guest") {
         return;
     }
-    let _alone = one_at_a_time();
     let scratch = ScratchDir::new();
     for (direction, tag) in BEFORE_COMMIT {
         let name = format!("{}-{direction:?}", tag.name());
@@ -128,7 +125,6 @@ fn lost_commit_is_resolved_by_the_destination() {
     if !kvm_or_skip("lost_commit_is_resolved_by_the_destination") {
         return;
     }
-    let _alone = one_at_a_time();
     let scratch = ScratchDir::new();
     let source = Driftline::run(&scratch, "source", GUEST, &MACHINE);
     let (mut destination, address) =
@@ -157,7 +153,6 @@ fn migration_in_doubt_is_resolved_by_the_operator() {
     if !kvm_or_skip("migration_in_doubt_is_resolved_by_the_operator") {
         return;
     }
-    let _alone = one_at_a_time();
     let scratch = ScratchDir::new();
     let source = Driftline::run(&scratch, "source", GUEST, &MACHINE);
     let (destination, address) = Driftline::receive(&scratch, "destination");
@@ -201,7 +196,6 @@ fn lost_running_message_is_requested_again() {
     if !kvm_or_skip("lost_running_message_is_requested_again") {
         return;
     }
-    let _alone = one_at_a_time();
     let scratch = ScratchDir::new();
     let mut source = Driftline::run(&scratch, "source", GUEST, &MACHINE);
     let (destination, address) = Driftline::receive(&scratch, "destination");
@@ -225,7 +219,6 @@ fn invalid_connections_do_not_block_a_source() {
     if !kvm_or_skip("invalid_connections_do_not_block_a_source") {
         return;
     }
-    let _alone = one_at_a_time();
     let scratch = ScratchDir::new();
     let source = Driftline::run(&scratch, "source", GUEST, &MACHINE);
     let (destination, address) = Driftline::receive(&scratch, "destination");
@@ -279,7 +272,6 @@ fn guest_arrives_whole_over_a_slow_link() {
     if !kvm_or_skip("guest_arrives_whole_over_a_slow_link") {
         return;
     }
-    let _alone = one_at_a_time();
     let scratch = ScratchDir::new();
     let guest = "payload,ws=8M,rate=1M,pattern=random";
     let mut source = Driftline::run(&scratch, "source", guest, &MACHINE);
@@ -290,7 +282,7 @@ fn guest_arrives_whole_over_a_slow_link() {
         let sent = scope.spawn(|| source.cli("send-migration", &[link.address(), "--json"]));
         // Both sides report progress during the migration.
         tests::wait_for("the source's progress", SOON, || {
-            let info = json_of(&source.cli("info", &["--json"]));
+            let info = source.info()?;
             let sent_bytes = info["migration"]["sent_bytes"].as_u64();
             (info["state"] == "migrating" && sent_bytes? > 1 << 20).then_some(())
         });
@@ -320,7 +312,6 @@ fn guest_that_outruns_the_link_stays() {
     if !kvm_or_skip("guest_that_outruns_the_link_stays") {
         return;
     }
-    let _alone = one_at_a_time();
     let scratch = ScratchDir::new();
     let source = Driftline::run(&scratch, "source", GUEST, &MACHINE);
     source.console().wait_reports(2, 1, SOON);

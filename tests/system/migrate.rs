@@ -1,5 +1,4 @@
 //! Repeated migrations of one self-checking guest from process to process.
-#![allow(clippy::expect_used, reason = "a test fails by saying what it expected")]
 
 use std::time::Duration;
 

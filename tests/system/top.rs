@@ -1,6 +1,5 @@
 //! Compares the output of `driftline top` with the writes that a KVM guest reports, and checks that
 //! watching a guest loses no write.
-#![allow(clippy::expect_used, reason = "a test fails by saying what it expected")]
 
 use std::fs::{self, File};
 use std::ops::RangeInclusive;
@@ -39,58 +38,59 @@ fn top_shows_hot_range_and_write_rate() {
     if !kvm_or_skip("top_shows_hot_range_and_write_rate") {
         return;
     }
-    let _alone = one_at_a_time();
-    for mode in MODES {
-        let scratch = ScratchDir::new();
-        let vm = Driftline::run(&scratch, "guest", GUEST, &["--mem", "256M", "--tracking", mode]);
-        wait_for("a pass of the guest", SOON * 2, || {
-            vm.console().last_reports(1)?.iter().all(|r| r.passes > 0).then_some(())
-        });
-        let before = progress(&vm);
-        let out = vm.cli("top", &["--once", "--json", "--interval", "4s"]);
-        let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
-        assert_eq!(out.status.code(), Some(0), "{mode}: {stderr}");
-        let after = progress(&vm);
-        let page = json_of(&out);
-        assert_eq!(page["info"]["tracking"], mode);
+    // A guest waits for most of the time.
+    std::thread::scope(|scope| {
+        for mode in MODES {
+            scope.spawn(move || shows_hot_range_and_write_rate(mode));
+        }
+    });
+}
 
-        // The payload's working set begins at 16 MiB. Below lie its stacks, clocks and tables, to
-        // which it writes little.
-        let hot = 16 << 20..80 << 20;
-        let written = written(&page);
-        let inside = |all: &[(u64, u64)]| -> u64 {
-            all.iter().filter(|(at, _)| hot.contains(at)).map(|(_, frames)| frames).sum()
-        };
-        let frames = number(&page["frames"]);
-        let (hot_frames, above) =
-            (inside(&written), written.iter().filter(|(at, _)| *at >= hot.end).count());
-        assert!(
-            hot_frames * 100 >= frames * 98 && above == 0,
-            "{mode}: {hot_frames} of {frames}: {written:?}"
-        );
-        // The guest writes pages in order, so most dirty bins are entirely dirty.
-        let whole = number(&page["bin_bytes"]) / 4096;
-        let full = written.iter().filter(|(_, frames)| *frames == whole).count() as u64;
-        assert!(full * whole * 10 >= frames * 9, "{mode}: {full} of {written:?}");
+fn shows_hot_range_and_write_rate(mode: &str) {
+    let scratch = ScratchDir::new();
+    let vm = Driftline::run(&scratch, "guest", GUEST, &["--mem", "256M", "--tracking", mode]);
+    wait_for("a pass of the guest", SOON * 2, || {
+        vm.console().last_reports(1)?.iter().all(|r| r.passes > 0).then_some(())
+    });
+    let before = progress(&vm);
+    let out = vm.cli("top", &["--once", "--json", "--interval", "4s"]);
+    let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
+    assert_eq!(out.status.code(), Some(0), "{mode}: {stderr}");
+    let after = progress(&vm);
+    let page = json_of(&out);
+    assert_eq!(page["info"]["tracking"], mode);
 
-        // Compares with the guest's own count over about the same time. The host may have delayed
-        // either side.
-        let guest = (after.0 - before.0) as f64 / (after.1 - before.1).max(1) as f64;
-        let shown = frames as f64 / page["window_ms"].as_f64().expect("a length");
-        assert!(
-            shown <= guest * 2.0 && guest <= shown * 2.0,
-            "{mode}: {shown} and {guest} pages a ms"
-        );
-        let rate = number(&page["dirty_rate_bytes_per_s"]) as f64;
-        assert!((rate / 4096.0 / 1000.0 / shown - 1.0).abs() < 0.01, "{mode}: {rate} and {shown}");
+    // The payload's working set begins at 16 MiB. Below lie its stacks, clocks and tables, to
+    // which it writes little.
+    let hot = 16 << 20..80 << 20;
+    let written = written(&page);
+    let inside = |all: &[(u64, u64)]| -> u64 {
+        all.iter().filter(|(at, _)| hot.contains(at)).map(|(_, frames)| frames).sum()
+    };
+    let frames = number(&page["frames"]);
+    let (hot_frames, above) =
+        (inside(&written), written.iter().filter(|(at, _)| *at >= hot.end).count());
+    assert!(
+        hot_frames * 100 >= frames * 98 && above == 0,
+        "{mode}: {hot_frames} of {frames}: {written:?}"
+    );
+    // The guest writes pages in order, so most dirty bins are entirely dirty.
+    let whole = number(&page["bin_bytes"]) / 4096;
+    let full = written.iter().filter(|(_, frames)| *frames == whole).count() as u64;
+    assert!(full * whole * 10 >= frames * 9, "{mode}: {full} of {written:?}");
 
-        check_vcpu(&page, mode, hot_frames..=frames);
-        vm.console().assert_clean();
-        // `top` has ended, so the guest is no longer tracked.
-        wait_for("the watch's end", SOON, || {
-            (vm.info()?["dirty"]["subscribers"] == 0).then_some(())
-        });
-    }
+    // Compares with the guest's own count over about the same time. The host may have delayed
+    // either side.
+    let guest = (after.0 - before.0) as f64 / (after.1 - before.1).max(1) as f64;
+    let shown = frames as f64 / page["window_ms"].as_f64().expect("a length");
+    assert!(shown <= guest * 2.0 && guest <= shown * 2.0, "{mode}: {shown} and {guest} pages a ms");
+    let rate = number(&page["dirty_rate_bytes_per_s"]) as f64;
+    assert!((rate / 4096.0 / 1000.0 / shown - 1.0).abs() < 0.01, "{mode}: {rate} and {shown}");
+
+    check_vcpu(&page, mode, hot_frames..=frames);
+    vm.console().assert_clean();
+    // `top` has ended, so the guest is no longer tracked.
+    wait_for("the watch's end", SOON, || (vm.info()?["dirty"]["subscribers"] == 0).then_some(()));
 }
 
 /// Checks the figures of the only vCPU. Only dirty rings tell which vCPU writes and how full rings

@@ -1,0 +1,21 @@
+//! Whole guests in `driftline` processes. One binary, so that tests that wait run beside a test
+//! that loads the machine. Of the latter one runs at a time.
+//!
+//! | module | shows |
+//! | --- | --- |
+//! | `migrate`, `restore`, `soak` | one guest moves, or is restored, again and again |
+//! | `checkpoint`, `store` | checkpoints restore whole, whatever happens to their store |
+//! | `faults` | one guest runs, whichever process dies at whichever message |
+//! | `throttle`, `plan` | guests that outrun the link, and forecasts of migrations |
+//! | `top` | what a watch shows |
+#![allow(clippy::expect_used, reason = "a test fails by saying what it expected")]
+
+mod checkpoint;
+mod faults;
+mod migrate;
+mod plan;
+mod restore;
+mod soak;
+mod store;
+mod throttle;
+mod top;
