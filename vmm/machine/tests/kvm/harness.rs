@@ -16,10 +16,11 @@ pub const MIB: u64 = 1 << 20;
 /// A limit that nothing here reaches, even on the slowest host.
 pub const LONG: Duration = Duration::from_secs(300);
 
+/// Returns a guest that runs the payload `spec` and reports ten times a second.
 pub fn payload(spec: &str) -> MachineConfig {
     MachineConfig {
         mem_bytes: 64 * MIB,
-        boot: Boot::Payload(spec.to_owned()),
+        boot: Boot::Payload(format!("{spec},report=100")),
         ..payload_config(BackendKind::Kvm)
     }
 }

@@ -10,7 +10,7 @@ use driftline_guest::{
 };
 use driftline_machine::config::{DEFAULT_RING_ENTRIES, HostConfig, MachineConfig};
 use driftline_machine::machine::{KvmMachine, MachineFactory};
-use driftline_machine::testing::kvm_or_skip;
+use driftline_machine::testing::{full, kvm_or_skip};
 use driftline_machine::tracking::TrackingMode;
 use driftline_machine::vm::Vm;
 use vm_memory::{Bytes, GuestAddress};
@@ -82,8 +82,8 @@ fn writing_guest_continues_in_another_machine() {
             let mut machine = launch(config, &console);
             machine.resume().unwrap();
             console.wait_for("start", |text| text.contains("payload ready"));
-            for i in 0..10 {
-                std::thread::sleep(Duration::from_millis(20 + 17 * i));
+            for i in 0..if full() { 10 } else { 4 } {
+                std::thread::sleep(Duration::from_millis(20 + 41 * i));
                 let clock = if i % 2 == 0 { Clock::Advance } else { Clock::Continue };
                 let new = move_to_new(&machine, &console, clock);
                 new.resume().unwrap();
@@ -113,7 +113,7 @@ fn only_a_migration_shows_in_the_guests_clock() {
         let new = factory.create(machine.vm_id(), &machine.config()).unwrap();
         copy(&machine, &new, machine.populated().unwrap());
         let already = console.reports().len();
-        let away = Duration::from_secs(2);
+        let away = Duration::from_secs(1);
         std::thread::sleep(away);
         new.restore_state(&sections, clock).unwrap();
         new.resume().unwrap();
