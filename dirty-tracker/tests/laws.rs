@@ -16,7 +16,10 @@ use proptest::prelude::*;
 use proptest::sample::Index;
 
 fn config() -> ProptestConfig {
-    let cases = if cfg!(miri) { 3 } else { 300 };
+    cases(if cfg!(miri) { 3 } else { 300 })
+}
+
+fn cases(cases: u32) -> ProptestConfig {
     ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(cases) }
 }
 
@@ -84,6 +87,22 @@ fn tracker(layout: &Layout) -> (Arc<Tracker>, Subscription) {
     let tracker = Arc::new(Tracker::new(layout.clone()));
     let subscription = tracker.subscribe("laws").unwrap();
     (tracker, subscription)
+}
+
+proptest! {
+    // Fewer, because a case marks and reads up to 1.2 million frames.
+    #![proptest_config(cases(if cfg!(miri) { 3 } else { 60 }))]
+
+    #[test]
+    fn mark_all_marks_every_frame_of_every_slot(layout in layout()) {
+        let (tracker, mut subscription) = tracker(&layout);
+        tracker.mark_all();
+        assert_summarized(&subscription);
+        let dirty = subscription.drain();
+        prop_assert_eq!(dirty.frames(), layout.frames());
+        let slots: Vec<FrameRun> = layout.slots().map(|s| s.run()).collect();
+        prop_assert_eq!(dirty.runs().collect::<Vec<_>>(), slots);
+    }
 }
 
 proptest! {
@@ -294,17 +313,6 @@ proptest! {
             prop_assert!(set.runs().all(|run| now.contains(run)));
             taken.push((i % 2, set));
         }
-    }
-
-    #[test]
-    fn mark_all_marks_every_frame_of_every_slot(layout in layout()) {
-        let (tracker, mut subscription) = tracker(&layout);
-        tracker.mark_all();
-        assert_summarized(&subscription);
-        let dirty = subscription.drain();
-        prop_assert_eq!(dirty.frames(), layout.frames());
-        let slots: Vec<FrameRun> = layout.slots().map(|s| s.run()).collect();
-        prop_assert_eq!(dirty.runs().collect::<Vec<_>>(), slots);
     }
 
     #[test]

@@ -196,7 +196,6 @@ fn missed_deadline_does_not_end_the_device() {
 
 #[test]
 fn stuck_device_is_named_by_every_request() {
-    let memory = memory();
     type SetRequest = fn(&DeviceSet) -> Result<(), RequestError>;
     let requests: [SetRequest; 6] = [
         |set| set.acquire(),
@@ -210,8 +209,8 @@ fn stuck_device_is_named_by_every_request() {
         |set| set.detach().map(drop),
         |set| set.attach(&[]),
     ];
-    for request in requests {
-        let (set, script) = stuck_set(&memory);
+    let check = |request: SetRequest| {
+        let (set, script) = stuck_set(&memory());
         let why = request(&set).unwrap_err().to_string();
         assert!(why.contains("virtio-rng \"stuck\" did not "), "{why}");
         assert!(why.contains("its backend is stuck"), "{why}");
@@ -219,7 +218,13 @@ fn stuck_device_is_named_by_every_request() {
         let why = set.quiesce().unwrap_err().to_string();
         assert!(why.contains("virtio-rng \"stuck\""), "{why}");
         Script::set(&script.stuck, false);
-    }
+    };
+    // Each waits for its limit, so all do at once.
+    std::thread::scope(|scope| {
+        for request in requests {
+            scope.spawn(move || check(request));
+        }
+    });
 }
 
 #[test]
