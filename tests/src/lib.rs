@@ -13,6 +13,7 @@ mod process;
 mod proxy;
 mod stolen;
 
+pub use driftline_guest::testing::repeats;
 pub use guest::GuestConsole;
 pub use linux::{CheckerProgress, EchoClient, LinuxImage, assert_clean};
 pub use load::GuestLoad;
@@ -38,14 +39,6 @@ pub fn wait_for<T>(awaited: &str, limit: Duration, mut what: impl FnMut() -> Opt
         }
         assert!(start.elapsed() < limit, "after {limit:?} still no {awaited}");
         std::thread::sleep(Duration::from_millis(5));
-    }
-}
-
-/// Returns the number of rounds of a test: `full` with `DRIFTLINE_FULL=1`, else `short`.
-pub fn repeats(short: usize, full: usize) -> usize {
-    match std::env::var("DRIFTLINE_FULL") {
-        Ok(v) if v == "1" => full,
-        _ => short,
     }
 }
 
