@@ -11,6 +11,8 @@ use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::rc::Rc;
 use std::sync::LazyLock;
 use std::sync::mpsc::Receiver;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::{FrameSet, PAGE_SIZE, Subscription};
 use driftline_guest::VmId;
@@ -20,7 +22,7 @@ use super::input::FuzzInput;
 use super::memory::FuzzMemory;
 use crate::config::{BalloonConfig, DiskConfig, MacAddr, NetConfig, VsockConfig};
 use crate::devices::balloon::{self, BalloonControl};
-use crate::devices::block::BlockDevice;
+use crate::devices::block::{BlockDevice, DiskError};
 use crate::devices::net::Net;
 use crate::devices::opener::Opener;
 use crate::devices::rng::Rng;
@@ -138,11 +140,19 @@ impl FuzzedDisk {
 
 impl FuzzedDevice for FuzzedDisk {
     fn make(&mut self) -> Box<dyn Device> {
-        let block = match self.uring {
+        let open = || match self.uring {
             true => BlockDevice::open(&self.config, 2, self.guest),
             false => BlockDevice::open_without_uring(&self.config, 2, self.guest),
         };
-        let block = block.unwrap();
+        // A process that another test starts inherits the file of an earlier run, with its lock,
+        // until it executes its own program.
+        let end = Instant::now() + Duration::from_secs(20);
+        let block = loop {
+            match open() {
+                Err(DiskError::InUse(_)) if Instant::now() < end => thread::yield_now(),
+                opened => break opened.unwrap(),
+            }
+        };
         self.writes.extend(block.tracker().map(|tracker| tracker.subscribe("fuzz").unwrap()));
         Box::new(block)
     }
