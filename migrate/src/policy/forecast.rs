@@ -2,16 +2,16 @@
 //!
 //! A guest's writes are a [`WriteCurve`]: the number of distinct frames that it dirties in a window
 //! of each length. [`forecast`] simulates pass after pass on the curve. After each pass it calls
-//! [`judge`] and [`judge_and_throttle`], as the source of a migration does, so no second formula
+//! `judge` and `judge_and_throttle`, as the source of a migration does, so no second formula
 //! decides when pre-copy ends.
 //!
 //! | figure | assumption |
 //! | --- | --- |
 //! | time of a pass | its bytes divided by the bandwidth |
-//! | writes during it | the curve at that time plus [`PASS_OVERHEAD`]; at most the rate of a throttled vCPU |
-//! | pending frames at the pause | those that the last pass left, and those written in [`RECORD_OVERHEAD`] |
-//! | downtime | pending frames divided by the bandwidth, plus [`PAUSE_OVERHEAD`] |
-//! | total | [`SETUP_TIME`], the passes and the downtime |
+//! | writes during it | the curve at that time plus `PASS_OVERHEAD`; at most the rate of a throttled vCPU |
+//! | pending frames at the pause | those that the last pass left, and those written in `RECORD_OVERHEAD` |
+//! | downtime | pending frames divided by the bandwidth, plus `PAUSE_OVERHEAD` |
+//! | total | `SETUP_TIME`, the passes and the downtime |
 //!
 //! The forecast does not include copied disks, compression, or a source or destination that is
 //! slower than the link.
@@ -197,8 +197,8 @@ pub struct ForecastPass {
 /// Costs a few hundred operations for each pass and vCPU; there are at most `goals.max_passes`.
 ///
 /// Laws (tests below):
-/// - The verdict after each pass is that of [`judge`], except for the throttle's approach.
-/// - Without a throttle and without [`RECORD_OVERHEAD`], a faster link or fewer writes give no pass
+/// - The verdict after each pass is that of `judge`, except for the throttle's approach.
+/// - Without a throttle and without `RECORD_OVERHEAD`, a faster link or fewer writes give no pass
 ///   more frames. A migration that converges still does, and takes longer at most by the passes
 ///   that make the pause shorter.
 /// - With a throttle a migration converges if only vCPUs write.
