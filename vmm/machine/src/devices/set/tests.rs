@@ -181,7 +181,8 @@ fn failed_quiesce_names_device_and_resumes_others() {
 fn stuck_set(memory: &Memory) -> (DeviceSet, Arc<Script>) {
     let script = Arc::new(Script::default());
     let devices = vec![spawn("stuck", Box::new(FakeDevice(script.clone())), memory)];
-    let limit = Duration::from_millis(50);
+    // A thread that receives a request after its deadline drops it and does not get stuck.
+    let limit = Duration::from_millis(300);
     let set = DeviceSet::of(devices, DeviceLimits { stall: limit, release: limit, ask: limit });
     Script::set(&script.stuck, true);
     (set, script)
