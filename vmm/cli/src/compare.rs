@@ -1,5 +1,5 @@
-//! Owns `driftline compare`: what its options ask for, the checks before any machine is started, and
-//! the destination of the report.
+//! Owns `driftline compare`: the meaning of its options, the checks before any machine is started,
+//! and the destination of the report.
 
 use std::fs;
 use std::io::{ErrorKind, Write};
