@@ -49,10 +49,10 @@ fn per_ms(from: &PayloadReport, to: &PayloadReport, figure: impl Fn(&PayloadRepo
     (figure(to) - figure(from)) as f64 / (to.t_ms - from.t_ms) as f64
 }
 
-/// Returns the last report of each vCPU now, and after a second of reports of each.
+/// Returns the last report of each vCPU now, and after two seconds of reports of each.
 fn two_reports(vm: &Driftline, vcpus: u32) -> (Vec<PayloadReport>, Vec<PayloadReport>) {
     let from = vm.console().last_reports(vcpus).expect("all have reported");
-    (from, vm.console().wait_reports(vcpus, 5, REPORT_LIMIT))
+    (from, vm.console().wait_reports(vcpus, 10, REPORT_LIMIT))
 }
 
 #[test]

@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use crate::common::{
-    At, CutPoint, HostPair, LONG, Proxy, ProxyPlan, Sender, await_last_message, each,
-    exactly_one_runs, quick_send, tag, within,
+    At, CUT_COMMIT_DEADLINE, CutPoint, HostPair, LONG, Proxy, ProxyPlan, Sender,
+    await_last_message, each, exactly_one_runs, quick_send, tag, within,
 };
 use driftline_guest::testing::{MemoryConfig, MemoryGuest};
 
@@ -77,6 +77,7 @@ fn cut_at(cut: CutPoint, source: bool, unit: usize, tag: u16) {
     let guest = start(&hosts);
     let mut receiving = hosts.receive_options();
     let mut sending = options(&hosts);
+    receiving.commit_deadline = CUT_COMMIT_DEADLINE;
     if cut == CutPoint::Stall {
         // Only a limit ends a stall. It is short for the stalled step, and long for earlier steps,
         // which a busy machine may delay.

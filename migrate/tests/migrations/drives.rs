@@ -8,8 +8,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use crate::common::{
-    At, CopyFaults, CutPoint, DriveCopyFactory, GuestWithDrives, HostPair, LONG, Proxy, ProxyPlan,
-    Receiver, Sender, await_writes, each, exactly_one_runs, quick_send, tag, within,
+    At, CUT_COMMIT_DEADLINE, CopyFaults, CutPoint, DriveCopyFactory, GuestWithDrives, HostPair,
+    LONG, Proxy, ProxyPlan, Receiver, Sender, await_writes, each, exactly_one_runs, quick_send,
+    tag, within,
 };
 use driftline_format::{Header, MAGIC_STREAM, RecordHead};
 use driftline_guest::testing::MemoryConfig;
@@ -243,7 +244,8 @@ fn cut_everywhere(cut: CutPoint) {
     {
         let context = format!("{cut:?} unit {unit} (tag {t})");
         let hosts = DriveHosts::new();
-        let (guest, there) = (hosts.guest(unit as u64), hosts.receiver());
+        let there = hosts.receiver_with(|o| o.commit_deadline = CUT_COMMIT_DEADLINE);
+        let guest = hosts.guest(unit as u64);
         let proxy = Proxy::start(&there.to, ProxyPlan::cut(true, At::Unit(unit), cut));
         let sent = Sender::start(&guest, &proxy.to, &one_pass(&hosts)).result();
         let moved = sent.is_ok();

@@ -31,6 +31,10 @@ pub use proxy::{At, CutPoint, Proxy, ProxyPlan};
 /// Longer than any operation takes here, also on a busy machine.
 pub const LONG: Duration = Duration::from_secs(60);
 
+/// Time limit for COMMIT where a cut may lose it: a connection that is closed before its peer has
+/// read everything loses the rest.
+pub const CUT_COMMIT_DEADLINE: Duration = Duration::from_secs(10);
+
 /// A source host and a destination host: the records of both in a temporary directory, and a disk
 /// that only one guest may hold.
 pub struct HostPair {
