@@ -121,6 +121,13 @@ fn mount(test: &str, files: SocketFs, dir: &Path) -> Option<fuser::BackgroundSes
     session.inspect_err(why).ok()
 }
 
+/// Unmounts `dir` and waits for the end of the session. A process that another test starts has copies
+/// of all descriptors until it executes its program, so the file system may be busy for a moment.
+fn unmount(session: fuser::BackgroundSession, dir: &Path) {
+    rustix::mount::unmount(dir, rustix::mount::UnmountFlags::DETACH).unwrap();
+    session.join().unwrap();
+}
+
 #[test]
 fn stale_socket_removed_meanwhile_is_replaced() {
     let names = FileNames::default();
@@ -138,7 +145,7 @@ fn stale_socket_removed_meanwhile_is_replaced() {
     assert!(names.lock().unwrap().keys().eq(["api"]));
     drop(socket);
     assert!(names.lock().unwrap().is_empty());
-    session.umount_and_join().unwrap();
+    unmount(session, dir.path());
 }
 
 #[test]
@@ -165,6 +172,6 @@ fn file_system_without_noreplace_has_sockets() {
         is(&["api"]);
         drop(socket);
         is(&[]);
-        session.umount_and_join().unwrap();
+        unmount(session, dir.path());
     }
 }
