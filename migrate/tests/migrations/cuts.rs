@@ -56,7 +56,7 @@ fn some_of_each(tags: &[u16]) -> Vec<(usize, u16)> {
 }
 
 /// Migrations at once. Most of the time they wait for a guest's writes or for a limit.
-const AT_ONCE: usize = 4;
+pub(super) const AT_ONCE: usize = 4;
 
 fn cut_everywhere(cut: CutPoint) {
     let (from_source, from_destination) = units();

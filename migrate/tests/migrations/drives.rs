@@ -12,6 +12,7 @@ use crate::common::{
     LONG, Proxy, ProxyPlan, Receiver, Sender, await_writes, each, exactly_one_runs, quick_send,
     tag, within,
 };
+use crate::cuts::AT_ONCE;
 use driftline_format::{Header, MAGIC_STREAM, RecordHead};
 use driftline_guest::testing::MemoryConfig;
 use driftline_guest::{GuestIdentity, Lifecycle, RunState, VmId};
@@ -240,20 +241,24 @@ fn cut_everywhere(cut: CutPoint) {
     };
     let about_drives = |t: &u16| *t >= tag("DRIVES") || *t == tag("CONFIG");
     let after = [tag("PASS_END"), tag("STATE_END"), tag("LATE"), tag("COMMIT")];
-    for (unit, t) in units.iter().enumerate().filter(|(_, t)| about_drives(t) || after.contains(t))
-    {
-        let context = format!("{cut:?} unit {unit} (tag {t})");
-        let hosts = DriveHosts::new();
-        let there = hosts.receiver_with(|o| o.commit_deadline = CUT_COMMIT_DEADLINE);
-        let guest = hosts.guest(unit as u64);
-        let proxy = Proxy::start(&there.to, ProxyPlan::cut(true, At::Unit(unit), cut));
-        let sent = Sender::start(&guest, &proxy.to, &one_pass(&hosts)).result();
-        let moved = sent.is_ok();
-        exactly_one_runs(&hosts.pair, guest.guest(), &sent, there, &context);
-        match moved {
-            true => hosts.compare(&guest),
-            false => assert_eq!(hosts.copies(), 0, "{context}"),
-        }
+    let cuts = units.into_iter().enumerate();
+    let cuts = cuts.filter(|(_, t)| about_drives(t) || after.contains(t)).collect();
+    each(cuts, AT_ONCE, |(unit, t)| cut_at(cut, unit, t));
+}
+
+/// Cuts the connection at a message from the source, which has the tag `t`.
+fn cut_at(cut: CutPoint, unit: usize, t: u16) {
+    let context = format!("{cut:?} unit {unit} (tag {t})");
+    let hosts = DriveHosts::new();
+    let there = hosts.receiver_with(|o| o.commit_deadline = CUT_COMMIT_DEADLINE);
+    let guest = hosts.guest(unit as u64);
+    let proxy = Proxy::start(&there.to, ProxyPlan::cut(true, At::Unit(unit), cut));
+    let sent = Sender::start(&guest, &proxy.to, &one_pass(&hosts)).result();
+    let moved = sent.is_ok();
+    exactly_one_runs(&hosts.pair, guest.guest(), &sent, there, &context);
+    match moved {
+        true => hosts.compare(&guest),
+        false => assert_eq!(hosts.copies(), 0, "{context}"),
     }
 }
 

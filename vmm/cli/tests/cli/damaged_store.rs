@@ -9,26 +9,34 @@ use serde_json::Value;
 const GUEST: &[&str] =
     &["--mem", "64M", "--guest", "payload,ws=1M,pattern=random,report=200", "--backend", "threads"];
 
-/// Creates a store with two checkpoints.
-fn stored(tmp: &TestDir) -> String {
+const PAGE_BYTES: usize = 4096;
+
+/// Creates a store with two checkpoints. Returns its path, and the pages of the first checkpoint.
+fn stored(tmp: &TestDir) -> (String, Vec<u8>) {
     let store = tmp.text("store");
     let mut vmm = Vmm::run(tmp, "a", GUEST);
     vmm.await_progress(1, &[]);
     vmm.tell(&["checkpoint", "--store", &store]);
+    let first = fs::read(tmp.path("store").join("pages-1")).unwrap();
     let before = vmm.reports();
     vmm.await_progress(1, &before);
     vmm.tell(&["checkpoint", "--store", &store]);
     vmm.tell(&["stop"]);
     vmm.wait();
-    store
+    (store, first)
 }
 
-/// Damages a page of the second checkpoint: the last one that was written.
-fn damage_second(store: &Path) {
+/// Damages the pages that the second checkpoint wrote. They may lie before those of the first, whose
+/// pages are the `first` bytes of the file.
+fn damage_second(store: &Path, first: &[u8]) {
     let pages = store.join("pages-1");
     let mut bytes = fs::read(&pages).unwrap();
-    let last = bytes.iter().rposition(|byte| *byte != 0).unwrap();
-    bytes[last] ^= 1;
+    for (n, page) in bytes.chunks_mut(PAGE_BYTES).enumerate() {
+        let at = n * PAGE_BYTES;
+        if first.get(at..at + page.len()) != Some(&*page) {
+            page[0] ^= 1;
+        }
+    }
     fs::write(&pages, bytes).unwrap();
 }
 
@@ -42,8 +50,8 @@ fn copy(from: &Path, to: &Path) {
 #[test]
 fn repair_that_loses_checkpoints_ends_with_1() {
     let tmp = TestDir::new();
-    let store = stored(&tmp);
-    damage_second(&tmp.path("store"));
+    let (store, first) = stored(&tmp);
+    damage_second(&tmp.path("store"), &first);
     copy(&tmp.path("store"), &tmp.path("other"));
     let repaired = output(&["store", "repair", &store]);
     let (stderr, printed) = (text(&repaired.stderr), text(&repaired.stdout));
@@ -66,14 +74,14 @@ fn repair_that_loses_checkpoints_ends_with_1() {
 #[test]
 fn damage_message_names_the_repair() {
     let tmp = TestDir::new();
-    let store = stored(&tmp);
+    let (store, first) = stored(&tmp);
     let hint = format!(". Salvage what is sound with: driftline store repair {store}");
     let (dir, sound) = (tmp.path("store"), tmp.path("sound"));
     copy(&dir, &sound);
     let file = tmp.text("memory");
     let restore = ["restore", "--store", &store];
     let export = ["store", "export", &store, "--output", &file];
-    damage_second(&dir);
+    damage_second(&dir, &first);
     for args in [&restore[..], &export] {
         let stderr = fail(1, args);
         assert!(

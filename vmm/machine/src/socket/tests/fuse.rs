@@ -121,8 +121,8 @@ fn mount(test: &str, files: SocketFs, dir: &Path) -> Option<fuser::BackgroundSes
     session.inspect_err(why).ok()
 }
 
-/// Unmounts `dir` and waits for the end of the session. A process that another test starts has copies
-/// of all descriptors until it executes its program, so the file system may be busy for a moment.
+/// Unmounts `dir` and waits for the end of the session. The file system may be busy for a moment: a
+/// process that another test starts has copies of all descriptors until it executes its program.
 fn unmount(session: fuser::BackgroundSession, dir: &Path) {
     rustix::mount::unmount(dir, rustix::mount::UnmountFlags::DETACH).unwrap();
     session.join().unwrap();
