@@ -89,8 +89,8 @@ pub(super) const FLAT_OUT: &str = "payload,ws=64M,rate=max,pattern=random";
 
 /// The guests of the default matrix, from the lightest to the busiest.
 const DEFAULT_GUESTS: [DefaultGuest; 3] = [
-    DefaultGuest { name: "light", spec: LIGHT, writes: "writes 40 MB/s to 2 MiB, in order" },
-    DefaultGuest { name: "busy", spec: BUSY, writes: "writes 320 MB/s to 32 MiB, in order" },
+    DefaultGuest { name: "light", spec: LIGHT, writes: "writes 40 MiB/s to 2 MiB, in order" },
+    DefaultGuest { name: "busy", spec: BUSY, writes: "writes 320 MiB/s to 32 MiB, in order" },
     DefaultGuest {
         name: "flat-out",
         spec: FLAT_OUT,
