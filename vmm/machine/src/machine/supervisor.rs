@@ -332,6 +332,8 @@ impl Supervisor {
     /// overwrite an interrupt that a controller passes on. The clock is last: it counts from the
     /// TSCs.
     pub(super) fn restore(&mut self, saved: SavedMachine, clock: Clock) -> Result<(), GuestError> {
+        // First, because a lost page ends the guest, and the caller wants to know why.
+        self.refuse_if_lost()?;
         self.require("restore", RunState::Paused)?;
         if self.has_run {
             let what = "a state".to_owned();
@@ -357,6 +359,11 @@ impl Supervisor {
         restored.collect::<Vec<_>>().into_iter().collect()
     }
 
+    fn refuse_if_lost(&self) -> Result<(), GuestError> {
+        let Some(why) = self.status.lost() else { return Ok(()) };
+        Err(GuestError::System { what: "restoring the guest", cause: why.into() })
+    }
+
     fn restore_parts(&self, saved: SavedMachine, clock: Clock) -> Result<(), GuestError> {
         if clock == Clock::Continue {
             self.vm.memory().fetch_next(boot::generation_frame());
@@ -365,10 +372,7 @@ impl Supervisor {
         self.status.set_restores_vcpus(true);
         let restored = self.restore_vcpus(saved.vcpus, Adjust { clock, now_ns: wall_ns() });
         self.status.set_restores_vcpus(false);
-        if let Some(why) = self.status.lost() {
-            let why = why.into();
-            return Err(GuestError::System { what: "restoring the guest", cause: why });
-        }
+        self.refuse_if_lost()?;
         restored?;
         self.bus.com1().restore(saved.com1).map_err(|e| GuestError::Malformed {
             what: "the serial port's state".to_owned(),
