@@ -34,9 +34,11 @@ fn copy(frozen: &mut FrozenBlocks, into: &mut BTreeMap<u64, Vec<u8>>, at_once: u
     count
 }
 
-/// Returns when a write has begun to wait.
+/// Returns once a write has begun to wait.
 fn until_a_write_waits(frozen: &FrozenBlocks) {
+    let since = Instant::now();
     while frozen.waits().times == 0 {
+        assert!(since.elapsed() < Duration::from_secs(60), "no write waits");
         thread::yield_now();
     }
 }
