@@ -212,8 +212,8 @@ mod tests {
 
     #[test]
     fn slow_store_stalls_the_guest_for_limited_time() {
-        // No single wait is that long: the limit is for their sum. Otherwise all 40 frames would be
-        // copied.
+        // The limit is for the sum of the waits. A limit for each wait would not end the copy,
+        // because no single wait is that long: all 40 frames would be copied.
         let every = WRITE_WAIT_LIMIT / 8;
         assert!(stalled(Some(every)) >= WRITE_WAIT_LIMIT);
     }

@@ -13,8 +13,8 @@ impl Checkpointer {
         let most = match self.protection.is_used() {
             // Frames that are copied after the guest has resumed do not lengthen the pause.
             true => room,
-            // An epoch that takes more than half the room is not copied before the pause. It comes
-            // early at three quarters of these two thirds, which is half.
+            // An epoch that takes more than half the room is not copied before the pause, so an
+            // epoch begins early at half: at three quarters (`early_percent`) of these two thirds.
             false => self.cost.fit(max_pause).unwrap_or(u64::MAX).min(room / 3 * 2),
         };
         Some(self.policy.early_at(most))

@@ -55,7 +55,7 @@ pub trait Sink: Sync {
 /// Reads `frames` of `epoch`, ascending by frame, and passes them to `sink`, as many adjacent ones
 /// at once as there are. Sorts and reads them by slot, which suits disks, unless `sink` wants them
 /// in their own order. In that case, what is not in the page cache is read ahead by slot. An error
-/// stops all threads; if several have one, the one of the earliest frames is returned.
+/// stops all threads; if several have one, the first in the order of reading is returned.
 pub(crate) fn fetch<S: Sink>(
     pages: &PageReader,
     epoch: u64,

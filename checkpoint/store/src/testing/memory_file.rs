@@ -11,8 +11,8 @@ use rustix::io::Errno;
 use crate::backend::{RangeLock, StoreFile};
 use crate::testing::disk_state::{DiskOp, DiskState};
 
-/// Limit of the time for which a sync is held. It is far above what a test needs: only a test that
-/// has failed reaches it.
+/// Upper bound on the time for which a sync waits. It is far above what a test needs: only a test
+/// that has failed reaches it.
 const HOLD_LIMIT: Duration = Duration::from_secs(120);
 
 /// An open file.
