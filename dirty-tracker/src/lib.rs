@@ -96,8 +96,8 @@
 //! words). Once the buffers have grown, inserting and draining allocate nothing (`tests/alloc.rs`).
 //!
 //! The leaves take 32 KiB for each GiB of guest memory. The summaries take 1/64 + 1/4096 + ... of
-//! that: at most 2 % more, 400 MB in all for 12 TiB. This is address space. The system backs a page
-//! when a bit in it is first set, and one page of leaves covers 128 MiB of guest memory. Guest
+//! that: at most 2 % more, 400 MB in total for 12 TiB. This is address space. The system backs a
+//! page when a bit in it is first set, and one page of leaves covers 128 MiB of guest memory. Guest
 //! memory that is never written costs nothing.
 //!
 //! Most of the time of a walk goes into turning set bits into numbers. A tree detects the CPU's

@@ -1,4 +1,4 @@
-//! The least pace of a source, so that a slow peer cannot occupy the receiver.
+//! The minimum pace of a source, so that a slow peer cannot occupy the receiver.
 
 use std::time::{Duration, Instant};
 
@@ -7,7 +7,7 @@ use crate::protocol::error::WireError;
 /// Bytes of memory, disks and state that a source must move in each window of its [`PaceLimit`].
 const MIN_PROGRESS: u64 = 256 << 10;
 
-/// The least pace of a source. A new window begins whenever the source has moved [`MIN_PROGRESS`]
+/// The minimum pace of a source. A new window begins whenever the source has moved [`MIN_PROGRESS`]
 /// bytes.
 pub(super) struct PaceLimit {
     window: Duration,
@@ -26,20 +26,20 @@ impl PaceLimit {
         self.until
     }
 
-    /// Makes this window and later ones longer, and begins one after `moved` bytes in all.
+    /// Lengthens all later windows, and begins one after `moved` bytes in total.
     pub(super) fn lengthen(&mut self, allowance: Duration, moved: u64) {
         self.window = self.window.saturating_add(allowance);
         self.renew(moved);
     }
 
-    /// Records that `moved` bytes have arrived in all.
+    /// Records that `moved` bytes have arrived in total.
     pub(super) fn note(&mut self, moved: u64) {
         if moved - self.before >= MIN_PROGRESS {
             self.renew(moved);
         }
     }
 
-    /// Begins a new window, after `moved` bytes in all.
+    /// Begins a new window, after `moved` bytes in total.
     pub(super) fn renew(&mut self, moved: u64) {
         (self.until, self.before) = (Instant::now() + self.window, moved);
     }

@@ -116,7 +116,7 @@ impl<'r> Reading<'r, '_> {
         &self.context.pace
     }
 
-    /// Records the end of a pass, at which `received` bytes have arrived in all, and
+    /// Records the end of a pass, at which `received` bytes have arrived in total, and
     /// `moved_elsewhere` bytes of memory over joined channels. Returns the rate of the pass in
     /// bytes/s.
     fn end_pass(&mut self, received: u64, moved_elsewhere: u64) -> u64 {
@@ -352,8 +352,8 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
         }
     }
 
-    /// Restores a state that precedes the last pass, on another thread if `frames`, about those of
-    /// that pass, take long enough to arrive. `awake` is the time of the last `stay_awake`.
+    /// Restores a state that precedes the last pass: on another thread, unless that pass is small.
+    /// `frames` is about its number of frames; `awake` is the time of the last `stay_awake`.
     fn restore<'scope>(
         &self,
         scope: &'scope Scope<'scope, '_>,

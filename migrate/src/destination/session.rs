@@ -42,7 +42,7 @@ enum SessionState {
     Migrating(Migration),
 }
 
-/// Why a caller gets neither the session nor a part of it.
+/// Why a source, or a channel that joins, is refused.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum SessionRefusal {
     #[error("busy with vm {0}")]

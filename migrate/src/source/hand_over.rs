@@ -63,7 +63,8 @@ struct AfterCommit {
     ran_at: Option<Instant>,
     /// Why COMMIT was not answered.
     unanswered: Option<String>,
-    /// The last answer to a question, or why there was none. At first as `unanswered`.
+    /// The last answer to a question, or why there was none. Initially the same as
+    /// `unanswered`.
     doubt: Option<String>,
     resolved: Option<Resolution>,
 }
@@ -77,7 +78,8 @@ impl AfterCommit {
         }
     }
 
-    /// Returns how the migration to `to` ended without the guest here, and why the guest ends.
+    /// Returns the status of the migration to `to`, after which the guest ends here, and why it
+    /// ends.
     fn end(&self, to: &str) -> (SendStatus, String) {
         match self.resolved {
             Some(_) => {

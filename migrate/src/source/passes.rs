@@ -124,9 +124,9 @@ impl<'a> Passes<'a> {
         self.rate_limiter.lift();
     }
 
-    /// Sends `runs`, which have `frames` frames in all, and the drained blocks of `drives`, as pass
-    /// number `pass`. Does not wait for the acknowledgement. Fails at `limit`. After an error the
-    /// destination may have any part of the pass.
+    /// Sends `runs`, which have `frames` frames in total, and the drained blocks of `drives`, as
+    /// pass number `pass`. Does not wait for the acknowledgement. Fails at `limit`. After an error
+    /// the destination may have any part of the pass.
     pub(super) fn begin(
         &mut self,
         channels: &mut Channels,

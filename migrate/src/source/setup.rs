@@ -149,7 +149,7 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
         Ok(channels.first.send(&WireMessage::Connections { joined: more })?)
     }
 
-    /// Opens the channels with these numbers, of `of` in all, in parallel.
+    /// Opens the channels with these numbers in parallel. There are `of` channels in total.
     fn join_batch(&self, numbers: &[u32], of: u32) -> Result<Vec<Wire<Link>>, Cause> {
         std::thread::scope(|scope| {
             let start = || {

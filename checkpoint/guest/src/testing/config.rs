@@ -14,7 +14,7 @@ const MAX_WRITERS: u16 = 16;
 /// postcard.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct MemoryConfig {
-    /// Memory slots, at most 1 GiB in all.
+    /// Memory slots, at most 1 GiB in total.
     pub slots: Vec<Slot>,
     /// Number of writing threads; with 0, only the test writes memory.
     pub writers: u16,

@@ -290,7 +290,7 @@ impl StreamState {
         StreamStep::Restore { sections, frames }
     }
 
-    /// Ends the stream. The source has sent `announced` sections, and `counts` frames in all.
+    /// Ends the stream. The source has sent `announced` sections, and `counts` frames in total.
     fn complete<'a>(
         &mut self,
         announced: u32,
