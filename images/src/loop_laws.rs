@@ -225,6 +225,8 @@ fn damaged_loop_is_not_taken_for_the_guests() {
         ("/pacer/credit", u64::MAX),
         ("/pacer/rate", 0),
         ("/batch", u64::MAX),
+        ("/report_ns", u64::MAX),
+        ("/end_passes", 0),
     ] {
         let mut damaged = saved.clone();
         *damaged.pointer_mut(field).unwrap() = value.into();

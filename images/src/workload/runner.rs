@@ -81,6 +81,7 @@ impl Runner {
         self.workload.is_state_of(&fresh.workload)
             && self.pacer.is_state_of(&fresh.pacer)
             && (self.batch, self.idle) == (fresh.batch, fresh.idle)
+            && (self.report_ns, self.end_passes) == (fresh.report_ns, fresh.end_passes)
     }
 
     /// Visits the pages that are due, at most [`BATCH`] (more if visits check nothing). `table` is
