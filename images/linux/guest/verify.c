@@ -55,9 +55,10 @@ static bool slots_visit(struct disk_log *log,
         if (in_file - first - 1 < blocks)
             blocks = in_file - first - 1;
         ssize_t bytes = (ssize_t)(blocks * BLOCK_BYTES);
+        errno = 0;
         if (pread(log->fd, chunk, (size_t)bytes, (off_t)((first + 1) * BLOCK_BYTES)) != bytes) {
             say("check disk: cannot read slot %" PRIu64 " of %s: %s", first, log->path,
-                strerror(errno));
+                errno ? strerror(errno) : "read in part");
             return false;
         }
         for (uint64_t i = 0; i < blocks; i++) {
