@@ -23,7 +23,7 @@ use crate::tracking::modes;
 
 /// Harvests of each source: in the long form, and in a default run.
 const HARVESTS: (u32, u32) = (10_000, 60);
-/// With this seed a default run restarts tracking three times, and compares six times.
+/// With this seed a default run restarts tracking three times, and compares seven times.
 const SEED: u64 = 47;
 
 /// A random number generator with one seed for all sources (splitmix64).
