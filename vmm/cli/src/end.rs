@@ -39,6 +39,12 @@ pub(super) fn run_to_end(
     Ok(ExitCode::SUCCESS)
 }
 
+/// Returns the reason why a process without a guest was stopped, as the beginning of a sentence.
+pub(super) fn stop_reason(why: &str) -> String {
+    // Only a guest is interrupted.
+    why.replacen("interrupted", "stopped", 1)
+}
+
 /// Time limit for the process to end once its guest has. Everything else that the process waits for
 /// then has its own limit, but closing a file on dead storage has none.
 const END_LIMIT: Duration = Duration::from_secs(20);

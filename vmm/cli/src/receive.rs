@@ -13,7 +13,7 @@ use driftline_migrate::{
 };
 
 use super::args::ReceiveArgs;
-use super::end::{end_in_bounded_time, run_to_end};
+use super::end::{end_in_bounded_time, run_to_end, stop_reason};
 use super::failure::Failure;
 use super::notify;
 use super::output::{bytes, count, print_json, print_message};
@@ -42,7 +42,7 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
     let stopped = Arc::new(OnceLock::new());
     let reason = stopped.clone();
     let app = App::waiting(arriving, move |why| {
-        let _ = reason.set(why.replacen("interrupted", "stopped", 1));
+        let _ = reason.set(stop_reason(why));
         if give_up.cancel().is_err() {
             return false;
         }

@@ -13,6 +13,7 @@ use driftline_machine::sandbox::SandboxOptions;
 use driftline_machine::socket::ListeningSocket;
 
 use super::args::ServeArgs;
+use super::end::stop_reason;
 use super::failure::Failure;
 use super::notify;
 use super::setup::enter_sandbox;
@@ -73,6 +74,5 @@ fn configure(mut vm: MicroVm<Caller>, events: Receiver<ApiEvent>) -> Result<Exit
 /// Returns the failure of a process that was stopped without a guest.
 fn stopped(why: &str) -> Failure {
     notify::stopping();
-    let why = why.replacen("interrupted", "stopped", 1);
-    Failure::error(format_args!("{why} before a guest was started"))
+    Failure::error(format_args!("{} before a guest was started", stop_reason(why)))
 }
