@@ -151,7 +151,7 @@ install_packages
 # One build at a time in a cache. A second one waits and then finds everything built.
 exec 9>"$cache/.lock"
 flock 9
-# A build that was killed has left its work folder.
+# A killed build leaves its work folder.
 rm -rf "$cache"/.work.*
 
 name=user-$(user_stamp)

@@ -92,7 +92,8 @@ fn device_line(figures: &DeviceStats) -> (&str, String) {
         } => {
             let (read, written) = (output::bytes(*read_bytes), output::bytes(*written_bytes));
             let text = format!(
-                "{reads} reads ({read}), {writes} writes ({written}), {flushes} flushes, {errors} errors"
+                "{reads} reads ({read}), {writes} writes ({written}), {flushes} flushes, \
+                 {errors} errors"
             );
             (id, text)
         }
@@ -107,7 +108,8 @@ fn device_line(figures: &DeviceStats) -> (&str, String) {
         } => {
             let (received, sent) = (output::bytes(*received_bytes), output::bytes(*sent_bytes));
             let text = format!(
-                "{received_frames} packets received ({received}), {sent_frames} sent ({sent}), {lost_frames} lost"
+                "{received_frames} packets received ({received}), {sent_frames} sent ({sent}), \
+                 {lost_frames} lost"
             );
             (id, text)
         }

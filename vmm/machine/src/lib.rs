@@ -2,7 +2,7 @@
 //!
 //! This is the only crate that opens `/dev/kvm`. A [`vm::Vm`] is a [`driftline_guest::Guest`] that
 //! also starts and ends; the machine is one. The modules of each row in the table may use those of
-//! the rows above, and each other without a circle.
+//! the rows above, and each other without cycles.
 //!
 //! | modules | own |
 //! | --- | --- |

@@ -27,7 +27,7 @@ use crate::model::{
 /// Maximum number of reports kept for a reader that connects later: those of ten minutes with a
 /// checkpoint every 10 ms.
 const MAX_REPORTS: usize = 65_536;
-/// Number of waits within which the client that started a run must hold it.
+/// Number of waits for the client of a new attached run. Without a client the run then ends.
 const CLIENT_WAITS: u32 = 100;
 /// Length of such a wait.
 const CLIENT_WAIT: Duration = Duration::from_millis(100);

@@ -2,8 +2,7 @@
 //!
 //! Names of types and fields and the order of the fields are Firecracker's, because clients show
 //! error texts: that for a body of another type names the struct, and that for an unknown field
-//! lists the fields in this order.
-//! Bodies refuse unknown fields where Firecracker's do.
+//! lists the fields in this order. Bodies refuse unknown fields where Firecracker's do.
 
 mod balloon;
 mod boot;
