@@ -277,10 +277,18 @@ fn word(bytes: &[u8], at: usize, size: usize) -> u64 {
     bytes[at..at + size].iter().rev().fold(0, |n, b| n << 8 | u64::from(*b))
 }
 
-/// Returns whether the file has a part of this range on disk.
+/// Returns whether the file has a part of this range on disk. The file must not end before the
+/// range does.
 fn has_data(file: &Path, at: u64, size: usize) -> bool {
-    let file = fs::File::open(file).expect("a file");
-    rustix::fs::seek(&file, SeekFrom::Data(at)).is_ok_and(|next| next < at + size as u64)
+    let (file, end) = (fs::File::open(file).expect("a file"), at + size as u64);
+    assert!(end <= file.metadata().expect("a length").len(), "the file ends before {end:#x}");
+    match rustix::fs::seek(&file, SeekFrom::Data(at)) {
+        Ok(next) => next < end,
+        Err(e) => {
+            assert_eq!(e, rustix::io::Errno::NXIO, "a hole up to the end of the file");
+            false
+        }
+    }
 }
 
 fn bytes_at(file: &Path, at: u64, size: usize) -> Vec<u8> {
