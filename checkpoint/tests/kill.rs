@@ -13,17 +13,13 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use driftline_checkpoint::{Cadence, Checkpointer, restore};
-use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
+use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, repeats};
 use driftline_guest::{Clock, HandOver, Lifecycle, RunState};
 use driftline_store::Store;
 
 const DIR: &str = "DRIFTLINE_TEST_STORE";
 /// Epochs that the child keeps.
 const KEEP: u64 = 4;
-/// Number of consecutive kills; each begins where the one before left the store.
-fn kills() -> u64 {
-    if std::env::var("DRIFTLINE_FULL").is_ok_and(|v| v == "1") { 500 } else { 30 }
-}
 
 fn child_dir() -> Option<PathBuf> {
     std::env::var_os(DIR).map(PathBuf::from)
@@ -49,7 +45,8 @@ fn scrambled(n: u64) -> u64 {
 fn durable_epochs_survive_a_kill() {
     let dir = tempfile::tempdir().unwrap();
     let mut durable_before = 0;
-    let kills = kills();
+    // Each round begins where the one before left the store.
+    let kills: u64 = repeats(30, 500);
     for round in 0..kills {
         let [exe, args @ ..] = child_args("child_checkpoints_until_killed");
         let mut child = Command::new(exe)

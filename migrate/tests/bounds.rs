@@ -14,7 +14,7 @@ use common::raw::{
 };
 use common::{HostPair, LONG, Receiver, Sender, exactly_one_runs, quick_send, tag, within};
 use driftline_format::STREAM_VERSION;
-use driftline_guest::testing::{MemoryConfig, MemoryGuest, Op, threads};
+use driftline_guest::testing::{MemoryConfig, MemoryGuest, Op, repeats, threads};
 use driftline_guest::{Lifecycle, RunState};
 use driftline_migrate::{Received, Records};
 use parking_lot::{Mutex, MutexGuard};
@@ -30,8 +30,7 @@ const MINUTE: Duration = Duration::from_secs(60);
 
 /// Attacks for this number of rounds, and at least for a minute with `DRIFTLINE_FULL=1`.
 fn attack(rounds: u32, mut round: impl FnMut(u32)) {
-    let full = std::env::var("DRIFTLINE_FULL").is_ok_and(|v| v == "1");
-    let until = full.then(|| Instant::now() + MINUTE);
+    let until = repeats(None, Some(MINUTE)).map(|minute| Instant::now() + minute);
     for n in 0.. {
         if n >= rounds && until.is_none_or(|until| Instant::now() >= until) {
             return;

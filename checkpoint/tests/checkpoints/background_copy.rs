@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::common::scripted::{Scripted, ScriptedGuest, Write};
 use driftline_checkpoint::{Checkpointer, EpochStep, StagingLimits, restore};
-use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, Op};
+use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, Op, repeats};
 use driftline_guest::{Clock, GuestIdentity, Lifecycle, RunState, VmId};
 use driftline_store::Store;
 use driftline_store::testing::{DiskOp, MemoryDisk};
@@ -66,11 +66,7 @@ fn background_copy_equals_memory_of_the_pause() {
 static COPIED_AFTER: AtomicU64 = AtomicU64::new(0);
 
 fn cases() -> u32 {
-    if full() { 2000 } else { 100 }
-}
-
-fn full() -> bool {
-    std::env::var("DRIFTLINE_FULL").is_ok_and(|v| v == "1")
+    repeats(100, 2000)
 }
 
 /// Starts four writers that write as fast as they can to most of memory.
@@ -97,7 +93,7 @@ fn epochs_of_a_fast_writer_are_whole() {
     let mut checkpointer = Checkpointer::with_staging(guest.clone(), store, limits(200)).unwrap();
     checkpointer.background_copy_from(16);
     let (mut copied_after, mut waits) = (0, 0);
-    for _ in 0..if full() { 300 } else { 30 } {
+    for _ in 0..repeats(30, 300) {
         let report = checkpointer.take().unwrap();
         (copied_after, waits) = (copied_after + report.copied_after_frames, waits + report.waits);
         continues(&guest);

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use crate::common::{
-    At, CUT_COMMIT_DEADLINE, CutPoint, HostPair, LONG, Proxy, ProxyPlan, Sender,
+    AT_ONCE, At, CUT_COMMIT_DEADLINE, CutPoint, HostPair, LONG, Proxy, ProxyPlan, Sender,
     await_last_message, each, exactly_one_runs, quick_send, tag, within,
 };
 use driftline_guest::testing::{MemoryConfig, MemoryGuest};
@@ -54,9 +54,6 @@ fn some_of_each(tags: &[u16]) -> Vec<(usize, u16)> {
     };
     units().filter(|(unit, tag)| among(*unit, *tag)).collect()
 }
-
-/// Migrations at once. Most of the time they wait for a guest's writes or for a limit.
-pub(super) const AT_ONCE: usize = 4;
 
 fn cut_everywhere(cut: CutPoint) {
     let (from_source, from_destination) = units();

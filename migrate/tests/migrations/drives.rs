@@ -8,13 +8,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use crate::common::{
-    At, CUT_COMMIT_DEADLINE, CopyFaults, CutPoint, DriveCopyFactory, GuestWithDrives, HostPair,
-    LONG, Proxy, ProxyPlan, Receiver, Sender, await_writes, each, exactly_one_runs, quick_send,
-    tag, within,
+    AT_ONCE, At, CUT_COMMIT_DEADLINE, CopyFaults, CutPoint, DriveCopyFactory, GuestWithDrives,
+    HostPair, LONG, Proxy, ProxyPlan, Receiver, Sender, await_writes, each, exactly_one_runs,
+    quick_send, tag, within,
 };
-use crate::cuts::AT_ONCE;
 use driftline_format::{Header, MAGIC_STREAM, RecordHead};
-use driftline_guest::testing::MemoryConfig;
+use driftline_guest::testing::{MemoryConfig, repeats};
 use driftline_guest::{GuestIdentity, Lifecycle, RunState, VmId};
 use driftline_migrate::{
     Compression, CopyDrives, ReceiveOptions, SendControl, SendOptions, TimeoutStrategy, send,
@@ -450,7 +449,7 @@ fn stop_ends_a_receiver_that_makes_copies() {
 /// Runs only with `DRIFTLINE_FULL=1`, because the window is longer than a busy machine may stall.
 #[test]
 fn storage_waits_do_not_count_as_source_pace() {
-    if std::env::var("DRIFTLINE_FULL").as_deref() != Ok("1") {
+    if !repeats(false, true) {
         return;
     }
     let hosts = DriveHosts::new();

@@ -299,6 +299,9 @@ pub fn await_last_message(proxy: &Proxy) {
     });
 }
 
+/// Migrations at once. Most of the time they wait for a guest's writes or for a limit.
+pub const AT_ONCE: usize = 4;
+
 /// Calls `work` for each case, `at_once` at a time, because a case waits for most of its time. A
 /// failure fails the test.
 pub fn each<T: Send>(cases: Vec<T>, at_once: usize, work: impl Fn(T) + Sync) {
