@@ -134,8 +134,8 @@ fn check_tracked_row(row: &Value) {
     assert!(count("strict_checks") + count("marked_all_checks") >= 6, "{row}");
     let steps = ["harvest_us", "reprotect_us", "insert_us", "drain_us"].map(|s| median(row, s));
     assert!(median(row, "epoch_us") > 0.0 && steps.iter().all(|us| *us >= 0.0));
-    // Most epochs of a busy host are empty.
-    assert!(median(row, "dirty_frames") >= 0.0, "{row}");
+    // Most epochs of a busy host may be empty. None has more pages than the guest's 64 MiB.
+    assert!((0.0..=16_384.0).contains(&median(row, "dirty_frames")), "{row}");
     assert!(median(row, "epoch_p99_us") >= median(row, "epoch_us"));
     median(row, "host_cpu_percent");
     median(row, "slow_down_percent");
