@@ -6,7 +6,7 @@ use std::process::Stdio;
 use serde_json::Value;
 
 use crate::common::script::{DriverScript, MEM_BYTES, ScriptedDevice};
-use crate::common::{TestDir, Vmm, driftline, status_field, wait_for};
+use crate::common::{TestDir, Vmm, driftline, status_field, thread_statuses, wait_for};
 use driftline_machine::testing::kvm_or_skip;
 
 /// Twice the bytes for which two threads share a drain. An epoch that ends in the midst of the
@@ -34,10 +34,10 @@ impl PoolThread {
     }
 }
 
-/// Returns the threads of the pool of `vmm`: one for each of so many processors.
+/// Returns the threads of the pool of `vmm`, which has one for each of the `processors`.
 fn pool_threads(vmm: &Vmm<'_>, processors: usize) -> Vec<PoolThread> {
     wait_for("the pool's threads", || {
-        let statuses = vmm.thread_statuses();
+        let statuses = thread_statuses(vmm.pid());
         let threads: Vec<_> = statuses.iter().filter_map(|s| PoolThread::of(s)).collect();
         (threads.len() == processors).then_some(threads)
     })

@@ -7,7 +7,8 @@ use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use crate::common::{
-    TIMEOUT, TestDir, Vmm, driftline, fail, output, receiver, status_field, text, wait_for,
+    TIMEOUT, TestDir, Vmm, driftline, fail, output, receiver, status_field, text, thread_statuses,
+    wait_for,
 };
 use driftline_machine::testing::{Elf, kvm_or_skip};
 
@@ -23,7 +24,7 @@ fn filters(vmm: &Vmm) -> FilterCounts {
         let count = status_field(status, "Seccomp_filters:")?.parse().ok()?;
         Some((status_field(status, "Name:")?.to_owned(), count))
     };
-    vmm.thread_statuses().iter().filter_map(of).collect()
+    thread_statuses(vmm.pid()).iter().filter_map(of).collect()
 }
 
 /// Waits until the threads of `vmm` have filters that `are_expected` accepts.
@@ -63,7 +64,7 @@ fn guest_threads_block_process_signals() {
     let blocked = |number: i32| 1u64 << (number - 1);
     let takers = wait_for("four threads that take no signals", || {
         let (mut blocking, mut takers) = (0, 0);
-        for status in vmm.thread_statuses() {
+        for status in thread_statuses(vmm.pid()) {
             let field = |name| status_field(&status, name).unwrap_or_default();
             let mask = u64::from_str_radix(field("SigBlk:"), 16).unwrap_or(0);
             let both = blocked(libc::SIGTERM) | blocked(libc::SIGINT);

@@ -10,7 +10,10 @@ use std::thread;
 use std::time::Duration;
 
 use crate::common::pty::Pty;
-use crate::common::{TestDir, Vmm, output, proxy_that_keeps_commit, receiver, wait_for};
+use crate::common::{
+    TestDir, Vmm, output, proxy_that_keeps_commit, receiver, status_field, thread_statuses,
+    wait_for,
+};
 use driftline_machine::testing::kvm_or_skip;
 use rustix::process::{Pid, Signal, kill_process};
 use rustix::termios::{LocalModes, tcgetattr};
@@ -66,12 +69,9 @@ impl<'p> RunOnTerminal<'p> {
     /// Waits for the thread of this name. Returns its id.
     fn thread(&self, name: &str) -> Pid {
         wait_for(name, || {
-            let tasks = std::fs::read_dir(format!("/proc/{}/task", self.child.id())).unwrap();
-            let task = tasks.filter_map(|task| Some(task.ok()?.path())).find(|task| {
-                // A thread that has ended meanwhile has no name.
-                std::fs::read_to_string(task.join("comm")).is_ok_and(|comm| comm.trim() == name)
-            });
-            Some(pid(task?.file_name()?.to_str()?.parse().ok()?))
+            let statuses = thread_statuses(self.child.id());
+            let status = statuses.iter().find(|s| status_field(s, "Name:") == Some(name))?;
+            Some(pid(status_field(status, "Pid:")?.parse().ok()?))
         })
     }
 

@@ -74,6 +74,19 @@ pub fn fail(code: i32, args: &[&str]) -> String {
     stderr
 }
 
+/// Returns the `status` in `/proc` of each thread of a process.
+///
+/// The kernel ends a listing early if the thread that it has listed last ends meanwhile, and a
+/// thread that has just started has neither its name nor its filters. So a caller repeats this
+/// until it finds the threads that it expects.
+pub fn thread_statuses(pid: u32) -> Vec<String> {
+    let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+    let status = |task: std::io::Result<DirEntry>| {
+        std::fs::read_to_string(task.ok()?.path().join("status")).ok()
+    };
+    tasks.filter_map(status).collect()
+}
+
 /// Returns the value of a field in a `status` of `/proc`. The name ends in a colon.
 pub fn status_field<'s>(status: &'s str, name: &str) -> Option<&'s str> {
     status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim)
@@ -229,7 +242,7 @@ impl<'p> Vmm<'p> {
     }
 
     /// Returns what the process uses now. The number of threads is the kernel's own, because a
-    /// listing of them may end early (see [`thread_statuses`](Self::thread_statuses)).
+    /// listing of them may end early (see [`thread_statuses`]).
     pub fn resources(&self) -> Resources {
         let proc = PathBuf::from(format!("/proc/{}", self.pid()));
         let status = std::fs::read_to_string(proc.join("status")).unwrap();
@@ -237,19 +250,6 @@ impl<'p> Vmm<'p> {
         let files = std::fs::read_dir(proc.join("fd")).unwrap().count();
         let (threads, resident_kib) = (number("Threads:").unwrap(), number("VmRSS:").unwrap());
         Resources { threads, files, resident_kib }
-    }
-
-    /// Returns the `status` in `/proc` of each thread of the process.
-    ///
-    /// The kernel ends a listing early if the thread that it has listed last ends meanwhile, and a
-    /// thread that has just started has neither its name nor its filters. So a caller repeats this
-    /// until it finds the threads that it expects.
-    pub fn thread_statuses(&self) -> Vec<String> {
-        let tasks = std::fs::read_dir(format!("/proc/{}/task", self.pid())).unwrap();
-        let status = |task: std::io::Result<DirEntry>| {
-            std::fs::read_to_string(task.ok()?.path().join("status")).ok()
-        };
-        tasks.filter_map(status).collect()
     }
 
     /// Returns what `info --json` would print, if the process answers.
