@@ -26,8 +26,8 @@ fn stored(tmp: &TestDir) -> (String, Vec<u8>) {
     (store, first)
 }
 
-/// Damages the pages that the second checkpoint wrote. They may lie before those of the first one,
-/// after which the file was as `first`.
+/// Damages the pages that the second checkpoint wrote, wherever they are in the page file. `first`
+/// is the file's content after the first checkpoint.
 fn damage_second(store: &Path, first: &[u8]) {
     let pages = store.join("pages-1");
     let mut bytes = fs::read(&pages).unwrap();
