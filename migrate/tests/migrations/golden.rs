@@ -161,8 +161,8 @@ fn record_a_stream_with_drives() {
 }
 
 /// Records streams of this version. Run this when the version changes, keep the old files, and set
-/// the constants: `GOLDEN=record cargo test -p driftline-migrate --test golden -- --ignored`.
-/// `GOLDEN=NAME` records one stream.
+/// the constants. `GOLDEN=NAME` records one stream:
+/// `GOLDEN=record cargo test -p driftline-migrate --test migrations golden -- --ignored`
 #[test]
 #[ignore = "writes golden files"]
 fn record_streams() {
