@@ -104,7 +104,8 @@ fn check_checkpoints(first: &ScrapedPage, second: &ScrapedPage) {
     let [before, after] = [first, second].map(|page| page.sum("driftline_dirty_bytes_total", ""));
     assert!(after > before, "{after} after {before}");
     let interval = second.sum("driftline_checkpoint_last_interval_seconds", "");
-    assert!((0.01..60.0).contains(&interval), "{interval}");
+    // A checkpoint that begins on time may follow one that began late, almost an interval later.
+    assert!((1e-6..60.0).contains(&interval), "{interval}");
 }
 
 #[test]

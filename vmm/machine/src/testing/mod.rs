@@ -94,7 +94,7 @@ pub(crate) fn soon() -> std::time::Instant {
 
 /// Returns whether tests with a long form run that form: with `DRIFTLINE_FULL=1`.
 pub fn full() -> bool {
-    std::env::var("DRIFTLINE_FULL").is_ok_and(|v| v == "1")
+    driftline_guest::testing::repeats(false, true)
 }
 
 /// Runs `test` of this binary, named with its path, in a process of its own, where the environment
