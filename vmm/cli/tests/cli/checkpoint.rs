@@ -15,6 +15,19 @@ const GUEST: &[&str] = &[
     "payload,ws=16M,pattern=random,report=200",
 ];
 
+/// Pages that each vCPU of the guest below writes, one after the other.
+const SHARE: u64 = (16 << 8) / 2;
+const SEQUENTIAL: &[&str] = &[
+    "--backend",
+    "threads",
+    "--mem",
+    "64M",
+    "--vcpus",
+    "2",
+    "--guest",
+    "payload,ws=16M,report=200",
+];
+
 fn lines(json: &str) -> Vec<Value> {
     json.lines().map(|l| serde_json::from_str(l).unwrap()).collect()
 }
@@ -198,8 +211,11 @@ fn damage_and_absence_are_explained() {
 fn store_is_retained_compacted_and_exported() {
     let tmp = TestDir::new();
     let store = tmp.text("store");
-    let mut vmm = Vmm::run(&tmp, "a", GUEST);
-    vmm.await_progress(2, &[]);
+    let mut vmm = Vmm::run(&tmp, "a", SEQUENTIAL);
+    wait_for("every page to be written", || {
+        let reports = vmm.reports();
+        (reports.len() == 2 && reports.iter().all(|r| r.pages >= SHARE)).then_some(())
+    });
     let stderr = vmm.refuse(2, &["checkpoint", "--store", &store, "--keep", "0"]);
     assert!(stderr.contains("--keep"), "{stderr}");
     let every =
@@ -230,7 +246,7 @@ fn store_is_retained_compacted_and_exported() {
     let exported: Value =
         serde_json::from_str(&succeed(&[&export[..], &["--json"]].concat())).unwrap();
     assert_eq!((&exported["epoch"], path.metadata().unwrap().len()), (&11.into(), 64 << 20));
-    assert!(exported["frames"].as_u64() >= Some(16 << 8), "{exported}");
+    assert!(exported["frames"].as_u64() >= Some(2 * SHARE), "{exported}");
     let stderr = fail(1, &export);
     assert!(stderr.contains("it exists; --force overwrites it"), "{stderr}");
     succeed(&[&export[..], &["--force"]].concat());
