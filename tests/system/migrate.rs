@@ -1,7 +1,5 @@
 //! Repeated migrations of one self-checking guest from process to process.
 
-use std::time::Duration;
-
 use driftline_machine::testing::kvm_or_skip;
 use tests::{Driftline, GuestLoad, SOON, ScratchDir, json_of};
 
@@ -30,7 +28,7 @@ fn in_a_row(load: GuestLoad, hops: usize) {
         destination.console().assert_clean();
         source = destination;
     }
-    source.console().wait_reports(2, 2, Duration::from_secs(60));
+    source.console().wait_pass(2, SOON);
     let stopped = source.cli("stop", &[]);
     assert!(stopped.status.success());
     assert_eq!(source.wait_exit(SOON), 0);
@@ -74,6 +72,6 @@ fn guest_arrives_whole_with_every_send_option() {
         destination.console().assert_clean();
         source = destination;
     }
-    source.console().wait_reports(2, 2, SOON);
+    source.console().wait_pass(2, SOON);
     source.console().assert_clean();
 }

@@ -163,7 +163,6 @@ fn checkpoints_are_complete_while_top_watches() {
         let name = format!("of{epoch}");
         let copy =
             Driftline::start(&scratch, &name, &["restore", "--store", store, "--epoch", epoch]);
-        copy.console().wait_reports(2, 2, SOON);
-        copy.console().assert_clean();
+        copy.console().wait_pass(2, SOON);
     }
 }
