@@ -1,7 +1,8 @@
 //! Imports between the modules of each crate contain no circle.
 //!
 //! A module imports another if a `use` or a path in it names an item of the other module. A
-//! re-exported item counts where it is defined, so a parent may re-export items of its children.
+//! re-exported item counts where it is defined, through any number of re-exports, so a parent may
+//! re-export items of its children. A path that begins with an imported name continues there.
 //! Code for tests may import anything: `#[cfg(test)]`, and modules of the features `testing` and
 //! `fuzzing`.
 
@@ -22,6 +23,9 @@ struct ModuleContents {
     exports: BTreeMap<String, Vec<String>>,
     /// Paths that are re-exported as a whole (`pub use path::*`).
     globs: Vec<Vec<String>>,
+    /// Private imports: names and the paths for which they stand, without globs. Only the module
+    /// and its children can use them.
+    imported: BTreeMap<String, Vec<String>>,
     /// Paths that the module names.
     named: Vec<Vec<String>>,
 }
@@ -74,7 +78,8 @@ impl Crate {
 
     /// Returns the module of the item that `path` names in `from`; `None` for another crate's item.
     fn resolve(&self, from: &[String], path: &[String], depth: u32) -> Option<Module> {
-        let (mut at, mut rest) = match path.first()?.as_str() {
+        let depth = depth.checked_sub(1)?;
+        let (at, rest) = match path.first()?.as_str() {
             "crate" => (Vec::new(), &path[1..]),
             "self" => (from.to_owned(), &path[1..]),
             "super" => {
@@ -82,8 +87,23 @@ impl Crate {
                 (from[..from.len().checked_sub(up)?].to_owned(), &path[up..])
             }
             first if self.has_child(from, first) => (from.to_owned(), path),
-            _ => return None,
+            first => {
+                let contents = self.0.get(from)?;
+                let stands_for = contents.imported.get(first).or(contents.exports.get(first))?;
+                return self.resolve(from, &[stands_for, &path[1..]].concat(), depth);
+            }
         };
+        self.resolve_in(at, rest, from, depth)
+    }
+
+    /// Like [`Self::resolve`], for a path within the module `at`.
+    fn resolve_in(
+        &self,
+        mut at: Module,
+        mut rest: &[String],
+        from: &[String],
+        depth: u32,
+    ) -> Option<Module> {
         while let Some(name) = rest.first() {
             if self.has_child(&at, name) {
                 at.push(name.clone());
@@ -91,18 +111,30 @@ impl Crate {
                 continue;
             }
             let contents = self.0.get(&at)?;
-            if contents.items.contains(name) || depth == 0 {
+            if contents.items.contains(name) {
                 break;
             }
-            if let Some(path) = contents.exports.get(name) {
-                return self.resolve(&at, path, depth - 1);
+            let private = contents.imported.get(name).filter(|_| from.starts_with(&at));
+            if let Some(path) = contents.exports.get(name).or(private) {
+                // The path may stand for a module, which has the rest.
+                let whole = [path, &rest[1..]].concat();
+                return self.resolve(&at, &whole, depth);
             }
-            let globs = contents.globs.iter().filter_map(|glob| self.resolve(&at, glob, depth - 1));
-            let defines =
-                |module: &Module| self.0.get(module).is_some_and(|c| c.items.contains(name));
-            return globs.into_iter().find(defines).or(Some(at));
+            let of_globs = contents.globs.iter().find_map(|glob| {
+                let module = self.resolve(&at, glob, depth)?;
+                let has = self.has_name(&module, name);
+                has.then(|| self.resolve_in(module, rest, from, depth.checked_sub(1)?))?
+            });
+            return of_globs.or(Some(at));
         }
         Some(at)
+    }
+
+    /// Returns whether `module` defines or re-exports `name`, not counting its own globs.
+    fn has_name(&self, module: &[String], name: &str) -> bool {
+        let contents = self.0.get(module);
+        contents.is_some_and(|c| c.items.contains(name) || c.exports.contains_key(name))
+            || self.has_child(module, name)
     }
 
     fn has_child(&self, module: &[String], name: &str) -> bool {
@@ -113,7 +145,7 @@ impl Crate {
     fn imports(&self) -> BTreeMap<Module, BTreeSet<Module>> {
         let mut imports = BTreeMap::new();
         for (module, contents) in &self.0 {
-            let named = contents.named.iter().filter_map(|path| self.resolve(module, path, 8));
+            let named = contents.named.iter().filter_map(|path| self.resolve(module, path, 16));
             let others = named.filter(|other| other != module).collect();
             imports.insert(module.clone(), others);
         }
@@ -131,7 +163,11 @@ impl ModuleContents {
             }
             (true, "*") => self.globs.push(path),
             (true, _) => drop(self.exports.insert(name, path)),
-            (false, _) => self.named.push(path),
+            (false, "*") => self.named.push(path),
+            (false, _) => {
+                self.named.push(path.clone());
+                self.imported.insert(name, path);
+            }
         };
         match tree {
             UseTree::Path(tree) => {
@@ -145,6 +181,9 @@ impl ModuleContents {
             UseTree::Name(tree) => {
                 let name = tree.ident.to_string();
                 add(name.clone(), [&path[..], &[name]].concat());
+            }
+            UseTree::Rename(tree) if tree.ident == "self" => {
+                add(tree.rename.to_string(), path.clone());
             }
             UseTree::Rename(tree) => {
                 add(tree.rename.to_string(), [&path[..], &[tree.ident.to_string()]].concat());
@@ -321,4 +360,25 @@ fn a_circle_is_found_however_it_is_written() {
     }
     let none = circles_of(&[("lib.rs", lib), ("a.rs", "pub struct A;"), ("b.rs", b)]);
     assert!(none.is_empty(), "{none:?}");
+}
+
+/// The child of a facade imports a module that imports the child by the facade's name.
+#[test]
+fn a_circle_is_found_through_any_re_export() {
+    let facade = "pub use child::A; mod child { pub struct A; fn f() -> crate::b::B { todo!() } }";
+    for (lib, b) in [
+        ("", "fn f(a: crate::facade::A) {}"),
+        ("", "use crate::facade; fn f(a: facade::A) {}"),
+        ("", "use super::facade::{self as f}; fn f(a: f::A) {}"),
+        ("pub use facade::A;", "fn f(a: crate::A) {}"),
+        ("pub use facade::*;", "fn f(a: crate::A) {}"),
+        ("pub use facade as f;", "fn f(a: crate::f::A) {}"),
+        ("use facade::A;", "fn f(a: super::A) {}"),
+    ] {
+        let lib = format!("mod b; mod facade; {lib}");
+        let b = format!("pub struct B; {b}");
+        let found = circles_of(&[("lib.rs", &lib), ("b.rs", &b), ("facade.rs", facade)]);
+        let names: Vec<_> = found.into_iter().flatten().map(|module| module.join("::")).collect();
+        assert_eq!(names, ["b", "facade::child"], "{lib} {b}");
+    }
 }
