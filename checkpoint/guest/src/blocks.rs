@@ -48,27 +48,39 @@ pub fn read_blocks(file: &File, bytes: u64, start: Gfn, to: &mut [u8]) -> io::Re
 /// Upper bound on finding out where a drive has data: a file on hung storage never answers.
 const SEEK_TIME_LIMIT: Duration = Duration::from_secs(20);
 
-/// Maximum number of threads that find out where drives have data. A thread on hung storage stays
-/// until the storage answers, and a checkpoint that fails for that reason is tried again.
-const MAX_SEEK_THREADS: usize = 64;
+/// Maximum number of threads that may wait for the storage of drives. A thread on hung storage
+/// stays until the storage answers, and a checkpoint or migration that fails for that reason is
+/// tried again.
+const MAX_STORAGE_THREADS: usize = 64;
 
-/// Number of threads that find out where drives have data.
-static SEEK_THREADS: AtomicUsize = AtomicUsize::new(0);
+/// Number of threads that may wait for the storage of drives.
+static STORAGE_THREADS: AtomicUsize = AtomicUsize::new(0);
 
-/// One of at most [`MAX_SEEK_THREADS`] threads, counted until this is dropped.
-struct SeekPermit<'c>(&'c AtomicUsize);
+/// Permission for one of at most 64 threads of the process that may wait for the storage of drives,
+/// which cannot be interrupted. The thread holds it until its last call has returned.
+#[derive(Debug)]
+pub struct StoragePermit(&'static AtomicUsize);
 
-impl<'c> SeekPermit<'c> {
-    fn take(count: &'c AtomicUsize) -> io::Result<Self> {
-        let more = |n| (n < MAX_SEEK_THREADS).then_some(n + 1);
+impl StoragePermit {
+    /// Takes a permit.
+    ///
+    /// # Errors
+    ///
+    /// 64 threads have one.
+    pub fn take() -> io::Result<Self> {
+        Self::take_of(&STORAGE_THREADS)
+    }
+
+    fn take_of(count: &'static AtomicUsize) -> io::Result<Self> {
+        let more = |n| (n < MAX_STORAGE_THREADS).then_some(n + 1);
         match count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more) {
             Ok(_) => Ok(Self(count)),
-            Err(n) => Err(io::Error::other(format!("{n} earlier calls wait for hung storage"))),
+            Err(n) => Err(io::Error::other(format!("{n} earlier threads wait for hung storage"))),
         }
     }
 }
 
-impl Drop for SeekPermit<'_> {
+impl Drop for StoragePermit {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }
@@ -80,12 +92,12 @@ impl Drop for SeekPermit<'_> {
 ///
 /// # Errors
 ///
-/// The file cannot be read, its storage has not answered for 20 s, or 64 earlier calls still wait
-/// for their storage.
+/// The file cannot be read, its storage has not answered for 20 s, or 64 earlier threads still
+/// wait for theirs.
 pub fn data_runs(file: &File, bytes: u64) -> io::Result<Vec<FrameRun>> {
     let all = FrameRun { start: Gfn(0), count: bytes.div_ceil(PAGE_SIZE) };
     let (file, (sender, receiver)) = (file.try_clone()?, mpsc::channel());
-    let permit = SeekPermit::take(&SEEK_THREADS)?;
+    let permit = StoragePermit::take()?;
     // A thread of its own, because a hung call cannot be interrupted.
     Builder::new().name("drive-data".into()).spawn(move || {
         let _permit = permit;
@@ -195,14 +207,14 @@ mod tests {
 
     #[test]
     fn threads_on_hung_storage_are_bounded() {
-        let count = AtomicUsize::new(0);
-        let mut hung: Vec<_> =
-            (0..MAX_SEEK_THREADS).map(|_| SeekPermit::take(&count).unwrap()).collect();
-        assert!(SeekPermit::take(&count).is_err());
+        static COUNT: AtomicUsize = AtomicUsize::new(0);
+        let take = || StoragePermit::take_of(&COUNT);
+        let mut hung: Vec<_> = (0..MAX_STORAGE_THREADS).map(|_| take().unwrap()).collect();
+        assert!(take().is_err());
         hung.pop();
-        assert!(SeekPermit::take(&count).is_ok());
+        assert!(take().is_ok());
         drop(hung);
-        assert_eq!(count.into_inner(), 0);
+        assert_eq!(COUNT.load(Ordering::Relaxed), 0);
     }
 
     #[test]

@@ -1,29 +1,35 @@
 //! Copying disks: their selection, the blocks left of each, and their part of a pass.
 //!
 //! A pass drains the dirty blocks before it reads them, so that no write is missed (see
-//! [`GuestDrive`]). It reads through an open file of its own, without the device. Blocks are copied
-//! into one reused buffer first, because the checksum precedes the bytes and the guest may write
-//! meanwhile.
+//! [`GuestDrive`]). It reads through an open file of its own, without the device, on the
+//! [storage thread](super::storage_thread). Blocks are copied into one reused buffer first, because
+//! the checksum precedes the bytes and the guest may write meanwhile.
 
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::FileExt;
+use std::iter::Peekable;
 use std::str::FromStr;
+use std::sync::Arc;
+use std::time::Duration;
 
 use driftline_dirty_tracker::{DirtySet, FrameRun, Gfn, PAGE_SIZE, Subscription};
 use driftline_format::is_zero;
-use driftline_guest::{DriveHead, GuestContents, GuestDrive, GuestError, block_layout, data_runs};
+use driftline_guest::{
+    DriveHead, GuestContents, GuestDrive, GuestError, block_layout, data_within, read_blocks,
+};
 use serde::{Deserialize, Serialize};
 use zerocopy::IntoBytes;
 
 use super::limit::Limit;
 use super::run_table::RunTableBuilder;
+use super::storage_thread::{DriveCall, StorageThread};
 use crate::control::SendControl;
 use crate::error::{Cause, fits};
 use crate::protocol::limits::{MAX_DRIVES, MAX_ZERO_RUNS};
 use crate::protocol::message::{Counts, DriveMessage, WireMessage, blocks_head};
 use crate::protocol::tag::Tag;
 use crate::transport::link::Link;
+use crate::transport::stop::StopFlag;
 use crate::transport::wire::Wire;
 
 /// Blocks in one BLOCKS, as many as PAGES has frames.
@@ -101,6 +107,8 @@ pub(super) fn announce(wire: &mut Wire<Link>, drives: &[Box<dyn GuestDrive>]) ->
 /// The disks that are copied; empty for most migrations.
 pub(super) struct Drives {
     drives: Vec<CopiedDrive>,
+    /// `None` if no disk is copied.
+    storage: Option<StorageThread>,
     batch: BlockBatch,
     /// Blocks of the last pass.
     pub(super) passed: Counts,
@@ -110,7 +118,7 @@ pub(super) struct Drives {
 
 struct CopiedDrive {
     head: DriveHead,
-    file: File,
+    file: Arc<File>,
     /// Blocks that the guest writes; `None` if it cannot write to the disk.
     writes: Option<Subscription>,
     next: NextBlocks,
@@ -144,26 +152,49 @@ impl NextBlocks {
 }
 
 impl CopiedDrive {
-    fn follow(drive: &dyn GuestDrive) -> Result<Self, Cause> {
+    fn follow(
+        drive: Box<dyn GuestDrive>,
+        storage: &mut StorageThread,
+        limit: Limit,
+    ) -> Result<Self, Cause> {
         let head = drive.head();
-        let failed = |what, cause| Cause::Drive { id: head.id.clone(), what, cause };
-        block_layout(head.bytes).map_err(|e| failed("following it", io::Error::other(e)))?;
+        let (id, bytes) = (&*head.id, head.bytes);
+        let following = DriveCall { id, what: "following it" };
+        block_layout(bytes).map_err(|e| following.failed(io::Error::other(e)))?;
         // Subscribe before looking for data: a write in between is in the first drained set.
         let writes =
-            drive.subscribe("migrate").map_err(|e| failed("following it", io::Error::other(e)))?;
-        let file = drive.open().map_err(|e| failed("opening it", e))?;
-        let runs = data_runs(&file, head.bytes).map_err(|e| failed("looking for its data", e))?;
+            drive.subscribe("migrate").map_err(|e| following.failed(io::Error::other(e)))?;
+        let opening = DriveCall { id, what: "opening it" };
+        let file = Arc::new(storage.call(opening, limit, move || drive.open())?);
+        let (all, of) = (FrameRun { start: Gfn(0), count: head.blocks() }, file.clone());
+        let looking = DriveCall { id, what: "looking for its data" };
+        let runs = storage.call(looking, limit, move || data_within(&of, all, bytes))?;
         Ok(Self { file, writes, next: NextBlocks::First(runs), head })
     }
 }
 
 impl Drives {
     /// Subscribes to writes of these disks. The first pass sends all their data, without holes.
-    /// Costs 512 KiB and one tree a disk.
-    pub(super) fn follow(drives: &[Box<dyn GuestDrive>]) -> Result<Self, Cause> {
-        let drives: Result<Vec<_>, _> = drives.iter().map(|d| CopiedDrive::follow(&**d)).collect();
-        let (passed, totals) = Default::default();
-        Ok(Self { drives: drives?, batch: BlockBatch::default(), passed, totals })
+    /// Costs 512 KiB, a thread and one tree a disk. Fails at `limit`; one call that reads a disk
+    /// may take `call_limit`.
+    pub(super) fn follow(
+        drives: Vec<Box<dyn GuestDrive>>,
+        call_limit: Duration,
+        stop: &Arc<StopFlag>,
+        limit: Limit,
+    ) -> Result<Self, Cause> {
+        let mut storage = match drives.is_empty() {
+            true => None,
+            false => Some(StorageThread::start(call_limit, stop.clone())?),
+        };
+        let mut followed = Vec::with_capacity(drives.len());
+        if let Some(storage) = &mut storage {
+            for drive in drives {
+                followed.push(CopiedDrive::follow(drive, storage, limit)?);
+            }
+        }
+        let (batch, passed, totals) = Default::default();
+        Ok(Self { drives: followed, storage, batch, passed, totals })
     }
 
     /// Number of blocks in the next pass.
@@ -206,21 +237,23 @@ impl Drives {
         limit: Limit,
         mut sent: impl FnMut(&mut Wire<Link>, u64) -> Result<(), Cause>,
     ) -> Result<(), Cause> {
-        if self.drives.is_empty() {
-            return Ok(());
-        }
         let left = self.pending() * PAGE_SIZE;
+        let Self { drives, storage: Some(storage), batch, passed, totals } = self else {
+            return Ok(());
+        };
         control.update(|p| p.remaining_disk_bytes = left);
-        let Self { drives, batch, passed, totals } = self;
         *passed = Counts::default();
         for (drive, number) in drives.iter().zip(0..) {
-            for chunk in drive.next.runs().flat_map(|run| run.chunks(BLOCKS_PER_MESSAGE)) {
+            let chunks = drive.next.runs().flat_map(|run| run.chunks(BLOCKS_PER_MESSAGE));
+            let mut chunks = chunks.peekable();
+            while chunks.peek().is_some() {
                 limit.check()?;
-                if batch.is_full(chunk.count) {
+                let blocks = batch.gather(&mut chunks);
+                if batch.is_full(blocks) {
                     batch.send(wire, number, &mut sent)?;
                 }
-                batch.take(drive, chunk, passed)?;
-                let bytes = chunk.bytes();
+                batch.take(drive, storage, limit, passed)?;
+                let bytes = blocks * PAGE_SIZE;
                 control.update(|p| {
                     p.remaining_disk_bytes = p.remaining_disk_bytes.saturating_sub(bytes);
                 });
@@ -236,6 +269,9 @@ impl Drives {
 /// Blocks of one disk that are gathered for one message of each kind.
 #[derive(Default)]
 struct BlockBatch {
+    /// Chunks to be read with one call: a call for each chunk of a scattered set would cost two
+    /// changes of threads for every 4 KiB.
+    chunks: Vec<FrameRun>,
     contents: Vec<u8>,
     filled: usize,
     runs: RunTableBuilder,
@@ -253,22 +289,29 @@ impl BlockBatch {
         self.filled as u64 + blocks > BLOCKS_PER_MESSAGE || self.zeroed + blocks > ZEROS_PER_MESSAGE
     }
 
-    /// Reads a chunk of at most one message's blocks.
+    /// Moves the next chunks, of at most one message's blocks in total, to [`Self::chunks`].
+    /// Returns their number of blocks.
+    fn gather(&mut self, next: &mut Peekable<impl Iterator<Item = FrameRun>>) -> u64 {
+        self.chunks.clear();
+        let mut blocks = 0;
+        while let Some(chunk) = next.next_if(|next| blocks + next.count <= BLOCKS_PER_MESSAGE) {
+            blocks += chunk.count;
+            self.chunks.push(chunk);
+        }
+        blocks
+    }
+
+    /// Reads the gathered chunks.
     fn take(
         &mut self,
         drive: &CopiedDrive,
-        chunk: FrameRun,
+        storage: &mut StorageThread,
+        limit: Limit,
         counts: &mut Counts,
     ) -> Result<(), Cause> {
-        self.contents.resize(BLOCKS_PER_MESSAGE as usize * BLOCK, 0);
-        let at = self.filled * BLOCK;
-        let room = &mut self.contents[at..at + chunk.count as usize * BLOCK];
-        read(drive, chunk.start, room).map_err(|cause| {
-            let id = drive.head.id.clone();
-            Cause::Drive { id, what: "reading it", cause }
-        })?;
-        for (i, block) in chunk.frames().enumerate() {
-            let from = at + i * BLOCK;
+        self.read(drive, storage, limit)?;
+        let mut from = self.filled * BLOCK;
+        for block in self.chunks.iter().flat_map(|chunk| chunk.frames()) {
             if is_zero(&self.contents[from..from + BLOCK]) {
                 counts.zero += 1;
                 self.zeroed += 1;
@@ -282,7 +325,33 @@ impl BlockBatch {
                 self.runs.add(block);
                 self.filled += 1;
             }
+            from += BLOCK;
         }
+        Ok(())
+    }
+
+    /// Reads the gathered chunks to the end of the filled part of the buffer.
+    fn read(
+        &mut self,
+        drive: &CopiedDrive,
+        storage: &mut StorageThread,
+        limit: Limit,
+    ) -> Result<(), Cause> {
+        let (file, bytes) = (drive.file.clone(), drive.head.bytes);
+        let mut from = self.filled * BLOCK;
+        let chunks = std::mem::take(&mut self.chunks);
+        let mut contents = std::mem::take(&mut self.contents);
+        let read = move || {
+            contents.resize(BLOCKS_PER_MESSAGE as usize * BLOCK, 0);
+            for chunk in &chunks {
+                let to = from + chunk.bytes() as usize;
+                read_blocks(&file, bytes, chunk.start, &mut contents[from..to])?;
+                from = to;
+            }
+            Ok((chunks, contents))
+        };
+        let call = DriveCall { id: &drive.head.id, what: "reading it" };
+        (self.chunks, self.contents) = storage.call(call, limit, read)?;
         Ok(())
     }
 
@@ -310,18 +379,10 @@ impl BlockBatch {
     }
 }
 
-/// Reads whole blocks from `start` on. Bytes behind the end of the disk read as zeros, although its
-/// file may be longer.
-fn read(drive: &CopiedDrive, start: Gfn, to: &mut [u8]) -> io::Result<()> {
-    let offset = start.gpa();
-    let has = drive.head.bytes.saturating_sub(offset).min(to.len() as u64) as usize;
-    let (content, behind) = to.split_at_mut(has);
-    behind.fill(0);
-    drive.file.read_exact_at(content, offset)
-}
-
 #[cfg(test)]
 mod tests {
+    use std::time::Instant;
+
     use super::*;
 
     #[test]
@@ -329,14 +390,20 @@ mod tests {
         let file = tempfile::tempfile().unwrap();
         file.set_len(1 << 30).unwrap();
         let head = DriveHead { id: "d".into(), bytes: 1 << 30, readonly: true };
+        let file = Arc::new(file);
         let drive = CopiedDrive { head, file, writes: None, next: NextBlocks::Nothing };
         let (mut batch, mut counts) = (BlockBatch::default(), Counts::default());
         let run = FrameRun { start: Gfn(0), count: 1 << 18 };
-        for chunk in run.chunks(BLOCKS_PER_MESSAGE) {
-            if batch.is_full(chunk.count) {
+        let mut chunks = run.chunks(BLOCKS_PER_MESSAGE).peekable();
+        let long = Duration::from_secs(600);
+        let mut storage = StorageThread::start(long, Arc::default()).unwrap();
+        let limit = Limit::of_pause(Instant::now(), long);
+        loop {
+            let blocks = batch.gather(&mut chunks);
+            if batch.is_full(blocks) {
                 break;
             }
-            batch.take(&drive, chunk, &mut counts).unwrap();
+            batch.take(&drive, &mut storage, limit, &mut counts).unwrap();
         }
         assert_eq!((batch.zeros.len(), batch.filled), (1, 0));
         assert_eq!((batch.zeroed, counts.zero), (ZEROS_PER_MESSAGE, ZEROS_PER_MESSAGE));

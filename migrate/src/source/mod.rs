@@ -20,6 +20,7 @@ mod rate_limiter;
 mod record;
 mod run_table;
 mod setup;
+mod storage_thread;
 mod switch_over;
 mod throttle;
 mod verify;
@@ -46,7 +47,8 @@ pub use options::{MIN_BANDWIDTH, SendOptions};
 /// `control.progress()` shows the doubt.
 ///
 /// Costs one bit of memory a frame for tracking (three with `verify`), and 512 KiB of buffers for
-/// each connection (2 MiB with compression). Copied disks cost one bit a block, and 512 KiB.
+/// each connection (2 MiB with compression). Copied disks cost one bit a block, 512 KiB, and a
+/// thread.
 ///
 /// # Errors
 ///

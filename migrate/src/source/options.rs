@@ -48,6 +48,9 @@ pub struct SendOptions {
     pub setup_timeout: Duration,
     /// Longest time without any progress of the destination in any other phase. 10 s.
     pub progress_timeout: Duration,
+    /// Upper bound on one call that reads a copied disk, after which the migration fails. 8 s,
+    /// which is less than a destination waits for progress, so that it receives the reason.
+    pub disk_limit: Duration,
     /// Upper bound on the pause until PREPARED, after which the guest resumes here. `None`: ten
     /// times the target, or ten times the expected pause if the strategy is to pause in any case;
     /// at least 5 s.
@@ -78,6 +81,7 @@ impl SendOptions {
             connect_timeout: Duration::from_secs(10),
             setup_timeout: Duration::from_secs(30),
             progress_timeout: Duration::from_secs(10),
+            disk_limit: Duration::from_secs(8),
             switch_over_limit: None,
             commit_timeout: Duration::from_secs(10),
             ask_interval: Duration::from_millis(500),

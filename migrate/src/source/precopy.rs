@@ -125,7 +125,8 @@ impl<'j, 'a, G: Migratable + ?Sized> Precopy<'j, 'a, G> {
         let (subscribed_ms, populated_ms) = (ms(subscribed), ms(begun.elapsed()));
         let runs = populated.len();
         tracing::debug!(subscribed_ms, populated_ms, runs, "subscribed to writes");
-        let drives = Drives::follow(&drives)?;
+        let limit = Limit::of_precopy(begun, &goals);
+        let drives = Drives::follow(drives, job.options.disk_limit, &job.control.stop, limit)?;
         let verifier = match job.options.verify {
             true => Some(Verifier::new(guest, &populated)?),
             false => None,
@@ -133,7 +134,6 @@ impl<'j, 'a, G: Migratable + ?Sized> Precopy<'j, 'a, G> {
         let rate = job.options.max_bandwidth.map(|rate| rate.max(MIN_BANDWIDTH));
         let compression = job.options.compression;
         let passes = Passes::new(guest.ram(), job.control, channels, features, compression, rate)?;
-        let limit = Limit::of_precopy(begun, &goals);
         let precopy = Self {
             job,
             goals,

@@ -358,6 +358,34 @@ fn hanging_copy_fails_the_migration() {
 }
 
 #[test]
+fn hanging_disk_of_the_source_fails_the_migration() {
+    let hosts = DriveHosts::new();
+    let guest = hosts.guest(31);
+    let disk = &guest.drives[0];
+    disk.open_hangs.store(true, Ordering::SeqCst);
+    let there = hosts.receiver();
+    let options = SendOptions { disk_limit: Duration::from_millis(500), ..hosts.options() };
+    let message = Sender::start(&guest, &there.to, &options).result().unwrap_err().to_string();
+    let why = "copying disk \"disk0\" failed: opening it: its storage has not answered for 500ms";
+    assert!(message.contains(why), "{message}");
+    assert!(message.ends_with("the guest continues here"), "{message}");
+    assert_eq!(guest.run_state(), RunState::Running);
+    within(LONG, "the receiver waits again", || there.waits_on());
+    // No limit has passed.
+    let sending = Sender::start(&guest, &there.to, &hosts.options());
+    within(LONG, "it hangs again", || disk.hung.load(Ordering::SeqCst) == 2);
+    sending.control.cancel().unwrap();
+    let error = sending.result().unwrap_err();
+    assert!(matches!(error.cause, driftline_migrate::Cause::Cancelled), "{error}");
+    // The storage answers again, and the abandoned threads end.
+    disk.open_hangs.store(false, Ordering::SeqCst);
+    within(LONG, "the receiver waits again", || there.waits_on());
+    send(&*guest, &there.to, &hosts.options(), &SendControl::new()).unwrap();
+    there.guest().guest.verify().unwrap();
+    hosts.compare(&guest);
+}
+
+#[test]
 fn stop_ends_a_receiver_whose_copy_hangs() {
     let hosts = DriveHosts::new();
     let guest = hosts.guest(15);

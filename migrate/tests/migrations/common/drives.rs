@@ -27,6 +27,10 @@ pub struct TestDrive {
     path: PathBuf,
     tracker: Option<Arc<Tracker>>,
     model: Mutex<Vec<u8>>,
+    /// Whether opening its file hangs.
+    pub open_hangs: AtomicBool,
+    /// Number of opens that began to hang.
+    pub hung: AtomicU64,
 }
 
 impl TestDrive {
@@ -64,6 +68,7 @@ impl GuestDrive for TestDriveHandle {
         self.0.tracker.as_ref().map(|tracker| tracker.subscribe(name)).transpose()
     }
     fn open(&self) -> io::Result<File> {
+        hang(&self.0.open_hangs, &self.0.hung);
         File::open(&self.0.path)
     }
     fn copy_before_write(&self) -> Option<Arc<CopyBeforeWrite>> {
@@ -115,7 +120,9 @@ impl GuestWithDrives {
                 file.write_all_at(&[0xee; 8192], *bytes).unwrap();
                 let layout = block_layout(*bytes).unwrap();
                 let tracker = (!readonly).then(|| Arc::new(Tracker::new(layout)));
-                Arc::new(TestDrive { head, path, tracker, model: Mutex::new(model) })
+                let (open_hangs, hung) = Default::default();
+                let model = Mutex::new(model);
+                Arc::new(TestDrive { head, path, tracker, model, open_hangs, hung })
             })
             .collect();
         let (runs, over, writes) = (Arc::new(RwLock::new(true)), Arc::default(), Arc::default());

@@ -183,6 +183,7 @@ impl Receiver {
 pub fn quick_send(hosts: &HostPair) -> SendOptions {
     let mut options = SendOptions::new(hosts.source_records());
     (options.progress_timeout, options.setup_timeout) = (LONG, LONG);
+    options.disk_limit = LONG;
     (options.commit_timeout, options.connect_timeout) = (LONG, LONG);
     options.ask_interval = Duration::from_millis(50);
     options

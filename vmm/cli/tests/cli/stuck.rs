@@ -16,6 +16,7 @@ use driftline_machine::testing::{kvm_or_skip, skip};
 use rustix::process::{Pid, Signal, kill_process};
 
 const DISK_BYTES: usize = 1 << 20;
+const DISK: ScriptedDevice = ScriptedDevice { index: 0, queue: 0, label: "virtio-blk \"disk0\"" };
 /// Longer than any of the operations takes. A wait for the storage would never end.
 const LIMIT: Duration = Duration::from_secs(50);
 
@@ -39,7 +40,7 @@ impl<'p> StuckGuest<'p> {
     fn in_a_flush(tmp: &'p TestDir, test: &str) -> Option<Self> {
         let storage = storage_or_skip(test)?;
         let mut script = DriverScript::default();
-        script.flush(ScriptedDevice { index: 0, queue: 0, label: "virtio-blk \"disk0\"" });
+        script.flush(DISK);
         std::fs::write(tmp.path("kernel"), script.kernel()).unwrap();
         let (kernel, memory) = (tmp.text("kernel"), MEM_BYTES.to_string());
         let guest = ["--mem", &memory, "--kernel", &kernel, "--disk", &disk(&storage)];
@@ -132,6 +133,39 @@ fn hand_over_fails_where_a_flush_hangs() {
         in_time("a stop", || stop(vmm));
         world.ends_with(0);
     });
+}
+
+/// The disk is one hole, so that the first pass reads nothing of it. The guest writes zeros to it,
+/// which the last pass reads.
+#[test]
+fn guest_continues_where_the_last_pass_hangs() {
+    let tmp = TestDir::new();
+    let Some(storage) = storage_or_skip("guest_continues_where_the_last_pass_hangs") else {
+        return;
+    };
+    let mut script = DriverScript::default();
+    script.write_zeros_forever(DISK, 1000);
+    std::fs::write(tmp.path("kernel"), script.kernel()).unwrap();
+    let (kernel, memory) = (tmp.text("kernel"), MEM_BYTES.to_string());
+    let guest = ["--mem", &memory, "--kernel", &kernel, "--disk", &disk(&storage)];
+    let vmm = Vmm::run(&tmp, "source", &guest);
+    let world = StuckGuest { storage, vmm };
+    let StuckGuest { storage, vmm } = &world;
+    let copy = format!("path={},id=disk0,copy", tmp.text("copy"));
+    let (_receiver, to) = receiver(&tmp, "destination", &["--disk", &copy]);
+    storage.answer_only_reads(0);
+    let send = ["send-migration", &to, "--copy-disks"];
+    let stderr = in_time("a migration", || vmm.refuse(4, &send));
+    let why = "failed (in switch-over): copying disk \"disk0\" failed: reading it: its storage has";
+    assert!(stderr.contains(why), "{stderr}");
+    assert!(stderr.contains("the guest continues here"), "{stderr}");
+    assert_eq!((vmm.state().as_str(), storage.stuck()), ("running", 1));
+    // The guest's next write waits for the page that is being read.
+    storage.answer_only_writes(0);
+    storage.fail_reads_that_wait();
+    wait_for("the guest's next write", || (storage.stuck() == 1).then_some(()));
+    in_time("a stop", || stop(vmm));
+    world.ends_with(0);
 }
 
 #[test]

@@ -33,12 +33,14 @@ pub const AVAILABLE: u32 = RINGS + 0x1000;
 pub const USED: u32 = RINGS + 0x2000;
 pub const BUFFERS: u32 = 0x30_0000;
 
-/// One step of the guest: write 32 bits, wait for 32 bits, or print a character.
+/// One step of the guest: write 32 bits, wait for 32 bits, print a character, or continue at
+/// another step.
 #[derive(Clone, Copy)]
 pub enum DriverStep {
     Write(u32, u32),
     Wait(u32, u32, u32),
     Print(u8),
+    GoTo(u32),
 }
 
 /// A device of the guest.
@@ -157,6 +159,22 @@ impl DriverScript {
         self.0.push(DriverStep::Print(b'F'));
     }
 
+    /// Writes zeros to a sector of a disk again and again, without an end.
+    pub fn write_zeros_forever(&mut self, disk: ScriptedDevice, sector: u32) {
+        let (again, status) = (self.0.len() as u32, BUFFERS + 0x2000);
+        self.start(disk);
+        // The type of the request, and the rest of its header.
+        for (word, value) in (0..4).zip([1, 0, sector, 0]) {
+            self.write(BUFFERS + 4 * word, value);
+        }
+        self.describe(0, BUFFERS, 16, NEXT, 1);
+        self.describe(1, BUFFERS + 0x1000, 512, NEXT, 2);
+        self.describe(2, status, 1, WRITE, 0);
+        self.offer(disk, 0, 1);
+        self.0.push(DriverStep::Wait(USED, 0xffff_0000, 1 << 16));
+        self.0.push(DriverStep::GoTo(again));
+    }
+
     /// Waits until the driver of `device` reads `value` at `offset` of its configuration space.
     pub fn await_config(&mut self, device: ScriptedDevice, offset: u32, value: u32) {
         self.0.push(DriverStep::Wait(device.register(CONFIG + offset), !0, value));
@@ -189,28 +207,32 @@ impl DriverScript {
 
     /// Returns an ELF file that performs all steps, then resets.
     pub fn kernel(&self) -> Vec<u8> {
-        const TABLE_AT: u32 = 64;
+        const TABLE_AT: u32 = 80;
         // mov esi, table
         let mut code = vec![0xbe];
         code.extend((CODE_AT + TABLE_AT).to_le_bytes());
         // next: mov eax, [esi]; mov ebx, [esi+4]; mov ecx, [esi+8]; mov edx, [esi+12]; add esi, 16
         code.extend([0x8b, 0x06, 0x8b, 0x5e, 4, 0x8b, 0x4e, 8, 0x8b, 0x56, 12, 0x83, 0xc6, 16]);
-        // cmp eax, 1; je write; cmp eax, 2; je wait; cmp eax, 3; je print; mov al, 0xfe; out 0x64,
-        // al; jmp $
-        code.extend([0x83, 0xf8, 1, 0x74, 16, 0x83, 0xf8, 2, 0x74, 15, 0x83, 0xf8, 3, 0x74, 20]);
+        // cmp eax, 1; je write; cmp eax, 2; je wait; cmp eax, 3; je print; cmp eax, 4; je goto
+        code.extend([0x83, 0xf8, 1, 0x74, 21, 0x83, 0xf8, 2, 0x74, 20]);
+        code.extend([0x83, 0xf8, 3, 0x74, 25, 0x83, 0xf8, 4, 0x74, 29]);
+        // mov al, 0xfe; out 0x64, al; jmp $
         code.extend([0xb0, 0xfe, 0xe6, 0x64, 0xeb, 0xfe]);
         // write: mov [ebx], ecx; jmp next
-        code.extend([0x89, 0x0b, 0xeb, 0xd9]);
+        code.extend([0x89, 0x0b, 0xeb, 0xd4]);
         // wait: mov edi, [ebx]; and edi, edx; cmp edi, ecx; jne wait; jmp next
-        code.extend([0x8b, 0x3b, 0x21, 0xd7, 0x39, 0xcf, 0x75, 0xf8, 0xeb, 0xcf]);
+        code.extend([0x8b, 0x3b, 0x21, 0xd7, 0x39, 0xcf, 0x75, 0xf8, 0xeb, 0xca]);
         // print: mov al, cl; mov dx, 0x3f8; out dx, al; jmp next
-        code.extend([0x88, 0xc8, 0x66, 0xba, 0xf8, 0x03, 0xee, 0xeb, 0xc6]);
+        code.extend([0x88, 0xc8, 0x66, 0xba, 0xf8, 0x03, 0xee, 0xeb, 0xc1]);
+        // goto: mov esi, ebx; jmp next
+        code.extend([0x89, 0xde, 0xeb, 0xbd]);
         code.resize(TABLE_AT as usize, 0);
         for step in &self.0 {
             let words = match *step {
                 DriverStep::Write(addr, value) => [1, addr, value, 0],
                 DriverStep::Wait(addr, mask, value) => [2, addr, value, mask],
                 DriverStep::Print(character) => [3, 0, character.into(), 0],
+                DriverStep::GoTo(step) => [4, CODE_AT + TABLE_AT + 16 * step, 0, 0],
             };
             code.extend(words.iter().flat_map(|w| w.to_le_bytes()));
         }

@@ -1,5 +1,5 @@
-//! A file system with one file, `disk`, that stops answering flushes, writes or locks when a test
-//! requests it.
+//! A file system with one file, `disk`, that stops answering flushes, reads, writes or locks when
+//! a test requests it.
 
 use std::ffi::OsStr;
 use std::io;
@@ -64,6 +64,7 @@ impl<R> ReplyGate<R> {
 #[derive(Default)]
 struct ReplyGates {
     flushes: ReplyGate<ReplyEmpty>,
+    reads: ReplyGate<ReplyData>,
     writes: ReplyGate<ReplyWrite>,
     locks: ReplyGate<ReplyEmpty>,
 }
@@ -116,15 +117,25 @@ impl StuckStorage {
         self.gates.flushes.answer_only(flushes);
     }
 
+    /// Answers this many more reads, then none.
+    pub fn answer_only_reads(&self, reads: usize) {
+        self.gates.reads.answer_only(reads);
+    }
+
+    /// Answers the reads that wait with an error, and later reads as usual.
+    pub fn fail_reads_that_wait(&self) {
+        self.gates.reads.open().into_iter().for_each(|reply| reply.error(Errno::EIO));
+    }
+
     /// Answers this many more writes, then none.
     pub fn answer_only_writes(&self, writes: usize) {
         self.gates.writes.answer_only(writes);
     }
 
-    /// Returns the number of flushes, writes and locks that wait for an answer.
+    /// Returns the number of requests that wait for an answer.
     pub fn stuck(&self) -> usize {
-        let ReplyGates { flushes, writes, locks } = &*self.gates;
-        flushes.stuck() + writes.stuck() + locks.stuck()
+        let ReplyGates { flushes, reads, writes, locks } = &*self.gates;
+        flushes.stuck() + reads.stuck() + writes.stuck() + locks.stuck()
     }
 }
 
@@ -132,6 +143,7 @@ impl Drop for StuckStorage {
     fn drop(&mut self) {
         self.gates.flushes.open().into_iter().for_each(ReplyEmpty::ok);
         self.gates.locks.open().into_iter().for_each(ReplyEmpty::ok);
+        self.fail_reads_that_wait();
         self.gates.writes.open().into_iter().for_each(|reply| reply.error(Errno::EIO));
         // A lazy unmount: a process that a test has not ended yet may still have the disk open,
         // which prevents any other unmount.
@@ -206,6 +218,7 @@ impl Filesystem for OneFile {
         _: Option<LockOwner>,
         reply: ReplyData,
     ) {
+        let Some(reply) = self.gates.reads.pass(reply) else { return };
         let content = self.content.lock().unwrap();
         let from = (offset as usize).min(content.len());
         let to = from.saturating_add(size as usize).min(content.len());

@@ -1,0 +1,179 @@
+//! The thread that reads copied disks.
+//!
+//! A system call on storage that does not answer cannot be interrupted. The thread that migrates,
+//! which has paused the guest in the last pass, therefore makes none of these calls. It waits for
+//! this thread in slices, until the limit of the phase, the limit of a call, or a stop request.
+//! The thread is then abandoned with its open file, and ends once the storage answers.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::mpsc::{self, RecvTimeoutError, Sender};
+use std::thread::{Builder, JoinHandle};
+use std::time::{Duration, Instant};
+
+use driftline_guest::StoragePermit;
+
+use super::limit::Limit;
+use crate::error::Cause;
+use crate::transport::link::SLICE;
+use crate::transport::stop::StopFlag;
+
+type StorageCall = Box<dyn FnOnce() + Send>;
+
+/// The thread, as the thread that migrates sees it. Dropping it ends the thread, and waits for its
+/// end unless a call has not returned.
+pub(super) struct StorageThread {
+    /// `None` once this is being dropped.
+    calls: Option<Sender<StorageCall>>,
+    /// `None` once the thread is abandoned.
+    thread: Option<JoinHandle<()>>,
+    /// Upper bound on one call.
+    call_limit: Duration,
+    stop: Arc<StopFlag>,
+}
+
+/// What a call does, for its error.
+#[derive(Clone, Copy)]
+pub(super) struct DriveCall<'a> {
+    /// The disk's name.
+    pub(super) id: &'a str,
+    pub(super) what: &'static str,
+}
+
+impl DriveCall<'_> {
+    pub(super) fn failed(self, cause: io::Error) -> Cause {
+        Cause::Drive { id: self.id.to_owned(), what: self.what, cause }
+    }
+
+    /// Returns the failure of a call that has not returned.
+    fn unanswered(self, why: String) -> Cause {
+        self.failed(io::Error::new(io::ErrorKind::TimedOut, why))
+    }
+}
+
+impl StorageThread {
+    /// Starts the thread.
+    ///
+    /// # Errors
+    ///
+    /// Too many earlier threads wait for storage that does not answer.
+    pub(super) fn start(call_limit: Duration, stop: Arc<StopFlag>) -> Result<Self, Cause> {
+        let failed = |cause| Cause::System { what: "starting a thread for disks", cause };
+        let permit = StoragePermit::take().map_err(failed)?;
+        let (sender, calls) = mpsc::channel::<StorageCall>();
+        let serve = move || {
+            let _permit = permit;
+            calls.into_iter().for_each(|call| call());
+        };
+        let thread = Builder::new().name("migrate-read".into()).spawn(serve).map_err(failed)?;
+        Ok(Self { calls: Some(sender), thread: Some(thread), call_limit, stop })
+    }
+
+    /// Runs `work` on the thread, and waits for its result.
+    ///
+    /// # Errors
+    ///
+    /// `work` fails, or it has not returned at `limit`, within the limit of a call, or when the
+    /// migration is cancelled.
+    pub(super) fn call<T: Send + 'static>(
+        &mut self,
+        call: DriveCall<'_>,
+        limit: Limit,
+        work: impl FnOnce() -> io::Result<T> + Send + 'static,
+    ) -> Result<T, Cause> {
+        let (reply, result) = mpsc::sync_channel(1);
+        let begun = Instant::now();
+        if let Some(calls) = &self.calls {
+            // If the thread has ended, so has `reply`. If nobody waits, the result is dropped.
+            let _ = calls.send(Box::new(move || drop(reply.try_send(work()))));
+        }
+        loop {
+            match result.recv_timeout(SLICE) {
+                Ok(result) => return result.map_err(|cause| call.failed(cause)),
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err(call.failed(io::Error::other("its thread has ended")));
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+            if let Err(cause) = self.check(call, begun.elapsed(), limit) {
+                // Detaches the thread.
+                self.thread = None;
+                return Err(cause);
+            }
+        }
+    }
+
+    /// Fails if no wait for `call` may be longer than `waited`.
+    fn check(&self, call: DriveCall<'_>, waited: Duration, limit: Limit) -> Result<(), Cause> {
+        if self.stop.is_cancelled() {
+            return Err(Cause::Cancelled);
+        }
+        if waited >= self.call_limit {
+            let why = format!("its storage has not answered for {:?}", self.call_limit);
+            return Err(call.unanswered(why));
+        }
+        limit.check().map_err(|reached| {
+            call.unanswered(format!("its storage has not answered for {waited:.1?}, and {reached}"))
+        })
+    }
+}
+
+impl Drop for StorageThread {
+    fn drop(&mut self) {
+        self.calls = None;
+        if let Some(thread) = self.thread.take() {
+            // A panic of a call has failed that call.
+            let _ = thread.join();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CALL: DriveCall<'_> = DriveCall { id: "d", what: "reading it" };
+    const LONG: Duration = Duration::from_secs(600);
+
+    /// A thread in a call that does not return until the sender is dropped, and the call's failure.
+    fn hanging(call_limit: Duration, limit: Limit, stop: Arc<StopFlag>) -> (Sender<()>, String) {
+        let (answer, storage) = mpsc::channel();
+        let mut thread = StorageThread::start(call_limit, stop).unwrap();
+        let hang = move || {
+            let _ = storage.recv();
+            Ok(())
+        };
+        let failure = thread.call(CALL, limit, hang).unwrap_err().to_string();
+        // This does not wait for the call.
+        drop(thread);
+        (answer, failure)
+    }
+
+    #[test]
+    fn read_that_never_returns_fails_by_disk_name() {
+        let short = Duration::from_millis(1);
+        let (_answer, why) = hanging(short, Limit::of_pause(Instant::now(), LONG), Arc::default());
+        let expected =
+            "copying disk \"d\" failed: reading it: its storage has not answered for 1ms";
+        assert_eq!(why, expected);
+        let (_answer, why) = hanging(LONG, Limit::of_pause(Instant::now(), short), Arc::default());
+        assert!(why.starts_with("copying disk \"d\" failed: reading it: its storage has"), "{why}");
+        assert!(why.contains("the pause reached its limit of 0.0 s"), "{why}");
+        let stop = Arc::new(StopFlag::default());
+        stop.cancel().unwrap();
+        let (_answer, why) = hanging(LONG, Limit::of_pause(Instant::now(), LONG), stop);
+        assert_eq!(why, "cancelled");
+    }
+
+    #[test]
+    fn call_returns_the_result_of_its_work() {
+        let mut thread = StorageThread::start(LONG, Arc::default()).unwrap();
+        let limit = Limit::of_pause(Instant::now(), LONG);
+        assert_eq!(thread.call(CALL, limit, || Ok(7)).unwrap(), 7);
+        let failed = thread.call(CALL, limit, || Err::<(), _>(io::ErrorKind::NotFound.into()));
+        assert_eq!(
+            failed.unwrap_err().to_string(),
+            "copying disk \"d\" failed: reading it: entity not found"
+        );
+    }
+}
