@@ -59,12 +59,10 @@ pub struct Progress {
     pub sent_bytes: u64,
     /// At a destination: bytes received from sources whose guest did not arrive. They are not part
     /// of `sent_bytes`.
-    #[serde(default)]
     pub earlier_bytes: u64,
     /// Frames left in the current pass.
     pub remaining_frames: u64,
     /// Bytes of copied disks left in the current pass; 0 at a destination, which does not know.
-    #[serde(default)]
     pub remaining_disk_bytes: u64,
     /// The guest's dirty rate during the last complete pass, bytes/s of whole frames and of blocks
     /// of copied disks.
@@ -74,7 +72,6 @@ pub struct Progress {
     /// Expected pause if it began now, ms; 0 while unknown.
     pub expected_downtime_ms: f64,
     /// How far each vCPU is throttled, see [`SendReport::throttle`](crate::SendReport::throttle).
-    #[serde(default)]
     pub throttle: Vec<VcpuThrottle>,
     /// In doubt: the result of the last question to the destination, as a sentence.
     pub doubt: Option<String>,

@@ -23,7 +23,6 @@ pub struct PassReport {
     /// Bytes on the wire.
     pub bytes: u64,
     /// Bytes of blocks of copied disks, with and without content.
-    #[serde(default)]
     pub disk_bytes: u64,
     /// Time from its start to its acknowledgement, ms. In the last pass this includes sending the
     /// state and releasing the disks.
@@ -63,7 +62,6 @@ pub struct SendReport {
     /// trip. After a doubt it is the time until the answer that resolved it.
     pub downtime_ms: f64,
     /// When the pause was requested, by this host's clock, microseconds since 1970.
-    #[serde(default)]
     pub paused_at_unix_us: u64,
     /// Time from the call of `send` to the first pass, ms.
     pub setup_time_ms: f64,
@@ -74,10 +72,8 @@ pub struct SendReport {
     /// Frames sent with content, including repetitions.
     pub normal_frames: u64,
     /// Bytes of blocks of copied disks sent with content, including repetitions.
-    #[serde(default)]
     pub disk_bytes: u64,
     /// Bytes of blocks of copied disks sent as zeros, including repetitions; holes are not sent.
-    #[serde(default)]
     pub disk_zero_bytes: u64,
     /// `transferred_bytes` over the time without setup.
     pub throughput_bytes_per_s: u64,
@@ -87,7 +83,6 @@ pub struct SendReport {
     pub passes: Vec<PassReport>,
     /// All vCPUs, up to the last pass; empty if the tracking mode does not tell vCPUs apart (modes
     /// other than `dirty-ring`, the threads backend).
-    #[serde(default)]
     pub throttle: Vec<VcpuThrottle>,
 }
 
@@ -103,7 +98,6 @@ pub struct ReceiveReport {
     /// Time from COMMIT to the take-over, ms.
     pub take_over_ms: f64,
     /// When the guest was taken over, by this host's clock, microseconds since 1970.
-    #[serde(default)]
     pub taken_over_at_unix_us: u64,
     /// Bytes received over all connections, including headers.
     pub received_bytes: u64,
@@ -112,7 +106,6 @@ pub struct ReceiveReport {
     /// Frames received with content, including repetitions.
     pub normal_frames: u64,
     /// Bytes of blocks of copied disks received with content, including repetitions.
-    #[serde(default)]
     pub disk_bytes: u64,
     /// Passes, including the last one.
     pub passes: u32,
