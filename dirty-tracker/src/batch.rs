@@ -4,7 +4,9 @@ use crate::layout::PlacedSlot;
 use crate::sync::Arc;
 use crate::tree::Tree;
 
-/// Number of words that are inserted together.
+/// Number of words that are inserted together, 1 KiB: each tree is accessed once for as many marks.
+/// `cargo bench -p driftline-dirty-tracker --all-features -- marks` measures it, in the row "a page
+/// in every word of 64".
 const GATHERED: usize = 64;
 
 /// Words and their bits, in the order of their marks. The last `RECENT` words may still receive

@@ -14,7 +14,10 @@ unsafe extern "C" {
 static NEXT: AtomicU64 = AtomicU64::new(0);
 const PAGE: u64 = 4096;
 const GIB: u64 = 1 << 30;
-const HUGE: u64 = 0x87;
+/// Bits of a page table entry: present, writable, accessible in ring 3, and a page (bit 7) instead
+/// of a table.
+const HUGE: u64 = TABLE | 1 << 7;
+/// The same for an entry that refers to a table.
 const TABLE: u64 = 0x07;
 
 /// Starts the heap above the image. Ends the machine with a message if there is no RAM for it.

@@ -7,8 +7,8 @@
 
 use std::hint::black_box;
 
-/// Bytes to populate: enough for a guest with few vCPUs, and below the size that allocators return
-/// to the system when it is freed.
+/// Bytes to populate: twice the dozen pages of a guest with few vCPUs, and less than the 128 KiB
+/// from which on the allocators of glibc and musl return a freed block to the system.
 const BYTES: usize = 96 << 10;
 const PAGE: usize = 4096;
 
