@@ -6,7 +6,7 @@
 //!
 //! | modules | own |
 //! | --- | --- |
-//! | `actor`, `limits`, `codec`, `host_memory`, `size`, `cpu_model`, `end_reason`, `local_time`, `signals`, `terminal`, `fail_point`, `schedule`, `histogram`, `tracking`, `wall_clock` | leaves, which use no other module of this crate |
+//! | `actor`, `limits`, `codec`, `host_memory`, `size`, `cpu_model`, `end_reason`, `local_time`, `signals`, `terminal`, `fail_point`, `schedule`, `histogram`, `thread_end`, `tracking`, `wall_clock` | leaves, which use no other module of this crate |
 //! | `log`, `exit`, `sandbox`, `log_thread`, `pm_qos`, `pool`, `socket` | the process: its log, its exit, what its threads may do |
 //! | `memory`, `config` | guest memory; a machine's configuration |
 //! | `kvm`, `measure`, `sources` | KVM's ioctls; hooks for measurements; the sources of dirty frames |
@@ -50,6 +50,7 @@ mod sources;
 mod terminal;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
+mod thread_end;
 mod throttle;
 pub mod tracking;
 mod vcpu;

@@ -62,14 +62,25 @@ impl Stdin {
         BEFORE.store(Box::into_raw(Box::new(before)), Ordering::Release);
         set(&raw)
     }
+
+    /// Restores the terminal, and keeps the ownership until the process ends, because a thread may
+    /// still read standard input.
+    pub(crate) fn abandon(self) {
+        restore_or_warn();
+        std::mem::forget(self);
+    }
 }
 
 impl Drop for Stdin {
     fn drop(&mut self) {
-        if let Err(e) = restore() {
-            tracing::warn!("the terminal's settings cannot be restored: {e}");
-        }
+        restore_or_warn();
         OWNED.store(false, Ordering::Release);
+    }
+}
+
+fn restore_or_warn() {
+    if let Err(e) = restore() {
+        tracing::warn!("the terminal's settings cannot be restored: {e}");
     }
 }
 

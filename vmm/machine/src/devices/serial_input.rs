@@ -15,7 +15,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -27,12 +27,17 @@ use super::bus::Bus;
 use super::latched_event::LatchedEvent;
 use crate::sandbox::{self, Class};
 use crate::terminal::Stdin;
+use crate::thread_end::join_until;
 
 /// Bytes of terminal input that may wait for a guest.
 const MAX_WAITING: usize = 4096;
 /// Retry interval for a guest that does not listen. A guest that reads its input is noticed at
 /// once.
 const RETRY: Duration = Duration::from_millis(50);
+
+/// Upper bound on waiting for the thread's end: a read of a file on storage that hangs may never
+/// return.
+const END_LIMIT: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 10 });
 
 const CTRL_A: u8 = 0x01;
 
@@ -105,8 +110,14 @@ impl SerialInput {
 #[derive(Debug)]
 struct InputThread {
     stop: Arc<LatchedEvent>,
-    thread: Option<JoinHandle<()>>,
-    _stdin: Stdin,
+    /// `None` once this is being dropped.
+    running: Option<RunningInput>,
+}
+
+#[derive(Debug)]
+struct RunningInput {
+    thread: JoinHandle<()>,
+    stdin: Stdin,
 }
 
 impl InputThread {
@@ -128,15 +139,24 @@ impl InputThread {
             }
         };
         let thread = sandbox::spawn(Class::SerialInput, "serial-input", run)?;
-        Ok(Some(Self { stop, thread: Some(thread), _stdin: stdin }))
+        Ok(Some(Self { stop, running: Some(RunningInput { thread, stdin }) }))
     }
 }
 
 impl Drop for InputThread {
     fn drop(&mut self) {
         self.stop.signal();
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
+        let Some(RunningInput { thread, stdin }) = self.running.take() else { return };
+        match join_until(thread, Instant::now() + END_LIMIT) {
+            Some(Ok(())) => {}
+            Some(Err(_)) => tracing::error!("the thread that reads standard input has panicked"),
+            None => {
+                tracing::error!(
+                    "standard input has not answered a read within {END_LIMIT:?}; the thread that \
+                     reads it is left behind"
+                );
+                stdin.abandon();
+            }
         }
     }
 }
@@ -238,7 +258,10 @@ impl EscapeKeys {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::mpsc;
+
     use super::*;
+    use crate::testing::run_in_child;
 
     #[test]
     fn escape_keys_are_not_sent_to_the_guest() {
@@ -249,6 +272,25 @@ mod tests {
         assert_eq!(to, b"ls\x01-\x01b\x03");
         assert!(keys.pass(b"ab\x01xcd", &mut to));
         assert!(to.ends_with(b"abcd"));
+    }
+
+    /// Runs in its own process, because standard input has an owner from then on.
+    #[test]
+    fn hanging_input_delays_no_end() {
+        const CHILD: &str = "HANGS_ON_INPUT";
+        if std::env::var_os(CHILD).is_none() {
+            let null = std::fs::File::open("/dev/null").unwrap();
+            let test = "devices::serial_input::tests::hanging_input_delays_no_end";
+            return run_in_child(test, CHILD, "1", null);
+        }
+        let (_storage, answer) = mpsc::channel::<()>();
+        let thread = std::thread::spawn(move || {
+            let _ = answer.recv();
+        });
+        let stdin = Stdin::take().unwrap();
+        let stop = Arc::new(LatchedEvent::new().unwrap());
+        drop(InputThread { stop, running: Some(RunningInput { thread, stdin }) });
+        assert!(Stdin::take().is_none(), "the thread may still read it");
     }
 
     #[test]

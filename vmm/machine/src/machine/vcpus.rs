@@ -6,14 +6,13 @@ use std::time::{Duration, Instant};
 
 use crate::actor::{Handle, PendingCall};
 use crate::kvm::ImmediateExit;
+use crate::thread_end::join_until;
 use crate::throttle::ThrottleHandle;
 use crate::vcpu::{Counters, PauseOutcome, Vcpu};
 
 /// Upper bound on pausing or ending vCPUs. They run jobs wherever they wait, so only a defect
 /// takes this long.
 pub(super) const HALT_LIMIT: Duration = Duration::from_secs(if cfg!(test) { 5 } else { 10 });
-/// Interval between two checks whether a thread has ended.
-const END_CHECK_INTERVAL: Duration = Duration::from_micros(100);
 
 /// The thread of one vCPU.
 #[derive(Debug)]
@@ -56,11 +55,6 @@ impl VcpuHandle {
     pub(super) fn begin_pause(&self, deadline: Instant) -> PendingCall<PauseOutcome> {
         self.running.begin_even_late("pause", deadline, Vcpu::pause)
     }
-
-    /// Returns whether the vCPU's thread has ended.
-    pub(super) fn has_ended(&self) -> bool {
-        self.thread.is_finished()
-    }
 }
 
 /// All vCPUs, in order. Dropping it ends and joins their threads.
@@ -86,10 +80,7 @@ impl Drop for Vcpus {
         self.0.iter().for_each(|vcpu| vcpu.running.end());
         let deadline = Instant::now() + HALT_LIMIT;
         for vcpu in self.0.drain(..) {
-            while !vcpu.has_ended() && Instant::now() < deadline {
-                std::thread::sleep(END_CHECK_INTERVAL);
-            }
-            match vcpu.has_ended().then(|| vcpu.thread.join()) {
+            match join_until(vcpu.thread, deadline) {
                 Some(Ok(())) => {}
                 Some(Err(_)) => tracing::error!("a vCPU thread has panicked"),
                 None => tracing::error!("a vCPU thread does not end and is not joined"),

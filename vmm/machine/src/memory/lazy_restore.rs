@@ -20,6 +20,7 @@ use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
 use crate::histogram::{Distribution, Histogram};
 use crate::log;
+use crate::thread_end::join_until;
 
 use super::error::MemoryError;
 use super::region::{all, is_pooled};
@@ -47,8 +48,6 @@ const FAULT_US: &[u64] = &[
 /// Limit on waiting for the thread when the restore is dropped: a read from storage that hangs may
 /// never end.
 const END_LIMIT: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 10 });
-/// Interval between two checks whether the thread has ended.
-const END_CHECK_INTERVAL: Duration = Duration::from_micros(100);
 /// Maximum number of faults that are recorded.
 const MAX_RECORDED_FAULTS: usize = 1 << 16;
 
@@ -247,11 +246,7 @@ impl Drop for LazyRestore {
     fn drop(&mut self) {
         self.shared.over.store(true, Ordering::Release);
         let Some(thread) = self.thread.take() else { return };
-        let deadline = Instant::now() + END_LIMIT;
-        while !thread.is_finished() && Instant::now() < deadline {
-            std::thread::sleep(END_CHECK_INTERVAL);
-        }
-        match thread.is_finished().then(|| thread.join()) {
+        match join_until(thread, Instant::now() + END_LIMIT) {
             Some(Ok(())) => {}
             Some(Err(_)) => tracing::error!("the thread that fetches pages has panicked"),
             // It keeps the memory mapped until the read ends.
