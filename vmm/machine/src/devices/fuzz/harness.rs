@@ -5,7 +5,7 @@ use virtio_bindings::virtio_config::*;
 use virtio_bindings::virtio_mmio::*;
 use virtio_bindings::virtio_ring::*;
 
-use super::devices::FuzzedDevice;
+use super::device::FuzzedDevice;
 use super::input::FuzzInput;
 use super::memory::FuzzMemory;
 use crate::devices::virtio::threadless::ThreadlessDevice;

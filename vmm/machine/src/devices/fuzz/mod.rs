@@ -16,15 +16,25 @@
 //! - A saved state can be restored, and saving it again gives the same bytes.
 #![allow(clippy::unwrap_used, reason = "what fails here is what is looked for")]
 
-mod devices;
+mod balloon;
+mod device;
+mod disk;
 mod harness;
 mod input;
+mod interface;
 mod memory;
+mod rng;
+mod vsock;
 
 use crate::memory::Backing;
-use devices::{FuzzedBalloon, FuzzedDevice, FuzzedDisk, FuzzedInterface, FuzzedRng, FuzzedVsock};
+use balloon::FuzzedBalloon;
+use device::FuzzedDevice;
+use disk::FuzzedDisk;
 use harness::FuzzHarness;
 use input::FuzzInput;
+use interface::FuzzedInterface;
+use rng::FuzzedRng;
+use vsock::FuzzedVsock;
 
 /// Function that runs one input of the fuzzer.
 pub type FuzzTarget = fn(&[u8]);
