@@ -3,6 +3,7 @@
 //! A module imports another if a `use` or a path in it names an item of the other module. A
 //! re-exported item counts where it is defined, through any number of re-exports, so a parent may
 //! re-export items of its children. A path that begins with an imported name continues there.
+//! A private glob counts as an import of the module that it names, whatever it brings into scope.
 //! Code for tests may import anything: `#[cfg(test)]`, and modules of the features `testing` and
 //! `fuzzing`.
 
@@ -155,18 +156,16 @@ impl Crate {
 
 impl ModuleContents {
     fn read_use(&mut self, tree: &UseTree, path: &mut Vec<String>, public: bool) {
-        let mut add = |name: String, path: Vec<String>| match (public, name.as_str()) {
+        let mut add = |name: String, path: Vec<String>| {
             // A re-export from elsewhere is an import. A re-export of a child's item is not.
-            (true, _) if matches!(path[0].as_str(), "crate" | "super") => {
+            if !public || matches!(path[0].as_str(), "crate" | "super") {
                 self.named.push(path.clone());
-                self.exports.insert(name, path);
             }
-            (true, "*") => self.globs.push(path),
-            (true, _) => drop(self.exports.insert(name, path)),
-            (false, "*") => self.named.push(path),
-            (false, _) => {
-                self.named.push(path.clone());
-                self.imported.insert(name, path);
+            match (public, name.as_str()) {
+                (true, "*") => self.globs.push(path),
+                (true, _) => drop(self.exports.insert(name, path)),
+                (false, "*") => {}
+                (false, _) => drop(self.imported.insert(name, path)),
             }
         };
         match tree {
@@ -372,6 +371,7 @@ fn a_circle_is_found_through_any_re_export() {
         ("", "use super::facade::{self as f}; fn f(a: f::A) {}"),
         ("pub use facade::A;", "fn f(a: crate::A) {}"),
         ("pub use facade::*;", "fn f(a: crate::A) {}"),
+        ("pub use crate::facade::*;", "fn f(a: crate::A) {}"),
         ("pub use facade as f;", "fn f(a: crate::f::A) {}"),
         ("use facade::A;", "fn f(a: super::A) {}"),
     ] {
