@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 /// Significant decimal digits of a percentile: it is at most 1/128 too high. Two digits cost 37 KiB
 /// for each distribution, three would cost 272 KiB.
 const DIGITS: u8 = 2;
-/// Longest duration that is told apart from longer ones, in microseconds: 52 days.
+/// Duration up to which percentiles are known, in microseconds: 50 days.
 const MAX_US: u64 = 1 << 42;
 
 /// Distribution of durations.
