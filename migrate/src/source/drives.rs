@@ -175,26 +175,26 @@ impl CopiedDrive {
 
 impl Drives {
     /// Subscribes to writes of these disks. The first pass sends all their data, without holes.
-    /// Costs 512 KiB, a thread and one tree a disk. Fails at `limit`; one call that reads a disk
-    /// may take `call_limit`.
+    /// Costs 512 KiB, a thread, and one tree for each disk. Fails at `limit`; one call that reads a
+    /// disk may take `call_limit`.
     pub(super) fn follow(
         drives: Vec<Box<dyn GuestDrive>>,
         call_limit: Duration,
         stop: &Arc<StopFlag>,
         limit: Limit,
     ) -> Result<Self, Cause> {
-        let mut storage = match drives.is_empty() {
+        let storage = match drives.is_empty() {
             true => None,
             false => Some(StorageThread::start(call_limit, stop.clone())?),
         };
-        let mut followed = Vec::with_capacity(drives.len());
-        if let Some(storage) = &mut storage {
+        let (batch, passed, totals) = Default::default();
+        let mut followed = Self { drives: Vec::new(), storage, batch, passed, totals };
+        if let Some(storage) = &mut followed.storage {
             for drive in drives {
-                followed.push(CopiedDrive::follow(drive, storage, limit)?);
+                followed.drives.push(CopiedDrive::follow(drive, storage, limit)?);
             }
         }
-        let (batch, passed, totals) = Default::default();
-        Ok(Self { drives: followed, storage, batch, passed, totals })
+        Ok(followed)
     }
 
     /// Number of blocks in the next pass.
@@ -263,6 +263,14 @@ impl Drives {
         *totals += *passed;
         wire.send(&WireMessage::Drive(DriveMessage::BlocksEnd { pass, counts: *passed }))?;
         Ok(())
+    }
+}
+
+impl Drop for Drives {
+    fn drop(&mut self) {
+        if let Some(storage) = &self.storage {
+            storage.close(self.drives.drain(..).map(|drive| drive.file).collect());
+        }
     }
 }
 

@@ -3,8 +3,9 @@
 //! A system call on storage that does not answer cannot be interrupted. The thread that migrates,
 //! which has paused the guest in the last pass, therefore makes none of these calls. It waits for
 //! this thread in slices, until the limit of the phase, the limit of a call, or a stop request.
-//! The thread is then abandoned with its open file, and ends once the storage answers.
+//! The thread is then abandoned with its open files, and ends once the storage answers.
 
+use std::fs::File;
 use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
@@ -20,8 +21,8 @@ use crate::transport::stop::StopFlag;
 
 type StorageCall = Box<dyn FnOnce() + Send>;
 
-/// The thread, as the thread that migrates sees it. Dropping it ends the thread, and waits for its
-/// end unless a call has not returned.
+/// Handle of the thread. Dropping it ends the thread, and waits for its end unless a call was
+/// abandoned.
 pub(super) struct StorageThread {
     /// `None` once this is being dropped.
     calls: Option<Sender<StorageCall>>,
@@ -37,6 +38,7 @@ pub(super) struct StorageThread {
 pub(super) struct DriveCall<'a> {
     /// The disk's name.
     pub(super) id: &'a str,
+    /// The operation.
     pub(super) what: &'static str,
 }
 
@@ -84,7 +86,8 @@ impl StorageThread {
         let (reply, result) = mpsc::sync_channel(1);
         let begun = Instant::now();
         if let Some(calls) = &self.calls {
-            // If the thread has ended, so has `reply`. If nobody waits, the result is dropped.
+            // If the thread has ended, `reply` is dropped here. If the caller has given up, the
+            // result is dropped.
             let _ = calls.send(Box::new(move || drop(reply.try_send(work()))));
         }
         loop {
@@ -103,7 +106,15 @@ impl StorageThread {
         }
     }
 
-    /// Fails if no wait for `call` may be longer than `waited`.
+    /// Closes `files` on the thread: on hung storage that may hang, too.
+    pub(super) fn close(&self, files: Vec<Arc<File>>) {
+        if let Some(calls) = &self.calls {
+            // If the thread has ended, this closes them here.
+            let _ = calls.send(Box::new(move || drop(files)));
+        }
+    }
+
+    /// Fails if the wait for `call`, `waited` so far, has to end.
     fn check(&self, call: DriveCall<'_>, waited: Duration, limit: Limit) -> Result<(), Cause> {
         if self.stop.is_cancelled() {
             return Err(Cause::Cancelled);
