@@ -154,7 +154,9 @@ fn guest_continues_where_the_last_pass_hangs() {
     let copy = format!("path={},id=disk0,copy", tmp.text("copy"));
     let (_receiver, to) = receiver(&tmp, "destination", &["--disk", &copy]);
     storage.answer_only_reads(0);
-    let send = ["send-migration", &to, "--copy-disks"];
+    // The pause follows the first pass, even on a host so slow that a second one would shorten it.
+    let limit = ["--timeout-s", "0", "--timeout-strategy", "switchover"];
+    let send = [&["send-migration", &to, "--copy-disks"][..], &limit].concat();
     let stderr = in_time("a migration", || vmm.refuse(4, &send));
     let why = "failed (in switch-over): copying disk \"disk0\" failed: reading it: its storage has";
     assert!(stderr.contains(why), "{stderr}");
