@@ -19,6 +19,10 @@ use crate::error::Cause;
 use crate::transport::link::SLICE;
 use crate::transport::stop::StopFlag;
 
+/// Wait from which on the storage counts as hung. A shorter one may only be slow: if the phase's
+/// limit comes then, the limit is the failure.
+const HUNG: Duration = Duration::from_secs(1);
+
 type StorageCall = Box<dyn FnOnce() + Send>;
 
 /// Handle of the thread. Dropping it ends the thread, and waits for its end unless a call was
@@ -123,8 +127,12 @@ impl StorageThread {
             let why = format!("its storage has not answered for {:?}", self.call_limit);
             return Err(call.unanswered(why));
         }
-        limit.check().map_err(|reached| {
-            call.unanswered(format!("its storage has not answered for {waited:.1?}, and {reached}"))
+        limit.check().map_err(|reached| match waited < HUNG {
+            true => reached,
+            false => {
+                let why = format!("its storage has not answered for {waited:.1?}, and {reached}");
+                call.unanswered(why)
+            }
         })
     }
 }
@@ -167,13 +175,22 @@ mod tests {
         let expected =
             "copying disk \"d\" failed: reading it: its storage has not answered for 1ms";
         assert_eq!(why, expected);
-        let (_answer, why) = hanging(LONG, Limit::of_pause(Instant::now(), short), Arc::default());
+        let limit = Limit::of_pause(Instant::now(), HUNG + HUNG / 2);
+        let (_answer, why) = hanging(LONG, limit, Arc::default());
         assert!(why.starts_with("copying disk \"d\" failed: reading it: its storage has"), "{why}");
-        assert!(why.contains("the pause reached its limit of 0.0 s"), "{why}");
+        assert!(why.contains("the pause reached its limit of 1.5 s"), "{why}");
         let stop = Arc::new(StopFlag::default());
         stop.cancel().unwrap();
         let (_answer, why) = hanging(LONG, Limit::of_pause(Instant::now(), LONG), stop);
         assert_eq!(why, "cancelled");
+    }
+
+    #[test]
+    fn slow_read_fails_by_the_limit() {
+        let thread = StorageThread::start(LONG, Arc::default()).unwrap();
+        let limit = Limit::of_pause(Instant::now(), Duration::ZERO);
+        let cause = thread.check(CALL, HUNG / 2, limit);
+        assert!(matches!(cause, Err(Cause::PauseTooLong { .. })), "{cause:?}");
     }
 
     #[test]

@@ -147,8 +147,15 @@ fn guest_continues_where_the_last_pass_hangs() {
     script.write_zeros_forever(DISK, 1000);
     std::fs::write(tmp.path("kernel"), script.kernel()).unwrap();
     let (kernel, memory) = (tmp.text("kernel"), MEM_BYTES.to_string());
-    let guest = ["--mem", &memory, "--kernel", &kernel, "--disk", &disk(&storage)];
-    let vmm = Vmm::run(&tmp, "source", &guest);
+    // Content that takes the first pass a second, in which the guest writes even on a slow host.
+    let content: Vec<u8> = (0..1 << 18).flat_map(u32::to_le_bytes).collect();
+    std::fs::write(tmp.path("initrd"), content).unwrap();
+    let (initrd, disk_of_guest) = (tmp.text("initrd"), disk(&storage));
+    let guest = [
+        &["--mem", &memory, "--kernel", &kernel][..],
+        &["--initrd", &initrd, "--disk", &disk_of_guest],
+    ];
+    let vmm = Vmm::run(&tmp, "source", &guest.concat());
     let world = StuckGuest { storage, vmm };
     let StuckGuest { storage, vmm } = &world;
     let copy = format!("path={},id=disk0,copy", tmp.text("copy"));
@@ -156,7 +163,8 @@ fn guest_continues_where_the_last_pass_hangs() {
     storage.answer_only_reads(0);
     // The pause follows the first pass, even on a host so slow that a second one would shorten it.
     let limit = ["--timeout-s", "0", "--timeout-strategy", "switchover"];
-    let send = [&["send-migration", &to, "--copy-disks"][..], &limit].concat();
+    let send = ["send-migration", &to, "--copy-disks", "--max-bandwidth", "1M"];
+    let send = [&send[..], &limit].concat();
     let stderr = in_time("a migration", || vmm.refuse(4, &send));
     let why = "failed (in switch-over): copying disk \"disk0\" failed: reading it: its storage has";
     assert!(stderr.contains(why), "{stderr}");
