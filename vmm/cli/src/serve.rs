@@ -18,8 +18,8 @@ use super::failure::Failure;
 use super::notify;
 use super::setup::enter_sandbox;
 
-/// Longest metadata, in bytes. Firecracker's default.
-const METADATA_LIMIT: usize = 51_200;
+/// The largest body of a request and the longest metadata, in bytes. Firecracker's defaults.
+const PAYLOAD_LIMIT: usize = 51_200;
 
 /// `driftline serve`.
 pub(super) fn serve(args: ServeArgs) -> Result<ExitCode, Failure> {
@@ -34,13 +34,13 @@ pub(super) fn serve(args: ServeArgs) -> Result<ExitCode, Failure> {
         allowed: Vec::new(),
     })?;
     driftline_machine::log_thread::start()?;
-    let (app, events) = App::configuring();
+    let (app, events) = App::configuring(PAYLOAD_LIMIT);
     let listeners = Listeners { api: Some(socket), ..Listeners::default() };
     // Dropping the server sends the last answers.
     let _server = Server::start(listeners, app)?;
     tracing::info!("API socket {}", args.api_sock.display());
     notify::ready("the guest has not been started");
-    configure(MicroVm::new(args.id, "Driftline", METADATA_LIMIT), events)
+    configure(MicroVm::new(args.id, "Driftline", PAYLOAD_LIMIT), events)
 }
 
 /// Performs what the requests ask for until the process is to end. Callers that still wait are

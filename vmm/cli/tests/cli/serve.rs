@@ -2,13 +2,14 @@
 //! refuses by name what is not built yet.
 
 use std::io::{Read, Write};
+use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::process::{Child, Stdio};
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
-use crate::common::{TestDir, driftline, fail, raw, request, succeed, text, wait_for};
+use crate::common::{TestDir, driftline, fail, succeed, text, wait_for};
 
 const NOT_SUPPORTED: &str = "The requested operation is not supported: ";
 
@@ -29,10 +30,23 @@ impl ServeProcess {
 
     /// Sends a request. Returns the status, the lines of the head, and the body.
     fn answer(&self, method: &str, path: &str, body: &str) -> (u16, String, String) {
-        let answer = request(&self.socket, method, path, body);
+        let length = body.len();
+        let answer = self.exchange(&format!(
+            "{method} {path} HTTP/1.1\r\nContent-Length: {length}\r\n\r\n{body}"
+        ));
         let (head, body) = answer.split_once("\r\n\r\n").unwrap_or_else(|| panic!("{answer}"));
         let status = head.split(' ').nth(1).unwrap().parse().unwrap();
         (status, head.to_ascii_lowercase(), body.to_owned())
+    }
+
+    /// Sends `bytes` and nothing after them. Returns what is answered.
+    fn exchange(&self, bytes: &str) -> String {
+        let mut stream = UnixStream::connect(&self.socket).unwrap();
+        stream.write_all(bytes.as_bytes()).unwrap();
+        stream.shutdown(Shutdown::Write).unwrap();
+        let mut answer = Vec::new();
+        stream.read_to_end(&mut answer).unwrap();
+        text(&answer)
     }
 
     fn get(&self, path: &str) -> Value {
@@ -249,9 +263,35 @@ fn client_that_leaves_does_not_stop_others() {
         let head = format!("PATCH /machine-config HTTP/1.1\r\nContent-Length: {}\r\n", body.len());
         stream.write_all(format!("{head}Host: x\r\n\r\n{body}").as_bytes()).unwrap();
     }
-    let garbage = raw(&vmm.socket, "no request at all\r\n\r\n");
-    assert!(garbage.contains(" 400 "), "{garbage}");
+    let garbage = vmm.exchange("no request at all\r\n\r\n");
+    assert!(garbage.contains(" 400 ") && garbage.contains("{ \"error\": "), "{garbage}");
     assert_eq!(vmm.get("/")["state"], "Not started");
+}
+
+#[test]
+fn silent_clients_keep_no_other_out() {
+    let tmp = TestDir::new();
+    let vmm = ServeProcess::start(&tmp, &[]);
+    let files = || std::fs::read_dir(format!("/proc/{}/fd", vmm.child.id())).unwrap().count();
+    let before = files();
+    // More answers than fit into a socket's buffers.
+    let many = "GET /vm/config HTTP/1.1\r\n\r\n".repeat(2000);
+    let says = ["", "GET /inf", "PUT /entropy HTTP/1.1\r\nContent-Length: 9\r\n\r\n{", &many];
+    let held_open: Vec<UnixStream> = (0..400)
+        .map(|n| {
+            let mut stream = UnixStream::connect(&vmm.socket).unwrap();
+            // The connection may have been displaced already.
+            let _ = stream.write_all(says[n % says.len()].as_bytes());
+            stream
+        })
+        .collect();
+    assert_eq!(vmm.get("/")["state"], "Not started");
+    // Refused while the server answers as many requests of others as it may at once.
+    wait_for("a turn", || (vmm.answer("PUT", "/entropy", "{}").0 == 204).then_some(()));
+    // The idle connections that stay open, and some that are ending.
+    wait_for("room", || (files() <= before + 64 + 16).then_some(()));
+    drop(held_open);
+    wait_for("files as before", || (files() <= before).then_some(()));
 }
 
 #[test]

@@ -74,8 +74,13 @@ enum GuestSource {
     Here,
     /// It arrives, or has arrived, from another host. Returns its progress.
     OtherHost(Box<dyn Fn() -> Arriving + Send + Sync>),
-    /// It is configured over the API, by the thread that receives these events.
-    Api(mpsc::Sender<ApiEvent>),
+    /// It is configured over the API.
+    Api {
+        /// Receives what the API asks of the thread that configures the guest.
+        events: mpsc::Sender<ApiEvent>,
+        /// The largest body of a request, in bytes.
+        payload_limit: usize,
+    },
 }
 
 /// Why there is no guest in a process that is configured over the API.
@@ -115,9 +120,9 @@ impl App {
         Self::build(GuestSource::OtherHost(Box::new(arriving)), Box::new(give_up))
     }
 
-    /// Creates an app for a guest that is configured over the API. The caller takes the events and
-    /// answers the requests among them.
-    pub fn configuring() -> (Arc<Self>, mpsc::Receiver<ApiEvent>) {
+    /// Creates an app for a guest that is configured over the API, by requests with bodies of at
+    /// most `payload_limit` bytes. The caller takes the events and answers the requests among them.
+    pub fn configuring(payload_limit: usize) -> (Arc<Self>, mpsc::Receiver<ApiEvent>) {
         let (events, received) = mpsc::channel();
         let stops = events.clone();
         // If nothing receives events any more, the process is ending already.
@@ -125,7 +130,8 @@ impl App {
             let _ = stops.send(ApiEvent::Stop(why.to_owned()));
             true
         };
-        (Self::build(GuestSource::Api(events), Box::new(give_up)), received)
+        let source = GuestSource::Api { events, payload_limit };
+        (Self::build(source, Box::new(give_up)), received)
     }
 
     fn build(source: GuestSource, give_up: GiveUp) -> Arc<Self> {
@@ -166,7 +172,7 @@ impl App {
             AppError::NoGuest(match &self.source {
                 GuestSource::Here => String::new(),
                 GuestSource::OtherHost(arriving) => arriving().reason,
-                GuestSource::Api(_) => NOT_STARTED.to_owned(),
+                GuestSource::Api { .. } => NOT_STARTED.to_owned(),
             })
         })
     }
@@ -182,16 +188,20 @@ impl App {
         self.received().filter(|_| self.jobs.get().is_none())
     }
 
-    /// Returns whether the guest is configured over the API.
-    pub(super) fn is_configured_here(&self) -> bool {
-        matches!(self.source, GuestSource::Api(_))
+    /// Returns the largest body of a request that configures the guest, in bytes, or `None` if the
+    /// guest is not configured over the API.
+    pub(super) fn payload_limit(&self) -> Option<usize> {
+        match &self.source {
+            GuestSource::Here | GuestSource::OtherHost(_) => None,
+            GuestSource::Api { payload_limit, .. } => Some(*payload_limit),
+        }
     }
 
     /// Sends an event to the thread that configures the guest. Returns whether there is one.
     pub(super) fn configure(&self, event: ApiEvent) -> bool {
         match &self.source {
             GuestSource::Here | GuestSource::OtherHost(_) => false,
-            GuestSource::Api(events) => events.send(event).is_ok(),
+            GuestSource::Api { events, .. } => events.send(event).is_ok(),
         }
     }
 
@@ -204,7 +214,7 @@ impl App {
     pub(super) fn received(&self) -> Option<Progress> {
         match &self.source {
             GuestSource::OtherHost(arriving) => Some(arriving().progress),
-            GuestSource::Here | GuestSource::Api(_) => None,
+            GuestSource::Here | GuestSource::Api { .. } => None,
         }
     }
 

@@ -41,9 +41,9 @@ const MAX_BUSY: usize = 64;
 /// Maximum number of concurrent requests of each other class.
 const MAX_RESERVED: usize = 16;
 /// Interval at which a waiting request checks whether its client has disconnected.
-const DISCONNECT_POLL: Duration = Duration::from_secs(1);
+const DISCONNECT_POLL: Duration = Duration::from_millis(250);
 /// Limit for receiving a request's body.
-const BODY_LIMIT: Duration = Duration::from_secs(10);
+pub(super) const BODY_LIMIT: Duration = Duration::from_secs(10);
 /// Delay after a connection could not be accepted, most likely because the process has no free file
 /// descriptor.
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
@@ -239,7 +239,7 @@ impl Connected<IncomingStream<'_, BoundedListener>> for ConnectionHandle {
 
 /// A request that is being answered.
 #[derive(Debug)]
-struct BusyGuard {
+pub(super) struct BusyGuard {
     connection: ConnectionHandle,
     class: RequestClass,
 }
@@ -269,8 +269,29 @@ impl ConnectionHandle {
         Ok(BusyGuard { connection: self.clone(), class })
     }
 
-    /// Waits until the client has disconnected. The server itself does not notice that if the
-    /// client has sent a byte more than its request.
+    /// Marks the connection as busy with a request of `class`, or returns the refusal.
+    fn begin_or_refuse(&self, class: RequestClass) -> Result<BusyGuard, Fault> {
+        self.begin(class).map_err(|refusal| {
+            let why = match refusal {
+                Refusal::Full => format!("{} requests like it are being answered", class.limit()),
+                Refusal::Displaced => "this connection was displaced by a newer one".to_owned(),
+            };
+            Fault::of(StatusCode::SERVICE_UNAVAILABLE, format!("{why}: try again"))
+        })
+    }
+
+    /// Marks the connection as busy with a request for Firecracker's part of the API.
+    pub(super) fn begin_firecracker(
+        &self,
+        method: &Method,
+        path: &str,
+    ) -> Result<BusyGuard, Fault> {
+        let is_status = *method == Method::GET && path == "/";
+        self.begin_or_refuse(if is_status { RequestClass::Status } else { RequestClass::Other })
+    }
+
+    /// Waits until the client has disconnected. Nothing reads from the connection meanwhile, and
+    /// bytes behind the request would hide its end.
     async fn disconnected(&self) {
         let closed_by_client = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
         while let Some(stream) = self.stream.upgrade() {
@@ -315,16 +336,9 @@ pub(super) async fn admit(
         }
     };
     let class = RequestClass::of(&head.method, &head.uri);
-    let busy = match connection.begin(class) {
+    let busy = match connection.begin_or_refuse(class) {
         Ok(busy) => busy,
-        Err(refusal) => {
-            let why = match refusal {
-                Refusal::Full => format!("{} requests like it are being answered", class.limit()),
-                Refusal::Displaced => "this connection was displaced by a newer one".to_owned(),
-            };
-            let why = format!("{why}: try again");
-            return Fault::of(StatusCode::SERVICE_UNAVAILABLE, why).into_response();
-        }
+        Err(fault) => return fault.into_response(),
     };
     let answer = next.run(Request::from_parts(head, Body::from(body)));
     let answer = async move {

@@ -14,7 +14,7 @@ use crate::model::{FaultMessage, LimitError};
 
 /// The largest request body, in bytes: Firecracker's default, because a client's metadata may need
 /// it. Driftline's client sends a few hundred.
-const MAX_BODY_BYTES: usize = 51_200;
+pub(super) const MAX_BODY_BYTES: usize = 51_200;
 
 /// A refusal: status 400 with a sentence, as from Firecracker, or another status where HTTP has a
 /// better one.

@@ -6,7 +6,7 @@
 //! `/migration` and `/checkpoint`, with the paths below them, are Driftline's own. The server
 //! answers a request with 200 and JSON, with 204, or with a refusal that has a `fault_message`. A
 //! process that is configured over the API (`driftline serve`) answers Firecracker's paths as
-//! Firecracker does.
+//! Firecracker does, in Firecracker's form of HTTP.
 
 mod app;
 mod balloon;
@@ -18,6 +18,7 @@ mod dirty_watch;
 mod event;
 mod fault;
 mod handler;
+mod http;
 mod metrics;
 pub mod plan;
 mod routes;

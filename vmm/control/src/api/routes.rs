@@ -16,7 +16,6 @@ use serde_json::{Value, json};
 
 use super::app::App;
 use super::balloon;
-use super::configuring;
 use super::devices;
 use super::dirty_watch;
 use super::fault::{Fault, JsonBody};
@@ -30,15 +29,14 @@ use crate::model::{
     VmConfig, VmRequest, VmTarget,
 };
 
-/// Returns the routes of a process: Driftline's own, and Firecracker's paths as the process answers
-/// them.
+/// Returns the routes of a process: Driftline's own and, unless the guest is configured over the
+/// API, those whose paths Firecracker has, too.
 pub(super) fn all(app: Arc<App>) -> Router {
-    let routes = if app.is_configured_here() {
-        own().fallback(configuring::answer).method_not_allowed_fallback(configuring::answer)
-    } else {
-        own().merge(shared()).fallback(unknown).method_not_allowed_fallback(unknown)
+    let routes = match app.payload_limit() {
+        None => own().merge(shared()),
+        Some(_) => own(),
     };
-    routes.with_state(app)
+    routes.fallback(unknown).method_not_allowed_fallback(unknown).with_state(app)
 }
 
 /// Returns the routes that Firecracker does not have.

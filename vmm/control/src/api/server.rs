@@ -19,6 +19,7 @@ use tokio::sync::{oneshot, watch};
 
 use super::app::App;
 use super::connections::{self, BoundedListener, ConnectionHandle};
+use super::http;
 use super::metrics;
 use super::routes;
 use super::transport::ServerSocket;
@@ -158,11 +159,15 @@ async fn control(
         closing.close();
         drop(over);
     };
-    let routes = routes::all(app.clone());
-    let api = api.map(|api| serve(routes, BoundedListener::new(api, None), is_over.clone()));
+    let routes = routes::all(app.clone()).layer(middleware::from_fn(connections::admit));
+    let service = http::ApiService::new(routes, app.clone());
+    let serve_api = |api, is_over| {
+        http::serve(BoundedListener::new(api, None), service, is_over, SHUTDOWN_LIMIT)
+    };
+    let api = api.map(|api| serve_api(api, is_over.clone()));
     let routes = metrics::route().with_state(app);
-    let metrics =
-        metrics.map(|on| serve(routes, BoundedListener::new(on, Some(SILENCE_LIMIT)), is_over));
+    let metrics = metrics
+        .map(|on| serve_metrics(routes, BoundedListener::new(on, Some(SILENCE_LIMIT)), is_over));
     tokio::join!(end, if_any(api), if_any(metrics));
     socket
 }
@@ -173,8 +178,13 @@ async fn if_any(work: Option<impl Future<Output = ()>>) {
     }
 }
 
-/// Answers `connections` until the sender of `is_over` is dropped, and then requests under way.
-async fn serve(routes: Router, connections: BoundedListener, mut is_over: watch::Receiver<()>) {
+/// Answers the metrics' connections until the sender of `is_over` is dropped, and then requests
+/// under way.
+async fn serve_metrics(
+    routes: Router,
+    connections: BoundedListener,
+    mut is_over: watch::Receiver<()>,
+) {
     let (shutdown, shutdown_begun) = oneshot::channel::<()>();
     let service = routes.layer(middleware::from_fn(connections::admit));
     let service = service.into_make_service_with_connect_info::<ConnectionHandle>();
@@ -185,7 +195,7 @@ async fn serve(routes: Router, connections: BoundedListener, mut is_over: watch:
     tokio::select! {
         served = serving.into_future() => {
             if let Err(e) = served {
-                tracing::error!("the API has stopped: {e}");
+                tracing::error!("the address of metrics has stopped: {e}");
             }
         }
         () = async {

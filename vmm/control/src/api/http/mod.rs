@@ -1,0 +1,23 @@
+//! HTTP/1 as the API's unix socket speaks it.
+//!
+//! A codec of its own serves that socket because a client of Firecracker needs what a general HTTP
+//! server does not do: a connection of HTTP/1.0 stays open, each reply is one write in
+//! Firecracker's form, and errors in a request have Firecracker's texts. The grammar is also not
+//! that of a general parser: lines end in CRLF and have at most 1024 bytes, and a request line is
+//! refused before its headers arrive.
+//!
+//! | module | does |
+//! | --- | --- |
+//! | `dialect` | the two dialects, their limits, and the reasons for refusing a request |
+//! | `decode` | bytes to requests, without I/O |
+//! | `reply` | replies to bytes, without I/O |
+//! | `session` | reads, answers and writes on each connection, with a limit on each wait for a client |
+
+mod decode;
+mod dialect;
+mod reply;
+mod session;
+#[cfg(test)]
+mod tests;
+
+pub(super) use session::{ApiService, serve};
