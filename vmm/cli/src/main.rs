@@ -13,6 +13,7 @@ mod demo;
 mod doctor;
 mod end;
 mod failure;
+mod firecracker;
 mod hand_overs;
 mod interrupts;
 mod log;
@@ -34,6 +35,7 @@ mod top;
 mod values;
 mod version;
 
+use std::env;
 use std::process::ExitCode;
 use std::time::Instant;
 
@@ -46,6 +48,11 @@ fn main() -> ExitCode {
     let started = Instant::now();
     driftline_machine::limits::raise_open_files();
     driftline_machine::schedule::short_slices();
+    if let Some(line) = firecracker::invoked(env::args_os()) {
+        let code = firecracker::main(line);
+        driftline_machine::log::flush();
+        return code;
+    }
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(e) => return report::refuse_usage(&args::with_hint(e)),

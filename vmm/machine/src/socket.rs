@@ -53,11 +53,12 @@ const RETRY: Duration = Duration::from_millis(1);
 /// Maximum length of a chain of claims: one for each starter killed while it replaced this socket.
 const CLAIMS: u32 = 4;
 
-/// A listening socket. Dropping it removes its file.
+/// A listening socket. Dropping it removes its file, unless the file stays.
 #[derive(Debug)]
 pub struct ListeningSocket {
     listener: UnixListener,
-    file: SocketFile,
+    /// The file to remove, or `None` if it stays.
+    file: Option<SocketFile>,
 }
 
 /// The reason for which a socket cannot listen.
@@ -81,6 +82,12 @@ pub enum SocketError {
     /// A file that is not a socket has that name.
     #[error("cannot listen on {}: it exists and is not a socket", .0.display())]
     NotASocket(PathBuf),
+    /// A file has that name, and the caller replaces none.
+    #[error(
+        "cannot listen on {}: a file has that name; remove it, or name another path",
+        .0.display()
+    )]
+    Exists(PathBuf),
     /// The system refused an operation.
     #[error("cannot listen on {}: {cause}{}", path.display(), permission_hint(path, cause))]
     System {
@@ -100,16 +107,28 @@ impl ListeningSocket {
     /// See [`SocketError`].
     pub fn bind(path: &Path) -> Result<Self, SocketError> {
         let system = |cause| SocketError::System { path: path.to_owned(), cause };
-        // A process can listen at a longer name, but no client can connect to it.
-        SocketAddrUnix::new(path).map_err(|e| system(e.into()))?;
-        let name = path.file_name().ok_or_else(|| SocketError::NotASocket(path.to_owned()))?;
-        let dir = Dir::of(path).map_err(|e| system(e.into()))?;
+        let (dir, name) = place(path)?;
         // Absolute, because any thread that ends the process removes the file.
         let absolute = std::path::absolute(dir.path.join(name)).map_err(system)?;
         let NamedSocket { fd, identity } = dir.take(name, 0)?;
         let file = SocketFile { path: absolute, identity };
-        let socket = Self { listener: fd.into(), file };
-        exit::add(socket.file.clone());
+        let socket = Self { listener: fd.into(), file: Some(file.clone()) };
+        exit::add(file);
+        socket.listener.set_nonblocking(true).map_err(system)?;
+        Ok(socket)
+    }
+
+    /// Listens on `path`, for this user only, if no file has that name. The file stays when the
+    /// socket is dropped or the process ends: clients of Firecracker remove it.
+    ///
+    /// # Errors
+    ///
+    /// See [`SocketError`].
+    pub fn bind_new(path: &Path) -> Result<Self, SocketError> {
+        let system = |cause| SocketError::System { path: path.to_owned(), cause };
+        let (dir, name) = place(path)?;
+        let NamedSocket { fd, .. } = dir.take_if_free(name)?;
+        let socket = Self { listener: fd.into(), file: None };
         socket.listener.set_nonblocking(true).map_err(system)?;
         Ok(socket)
     }
@@ -126,11 +145,21 @@ impl ListeningSocket {
 
 impl Drop for ListeningSocket {
     fn drop(&mut self) {
-        exit::forget(&self.file);
-        if let Err(e) = self.file.remove() {
-            tracing::warn!("cannot remove {}: {e}", self.file.path.display());
+        let Some(file) = &self.file else { return };
+        exit::forget(file);
+        if let Err(e) = file.remove() {
+            tracing::warn!("cannot remove {}: {e}", file.path.display());
         }
     }
+}
+
+/// Returns the directory of a socket and the socket's name in it.
+fn place(path: &Path) -> Result<(Dir, &OsStr), SocketError> {
+    let system = |cause: Errno| SocketError::System { path: path.to_owned(), cause: cause.into() };
+    // A process can listen at a longer name, but no client can connect to it.
+    SocketAddrUnix::new(path).map_err(system)?;
+    let name = path.file_name().ok_or_else(|| SocketError::NotASocket(path.to_owned()))?;
+    Ok((Dir::of(path).map_err(system)?, name))
 }
 
 /// A socket that listens under its final name.
@@ -157,10 +186,29 @@ impl Dir {
 
     /// Listens under `name`. `claims` is the number of claims that lead to this call.
     fn take(&self, name: &OsStr, claims: u32) -> Result<NamedSocket, SocketError> {
+        self.take_by(name, |private| self.rename(private, name, claims))
+    }
+
+    /// Listens under `name` if no file has that name.
+    fn take_if_free(&self, name: &OsStr) -> Result<NamedSocket, SocketError> {
+        self.take_by(name, |private| {
+            self.rename_if_free(private, name).map_err(|e| match e {
+                Errno::EXIST => SocketError::Exists(self.path.join(name)),
+                e => self.refused(name, e),
+            })
+        })
+    }
+
+    /// Listens under a private name, which `rename` changes to `name`.
+    fn take_by(
+        &self,
+        name: &OsStr,
+        rename: impl FnOnce(&OsStr) -> Result<(), SocketError>,
+    ) -> Result<NamedSocket, SocketError> {
         let system = |cause: Errno| self.refused(name, cause);
         let private = self.private_name(name).map_err(system)?;
         let named = self.listen(&private).map_err(system).and_then(|named| {
-            self.rename(&private, name, claims)?;
+            rename(&private)?;
             Ok(named)
         });
         named.inspect_err(|_| {

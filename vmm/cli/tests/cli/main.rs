@@ -13,6 +13,7 @@ mod copied;
 mod damaged_store;
 mod disks;
 mod exit_codes;
+mod firecracker;
 mod hostile;
 mod identity;
 mod large_disk;

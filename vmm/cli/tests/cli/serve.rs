@@ -1,89 +1,16 @@
 //! `driftline serve`: a process without a guest answers Firecracker's API as Firecracker does, and
 //! refuses by name what is not built yet.
 
-use std::io::{Read, Write};
-use std::net::Shutdown;
+use std::io::Write;
 use std::os::unix::net::UnixStream;
-use std::process::{Child, Stdio};
 
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::common::{TestDir, driftline, fail, succeed, text, wait_for};
+use crate::common::serving::ServeProcess;
+use crate::common::{TestDir, fail, succeed, wait_for};
 
 const NOT_SUPPORTED: &str = "The requested operation is not supported: ";
-
-/// A process that serves `serve.sock` in the test's directory. Killed when dropped.
-struct ServeProcess {
-    socket: String,
-    child: Child,
-}
-
-impl ServeProcess {
-    fn start(tmp: &TestDir, args: &[&str]) -> Self {
-        let socket = tmp.text("serve.sock");
-        let mut command = driftline(&[&["serve", "--api-sock", &socket], args].concat());
-        let child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
-        wait_for("the socket", || UnixStream::connect(&socket).ok());
-        Self { socket, child }
-    }
-
-    /// Sends a request. Returns the status, the lines of the head, and the body.
-    fn answer(&self, method: &str, path: &str, body: &str) -> (u16, String, String) {
-        let length = body.len();
-        let answer = self.exchange(&format!(
-            "{method} {path} HTTP/1.1\r\nContent-Length: {length}\r\n\r\n{body}"
-        ));
-        let (head, body) = answer.split_once("\r\n\r\n").unwrap_or_else(|| panic!("{answer}"));
-        let status = head.split(' ').nth(1).unwrap().parse().unwrap();
-        (status, head.to_ascii_lowercase(), body.to_owned())
-    }
-
-    /// Sends `bytes` and nothing after them. Returns what is answered.
-    fn exchange(&self, bytes: &str) -> String {
-        let mut stream = UnixStream::connect(&self.socket).unwrap();
-        stream.write_all(bytes.as_bytes()).unwrap();
-        stream.shutdown(Shutdown::Write).unwrap();
-        let mut answer = Vec::new();
-        stream.read_to_end(&mut answer).unwrap();
-        text(&answer)
-    }
-
-    fn get(&self, path: &str) -> Value {
-        let (status, head, body) = self.answer("GET", path, "");
-        assert_eq!(status, 200, "GET {path}: {body}");
-        assert!(head.contains("content-type: application/json"), "{head}");
-        serde_json::from_str(&body).unwrap()
-    }
-
-    fn done(&self, method: &str, path: &str, body: &str) {
-        let (status, _, answer) = self.answer(method, path, body);
-        assert_eq!((status, answer.as_str()), (204, ""), "{method} {path} {body}");
-    }
-
-    fn refusal(&self, method: &str, path: &str, body: &str) -> String {
-        let (status, _, answer) = self.answer(method, path, body);
-        assert_eq!(status, 400, "{method} {path} {body}: {answer}");
-        let answer: Value = serde_json::from_str(&answer).unwrap();
-        assert_eq!(answer.as_object().unwrap().len(), 1, "{answer}");
-        answer["fault_message"].as_str().unwrap().to_owned()
-    }
-
-    /// Waits until the process ends. Returns its exit code and what it said.
-    fn wait(&mut self) -> (Option<i32>, String) {
-        let status = wait_for("the process to end", || self.child.try_wait().unwrap());
-        let mut stderr = Vec::new();
-        self.child.stderr.take().unwrap().read_to_end(&mut stderr).unwrap();
-        (status.code(), text(&stderr))
-    }
-}
-
-impl Drop for ServeProcess {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
 
 #[test]
 fn process_without_guest_shows_its_defaults() {
@@ -229,7 +156,7 @@ fn signal_ends_a_process_without_guest() {
     let tmp = TestDir::new();
     let mut vmm = ServeProcess::start(&tmp, &[]);
     vmm.get("/");
-    kill_process(Pid::from_raw(vmm.child.id() as i32).unwrap(), Signal::TERM).unwrap();
+    vmm.signal(Signal::TERM);
     let (code, stderr) = vmm.wait();
     assert_eq!(code, Some(1));
     assert!(stderr.contains("stopped by SIGTERM before a guest was started"), "{stderr}");
@@ -272,7 +199,7 @@ fn client_that_leaves_does_not_stop_others() {
 fn silent_clients_keep_no_other_out() {
     let tmp = TestDir::new();
     let vmm = ServeProcess::start(&tmp, &[]);
-    let files = || std::fs::read_dir(format!("/proc/{}/fd", vmm.child.id())).unwrap().count();
+    let files = || std::fs::read_dir(format!("/proc/{}/fd", vmm.pid())).unwrap().count();
     let before = files();
     // More answers than fit into a socket's buffers.
     let many = "GET /vm/config HTTP/1.1\r\n\r\n".repeat(2000);

@@ -17,4 +17,4 @@ pub(crate) use answer::Answer;
 pub use fault::ApiFault;
 pub(crate) use operation::Operation;
 pub(crate) use parse::{ParsedCall, parse};
-pub use state::{MicroVm, MicroVmAction, MicroVmEvent};
+pub use state::{IMITATED_VERSION, MicroVm, MicroVmAction, MicroVmEvent};

@@ -12,6 +12,8 @@
 
 use std::collections::VecDeque;
 
+use serde_json::Value;
+
 use super::answer::Answer;
 use super::config::{MicroVmConfig, check_boot_args};
 use super::fault::{ApiFault, BalloonFault, LoadFault, MetricsFault, StartFault};
@@ -137,6 +139,14 @@ impl<C> MicroVm<C> {
             under_way: None,
             waiting: VecDeque::new(),
         }
+    }
+
+    /// Sets the metadata before there are requests.
+    ///
+    /// # Errors
+    /// The metadata is too long.
+    pub fn set_metadata(&mut self, value: Value) -> Result<(), ApiFault> {
+        self.config.metadata.put(value)
     }
 
     /// Takes an event. Returns the actions that follow, in order.

@@ -35,8 +35,8 @@ fn is_late(e: &SocketError) -> bool {
 
 /// Drops `socket` without removing its file, as a kill does.
 fn kill(mut socket: ListeningSocket) {
-    exit::forget(&socket.file);
-    socket.file.identity = (0, 0);
+    let file = socket.file.take().unwrap();
+    exit::forget(&file);
 }
 
 #[test]
@@ -67,6 +67,30 @@ fn live_socket_is_refused_stale_one_is_replaced() {
     assert!(matches!(e, SocketError::NotASocket(_)), "{e}");
     assert_eq!(fs::read_to_string(&path).unwrap(), "precious");
     assert_eq!(beside(&path), ["api"]);
+}
+
+#[test]
+fn new_socket_replaces_nothing_and_stays() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("api");
+    let refused = || {
+        let e = ListeningSocket::bind_new(&path).unwrap_err();
+        assert!(matches!(e, SocketError::Exists(_)), "{e}");
+        assert_eq!(beside(&path), ["api"]);
+    };
+    let socket = ListeningSocket::bind_new(&path).unwrap();
+    let mode = fs::symlink_metadata(&path).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o600);
+    refused();
+    UnixStream::connect(&path).unwrap();
+    drop(socket);
+    refused();
+    let e = UnixStream::connect(&path).unwrap_err();
+    assert_eq!(e.kind(), io::ErrorKind::ConnectionRefused);
+    fs::remove_file(&path).unwrap();
+    fs::write(&path, "precious").unwrap();
+    refused();
+    assert_eq!(fs::read_to_string(&path).unwrap(), "precious");
 }
 
 #[test]
@@ -144,7 +168,11 @@ fn owner_keeps_its_name_among_starters_and_kills() {
                             // they must not.
                             std::thread::yield_now();
                             let found = fs::symlink_metadata(path).map(|m| (m.dev(), m.ino()));
-                            assert_eq!(found.unwrap(), socket.file.identity, "{starter} {round}");
+                            assert_eq!(
+                                found.unwrap(),
+                                socket.file.as_ref().unwrap().identity,
+                                "{starter} {round}"
+                            );
                             if round % 3 == 0 { drop(socket) } else { kill(socket) }
                         }
                         Err(e) => assert!(is_late(&e), "{starter} {round}: {e}"),

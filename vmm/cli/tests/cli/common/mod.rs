@@ -3,6 +3,7 @@
 
 pub mod pty;
 pub mod script;
+pub mod serving;
 pub mod stuck_storage;
 
 use std::fs::DirEntry;

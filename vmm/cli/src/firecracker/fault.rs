@@ -1,0 +1,83 @@
+//! Why the process ends with an error, the report of it, and Firecracker's exit codes.
+
+use std::io::{self, Write};
+use std::process::ExitCode;
+
+/// The exit codes that differ from those of `driftline`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u8)]
+enum FirecrackerExit {
+    Generic = 1,
+    /// The value of an argument that configures the process is wrong.
+    BadConfiguration = 152,
+    Arguments = 153,
+}
+
+/// Why the process ends with an error. `Debug` is part of the report, so the names are
+/// Firecracker's.
+#[derive(PartialEq, Eq, Debug, thiserror::Error)]
+pub(super) enum FirecrackerFault {
+    #[error("Arguments parsing error: {0} \n\nFor more information try --help.")]
+    ParseArguments(#[from] ArgumentFault),
+    #[error(
+        "Invalid value for logger level: Failed to parse string to level filter: {0}.Possible \
+         values: [Error, Warning, Info, Debug]"
+    )]
+    InvalidLogLevel(String),
+    #[error("RunWithApiError error: {0}")]
+    RunWithApi(#[from] ApiServerFault),
+    /// A part of Driftline failed that Firecracker does not have.
+    #[error("{0}")]
+    Driftline(String),
+}
+
+/// What is wrong with the arguments.
+#[derive(PartialEq, Eq, Debug, thiserror::Error)]
+pub(super) enum ArgumentFault {
+    #[error("Argument '{1}' cannot be used together with argument '{0}'.")]
+    ForbiddenArgument(&'static str, &'static str),
+    #[error("Argument '{0}' required, but not found.")]
+    MissingArgument(&'static str),
+    #[error("The argument '{0}' requires a value, but none was supplied.")]
+    MissingValue(&'static str),
+    #[error("Found argument '{0}' which wasn't expected, or isn't valid in this context.")]
+    UnexpectedArgument(String),
+    #[error("The argument '{0}' was provided more than once.")]
+    DuplicateArgument(&'static str),
+    /// Firecracker panics.
+    #[error("{0}")]
+    InvalidValue(String),
+    /// Firecracker honours the argument.
+    #[error("The argument '{0}' is not honoured: {1}.")]
+    RefusedArgument(&'static str, &'static str),
+}
+
+/// Why the API cannot be served.
+#[derive(PartialEq, Eq, Debug, thiserror::Error)]
+pub(super) enum ApiServerFault {
+    #[error("Failed to open the API socket at: {0}. Check that it is not already used.")]
+    FailedToBindSocket(String),
+    #[error("Failed to bind and run the HTTP server: {0}")]
+    FailedToBindAndRunHttpServer(String),
+}
+
+impl FirecrackerFault {
+    fn exit(&self) -> FirecrackerExit {
+        match self {
+            Self::ParseArguments(_) => FirecrackerExit::Arguments,
+            Self::InvalidLogLevel(_) => FirecrackerExit::BadConfiguration,
+            Self::RunWithApi(_) | Self::Driftline(_) => FirecrackerExit::Generic,
+        }
+    }
+}
+
+/// Reports a fault as Firecracker does: the log on stdout, which is where it goes by default, and
+/// the fault's value on stderr. Returns the exit code.
+pub(super) fn report(fault: &FirecrackerFault) -> ExitCode {
+    let code = fault.exit() as u8;
+    // If an output is closed, the exit code still reports the failure.
+    let _ = writeln!(io::stdout(), "{fault}");
+    let _ = writeln!(io::stderr(), "Error: {fault:?}");
+    let _ = writeln!(io::stdout(), "Firecracker exiting with error. exit_code={code}");
+    ExitCode::from(code)
+}

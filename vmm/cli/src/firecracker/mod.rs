@@ -1,0 +1,124 @@
+//! The program as `firecracker`: its arguments, exit codes and messages are Firecracker's.
+
+mod args;
+mod fault;
+
+use std::ffi::{OsStr, OsString};
+use std::fs;
+use std::io::{self, Write};
+use std::path::Path;
+use std::process::ExitCode;
+
+use driftline_control::firecracker::IMITATED_VERSION;
+use driftline_machine::socket::{ListeningSocket, SocketError};
+use rustix::time::{ClockId, clock_gettime};
+use serde_json::Value;
+
+use super::args::{LogArgs, LogFormat};
+use super::failure::Failure;
+use super::log;
+use super::serve::{ServeOptions, serve_api};
+use args::{FirecrackerArgs, FirecrackerCommand, help, parse};
+use fault::{ApiServerFault, FirecrackerFault, report};
+
+/// The name by which the program is called.
+const NAME: &str = "firecracker";
+
+/// Returns the arguments if the program was started as `firecracker ...` or as
+/// `driftline firecracker ...`.
+pub(super) fn invoked(line: impl IntoIterator<Item = OsString>) -> Option<Vec<OsString>> {
+    let mut line = line.into_iter();
+    let program = line.next()?;
+    if Path::new(&program).file_name() == Some(OsStr::new(NAME)) {
+        return Some(line.collect());
+    }
+    (line.next()? == NAME).then(|| line.collect())
+}
+
+/// Does what the arguments ask for. Returns the process's exit code.
+pub(super) fn main(line: Vec<OsString>) -> ExitCode {
+    let done = match parse(line) {
+        Ok(FirecrackerCommand::Help) => {
+            print(&format!("Firecracker v{IMITATED_VERSION}\n\n{}", help()))
+        }
+        // Clients take the second word of the first line.
+        Ok(FirecrackerCommand::Version) => print(&format!("Firecracker v{IMITATED_VERSION}\n")),
+        Ok(FirecrackerCommand::Serve(args)) => serve(*args),
+        Err(fault) => Err(fault),
+    };
+    done.unwrap_or_else(|fault| report(&fault))
+}
+
+fn print(text: &str) -> Result<ExitCode, FirecrackerFault> {
+    let printed = writeln!(io::stdout(), "{text}");
+    let failed = |e| FirecrackerFault::Driftline(format!("cannot write to standard output: {e}"));
+    printed.map(|()| ExitCode::SUCCESS).map_err(failed)
+}
+
+/// Serves the API for a guest that is configured over it.
+fn serve(args: FirecrackerArgs) -> Result<ExitCode, FirecrackerFault> {
+    let driftline = |e: Failure| FirecrackerFault::Driftline(e.message().to_owned());
+    let log_args = LogArgs { verbose: 0, log: None, log_format: LogFormat::Text, log_file: None };
+    log::start(&log_args).map_err(driftline)?;
+    log_start_up(&args);
+    let metadata = args.metadata.as_deref().map(read_metadata).transpose()?;
+    let socket = ListeningSocket::bind_new(&args.api_sock).map_err(|e| match e {
+        SocketError::Exists(path) => ApiServerFault::FailedToBindSocket(path.display().to_string()),
+        e => ApiServerFault::FailedToBindAndRunHttpServer(e.to_string()),
+    })?;
+    let options = ServeOptions {
+        id: args.id,
+        app_name: "Firecracker",
+        api_sock: args.api_sock,
+        seccomp: !args.no_seccomp,
+        payload_limit: args.payload_limit,
+        metadata_limit: args.mmds_limit,
+        metadata,
+    };
+    serve_api(socket, options).map_err(driftline)
+}
+
+/// Reads the first content of the metadata store. Firecracker panics if it cannot.
+fn read_metadata(path: &Path) -> Result<Value, FirecrackerFault> {
+    let failed = |why: String| {
+        let path = path.display();
+        FirecrackerFault::Driftline(format!("the metadata in {path} cannot be read: {why}"))
+    };
+    let content = fs::read(path).map_err(|e| failed(e.to_string()))?;
+    serde_json::from_slice(&content).map_err(|e| failed(e.to_string()))
+}
+
+/// Logs how long the start-up took since the times that the starter measured.
+fn log_start_up(args: &FirecrackerArgs) {
+    let now_us = |clock| {
+        let now = clock_gettime(clock);
+        u64::try_from(now.tv_sec).unwrap_or(0) * 1_000_000
+            + u64::try_from(now.tv_nsec).unwrap_or(0) / 1000
+    };
+    if let Some(start) = args.start_time_us {
+        let us = now_us(ClockId::Monotonic).saturating_sub(start);
+        tracing::info!("start-up took {us} us");
+    }
+    if let Some(start) = args.start_time_cpu_us {
+        let own_us = now_us(ClockId::ProcessCPUTime).saturating_sub(start);
+        let us = own_us.saturating_add(args.parent_cpu_time_us.unwrap_or(0));
+        tracing::info!("start-up took {us} us of processor time");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn program_is_called_by_either_name() {
+        let invoked = |line: &[&str]| invoked(line.iter().map(OsString::from));
+        assert_eq!(invoked(&["/firecracker", "--id", "a"]), Some(vec!["--id".into(), "a".into()]));
+        assert_eq!(invoked(&["firecracker"]), Some(vec![]));
+        assert_eq!(invoked(&["driftline", "firecracker", "--help"]), Some(vec!["--help".into()]));
+        assert_eq!(invoked(&["driftline", "run", "firecracker"]), None);
+        assert_eq!(invoked(&["driftline"]), None);
+        assert_eq!(invoked(&["my-firecracker", "x"]), None);
+        assert_eq!(invoked(&[]), None);
+    }
+}

@@ -1,0 +1,232 @@
+//! The binary as `firecracker`: its command line, output, exit codes and socket.
+
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::process::{Command, Stdio};
+
+use rustix::process::Signal;
+use serde_json::json;
+
+use crate::common::serving::ServeProcess;
+use crate::common::{TestDir, driftline, status_field, text};
+
+/// Returns a command that runs the binary under Firecracker's name.
+fn command(args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_driftline"));
+    command.arg0("/firecracker").args(args).env_remove("RUST_LOG").stdin(Stdio::null());
+    command
+}
+
+/// Runs the binary under Firecracker's name. Returns the exit code, stdout and stderr.
+fn firecracker(args: &[&str]) -> (Option<i32>, String, String) {
+    let out = command(args).output().unwrap();
+    (out.status.code(), text(&out.stdout), text(&out.stderr))
+}
+
+/// Starts a process that serves the API.
+fn serve(tmp: &TestDir, args: &[&str]) -> ServeProcess {
+    let socket = tmp.text("fc.sock");
+    ServeProcess::spawn(command(&[&["--api-sock", &socket], args].concat()), socket)
+}
+
+#[test]
+fn versions_are_printed_for_clients() {
+    let version = "Firecracker v1.16.1\n\n";
+    assert_eq!(firecracker(&["--version"]), (Some(0), version.to_owned(), String::new()));
+    // Whatever else is there.
+    assert_eq!(firecracker(&["--foo", "--version", "--id"]).1, version);
+    let out = driftline(&["firecracker", "--version"]).output().unwrap();
+    assert_eq!((out.status.code(), text(&out.stdout).as_str()), (Some(0), version));
+    for help in ["--help", "-h"] {
+        let (code, stdout, _) = firecracker(&[help, "--version"]);
+        assert_eq!(code, Some(0));
+        assert!(
+            stdout.starts_with(version) && stdout.contains("--api-sock <api-sock>"),
+            "{stdout}"
+        );
+    }
+}
+
+#[test]
+fn refused_line_is_reported_as_firecracker_does() {
+    assert_eq!(
+        firecracker(&["--foo"]),
+        (
+            Some(153),
+            "Arguments parsing error: Found argument 'foo' which wasn't expected, or isn't valid \
+             in this context. \n\nFor more information try --help.\nFirecracker exiting with \
+             error. exit_code=153\n"
+                .to_owned(),
+            "Error: ParseArguments(UnexpectedArgument(\"foo\"))\n".to_owned()
+        )
+    );
+    let (code, stdout, stderr) = firecracker(&["--level", "loud"]);
+    assert_eq!(code, Some(152), "{stdout}{stderr}");
+    assert!(stdout.starts_with("Invalid value for logger level: "), "{stdout}");
+    assert!(stdout.ends_with("\nFirecracker exiting with error. exit_code=152\n"), "{stdout}");
+    assert_eq!(stderr, "Error: InvalidLogLevel(\"loud\")\n");
+    for (args, text) in [
+        (&["--id"][..], "The argument 'id' requires a value, but none was supplied."),
+        (&["--id", "a", "--id", "b"], "The argument 'id' was provided more than once."),
+        (&["--id", "a_b"], "Invalid instance ID: "),
+        (&["--no-api"], "Argument 'config-file' required, but not found."),
+        (
+            &["--no-seccomp", "--seccomp-filter", "f"],
+            "Argument 'seccomp-filter' cannot be used together with argument 'no-seccomp'.",
+        ),
+        (&["--start-time-us", "soon"], "'start-time-us' parameter expected to be of 'u64' type."),
+        (&["--api-sock=/tmp/a"], "Found argument 'api-sock=/tmp/a' which wasn't expected"),
+    ] {
+        let (code, stdout, stderr) = firecracker(args);
+        assert_eq!(code, Some(153), "{args:?}: {stdout}{stderr}");
+        assert!(stdout.contains(text), "{args:?}: {stdout}");
+    }
+}
+
+#[test]
+fn argument_without_effect_is_refused_by_name() {
+    for args in [
+        &["--boot-timer"][..],
+        &["--config-file", "vm.json"],
+        &["--describe-snapshot", "state"],
+        &["--enable-pci"],
+        &["--level", "Info"],
+        &["--log-path", "log"],
+        &["--metrics-path", "metrics"],
+        &["--module", "api_server"],
+        &["--seccomp-filter", "filters"],
+        &["--show-level"],
+        &["--show-log-origin"],
+        &["--snapshot-version"],
+    ] {
+        let (code, stdout, stderr) = firecracker(&[&["--id", "a"], args].concat());
+        assert_eq!(code, Some(153), "{args:?}: {stdout}{stderr}");
+        let name = args[0].trim_start_matches("--");
+        let refusal = format!("The argument '{name}' is not honoured: ");
+        assert!(stdout.contains(&refusal), "{args:?}: {stdout}");
+        assert!(stderr.contains(&format!("RefusedArgument(\"{name}\", ")), "{args:?}: {stderr}");
+    }
+    // The file of the configuration is named, because it is refused, too.
+    let (code, stdout, _) = firecracker(&["--no-api", "--config-file", "vm.json"]);
+    assert!(code == Some(153) && stdout.contains("'config-file' is not honoured"), "{stdout}");
+}
+
+#[test]
+fn instance_has_the_name_of_its_line() {
+    let tmp = TestDir::new();
+    let vmm = serve(&tmp, &["--id", "web-1"]);
+    let instance = json!({ "id": "web-1", "state": "Not started", "vmm_version": "1.16.1",
+        "app_name": "Firecracker" });
+    assert_eq!(vmm.get("/"), instance);
+    assert_eq!(vmm.get("/version"), json!({ "firecracker_version": "1.16.1" }));
+    let tmp = TestDir::new();
+    let socket = tmp.text("fc.sock");
+    let command = driftline(&["firecracker", "--api-sock", &socket]);
+    let vmm = ServeProcess::spawn(command, socket);
+    let instance = vmm.get("/");
+    assert_eq!(instance["id"], "anonymous-instance");
+    assert_eq!(instance["app_name"], "Firecracker");
+}
+
+#[test]
+fn socket_is_neither_replaced_nor_removed() {
+    let tmp = TestDir::new();
+    let mut vmm = serve(&tmp, &[]);
+    let socket = vmm.socket.clone();
+    let in_use = |what: &str| {
+        let (code, stdout, stderr) = firecracker(&["--api-sock", &socket]);
+        assert_eq!(code, Some(1), "{what}: {stdout}{stderr}");
+        let text = format!(
+            "RunWithApiError error: Failed to open the API socket at: {socket}. Check that it is \
+             not already used.\nFirecracker exiting with error. exit_code=1\n"
+        );
+        assert_eq!(stdout, text, "{what}");
+        let value = format!("Error: RunWithApi(FailedToBindSocket({socket:?}))\n");
+        assert_eq!(stderr, value, "{what}");
+    };
+    in_use("live");
+    vmm.get("/");
+    vmm.signal(Signal::TERM);
+    vmm.wait();
+    assert!(UnixStream::connect(&socket).is_err());
+    in_use("stale");
+    std::fs::remove_file(&socket).unwrap();
+    serve(&tmp, &[]).get("/");
+    let (code, stdout, _) = firecracker(&["--api-sock", &tmp.text("none/fc.sock")]);
+    assert_eq!(code, Some(1));
+    assert!(stdout.contains("Failed to bind and run the HTTP server: "), "{stdout}");
+}
+
+#[test]
+fn limits_of_body_and_metadata_are_kept() {
+    let tmp = TestDir::new();
+    let vmm = serve(&tmp, &["--http-api-max-payload-size", "60"]);
+    let metadata = |bytes: usize| format!("\"{}\"", "x".repeat(bytes - 2));
+    vmm.done("PUT", "/mmds", &metadata(60));
+    let (status, _, body) = vmm.answer("PUT", "/mmds", &metadata(61));
+    let text = "Request payload with size 61 is larger than the limit of 60 allowed by server.";
+    assert!(status == 400 && body.contains(text), "{status}: {body}");
+    drop(vmm);
+    let tmp = TestDir::new();
+    let vmm = serve(&tmp, &["--mmds-size-limit", "60"]);
+    vmm.done("PUT", "/mmds", &metadata(60));
+    let (status, _, body) = vmm.answer("PUT", "/mmds", &metadata(61));
+    assert_eq!(status, 413, "{body}");
+    vmm.done("PUT", "/cpu-config", &format!("{{}}{}", " ".repeat(51_198)));
+    assert_eq!(vmm.answer("PUT", "/cpu-config", &format!("{{}}{}", " ".repeat(51_199))).0, 400);
+}
+
+#[test]
+fn metadata_is_read_from_its_file() {
+    let tmp = TestDir::new();
+    let (file, socket) = (tmp.text("metadata.json"), tmp.text("fc.sock"));
+    std::fs::write(&file, r#"{"a": {"b": 1}}"#).unwrap();
+    let vmm = serve(&tmp, &["--metadata", &file]);
+    assert_eq!(vmm.get("/mmds"), json!({ "a": { "b": 1 } }));
+    drop(vmm);
+    std::fs::remove_file(&socket).unwrap();
+    let refused = |args: &[&str], text: &str| {
+        let (code, stdout, stderr) = firecracker(&[&["--api-sock", &socket], args].concat());
+        assert_eq!(code, Some(1), "{stdout}{stderr}");
+        assert!(stdout.contains(text), "{stdout}");
+        // A failed start may leave the name of the socket, as in Firecracker.
+        let _ = std::fs::remove_file(&socket);
+    };
+    refused(&["--metadata", &tmp.text("none")], "No such file or directory");
+    let long = ["--metadata", &file, "--mmds-size-limit", "4"];
+    refused(&long, "MMDS limit exceeded error");
+    std::fs::write(&file, "{").unwrap();
+    refused(&["--metadata", &file], "EOF while parsing an object");
+}
+
+#[test]
+fn system_calls_are_filtered_unless_told_otherwise() {
+    for (args, mode) in [(&[][..], "2"), (&["--no-seccomp"], "0")] {
+        let tmp = TestDir::new();
+        let vmm = serve(&tmp, args);
+        vmm.get("/");
+        let status = std::fs::read_to_string(format!("/proc/{}/status", vmm.pid())).unwrap();
+        assert_eq!(status_field(&status, "Seccomp:"), Some(mode), "{args:?}");
+    }
+}
+
+#[test]
+fn start_times_of_a_jailer_are_logged() {
+    let tmp = TestDir::new();
+    let socket = tmp.text("fc.sock");
+    let times =
+        ["--start-time-us", "1", "--start-time-cpu-us", "2", "--parent-cpu-time-us", "5000000"];
+    let mut command = command(&[&["--id", "a", "--api-sock", &socket][..], &times].concat());
+    command.env("RUST_LOG", "info");
+    let mut vmm = ServeProcess::spawn(command, socket);
+    vmm.get("/");
+    vmm.signal(Signal::TERM);
+    let (_, stderr) = vmm.wait();
+    let us = |end: &str| -> u64 {
+        let mut lines = stderr.lines().filter_map(|line| line.split_once("start-up took "));
+        let number = lines.find_map(|(_, figure)| figure.strip_suffix(end));
+        number.and_then(|number| number.parse().ok()).unwrap_or_else(|| panic!("{stderr}"))
+    };
+    assert!(us(" us") > 0, "{stderr}");
+    assert!(us(" us of processor time") >= 4_999_998, "{stderr}");
+}
