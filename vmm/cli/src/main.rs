@@ -19,6 +19,7 @@ mod interrupts;
 mod log;
 mod migration;
 mod notify;
+mod opened;
 mod output;
 mod paths;
 mod plan;

@@ -10,7 +10,7 @@ use std::process::ExitCode;
 use std::sync::mpsc::Receiver;
 
 use driftline_control::api::{ApiEvent, App, Caller, Listeners, Server};
-use driftline_control::firecracker::{ApiFault, MicroVm, MicroVmAction, MicroVmEvent};
+use driftline_control::firecracker::{ApiFault, MicroVm, MicroVmAction, MicroVmEvent, Task};
 use driftline_machine::sandbox::SandboxOptions;
 use driftline_machine::socket::ListeningSocket;
 use serde_json::Value;
@@ -19,6 +19,7 @@ use super::args::ServeArgs;
 use super::end::stop_reason;
 use super::failure::Failure;
 use super::notify;
+use super::opened::OpenedFiles;
 use super::setup::enter_sandbox;
 
 /// The largest body of a request and the longest metadata, in bytes. Firecracker's defaults.
@@ -88,6 +89,7 @@ pub(super) fn serve_api(
 /// Performs what the requests ask for until the process is to end. Callers that still wait are
 /// dropped on return, and the server answers them.
 fn configure(mut vm: MicroVm<Caller>, events: Receiver<ApiEvent>) -> Result<ExitCode, Failure> {
+    let mut files = OpenedFiles::default();
     let mut next = VecDeque::new();
     loop {
         let event = match next.pop_front() {
@@ -101,8 +103,7 @@ fn configure(mut vm: MicroVm<Caller>, events: Receiver<ApiEvent>) -> Result<Exit
             match action {
                 MicroVmAction::Reply(caller, answer) => caller.answer(answer),
                 MicroVmAction::Perform(task) => {
-                    let refused = Err(ApiFault::NotBuilt(task.request()));
-                    next.push_back(MicroVmEvent::Finished(refused));
+                    next.push_back(MicroVmEvent::Finished(perform(&task, &mut files)));
                 }
                 MicroVmAction::ToGuest(caller, _) => {
                     caller.refuse(ApiFault::NotBuilt("a request to a started guest"));
@@ -110,6 +111,15 @@ fn configure(mut vm: MicroVm<Caller>, events: Receiver<ApiEvent>) -> Result<Exit
                 MicroVmAction::Exit(code) => return Ok(ExitCode::from(code)),
             }
         }
+    }
+}
+
+/// Performs a task.
+fn perform(task: &Task, files: &mut OpenedFiles) -> Result<(), ApiFault> {
+    match task {
+        Task::OpenBootSource(source) => files.open_boot_source(source),
+        Task::OpenDrive(drive) => files.open_drive(drive),
+        other => Err(ApiFault::NotBuilt(other.request())),
     }
 }
 

@@ -43,7 +43,7 @@ pub(crate) enum Command {
     Run(Box<RunArgs>),
     /// Wait for a client of Firecracker's API to configure a guest
     ///
-    /// So far the client can set and read the part of the configuration that needs no file.
+    /// So far the client can set and read a part of the configuration, such as kernel and drives.
     /// A request for anything else is refused, and a guest cannot be started yet.
     #[command(after_help = examples::SERVE)]
     Serve(ServeArgs),

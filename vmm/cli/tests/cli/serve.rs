@@ -4,11 +4,12 @@
 use std::io::Write;
 use std::os::unix::net::UnixStream;
 
+use rustix::fs::{CWD, FileType, Mode, mknodat};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use crate::common::serving::ServeProcess;
-use crate::common::{TestDir, fail, succeed, wait_for};
+use crate::common::{TestDir, fail, status_field, succeed, wait_for};
 
 const NOT_SUPPORTED: &str = "The requested operation is not supported: ";
 
@@ -105,14 +106,11 @@ fn what_is_not_built_is_refused_by_name() {
     let vmm = ServeProcess::start(&tmp, &[]);
     let image = tmp.text("disk.img");
     std::fs::write(&image, [0; 512]).unwrap();
-    let drive = json!({ "drive_id": "a", "is_root_device": true, "path_on_host": &image });
     let load = json!({ "snapshot_path": &image,
         "mem_backend": { "backend_path": &image, "backend_type": "File" } });
     // First, because the others configure a guest that boots.
     for (path, body, name) in [
         ("/snapshot/load", load, "PUT /snapshot/load is not built"),
-        ("/boot-source", json!({ "kernel_image_path": &image }), "PUT /boot-source is not built"),
-        ("/drives/a", drive, "PUT /drives is not built"),
         (
             "/network-interfaces/a",
             json!({ "iface_id": "a", "host_dev_name": "lo" }),
@@ -127,10 +125,113 @@ fn what_is_not_built_is_refused_by_name() {
         let text = vmm.refusal("PUT", path, &body.to_string());
         assert!(text.starts_with(NOT_SUPPORTED) && text.contains(name), "PUT {path}: {text}");
     }
-    let config = vmm.get("/vm/config");
-    assert_eq!((&config["drives"], &config["network-interfaces"]), (&json!([]), &json!([])));
-    assert_eq!(config["boot-source"]["kernel_image_path"], "");
+    assert_eq!(vmm.get("/vm/config")["network-interfaces"], json!([]));
+    vmm.done("PUT", "/boot-source", &json!({ "kernel_image_path": &image }).to_string());
+    let start = vmm.refusal("PUT", "/actions", r#"{"action_type": "InstanceStart"}"#);
+    assert!(start.starts_with(NOT_SUPPORTED) && start.contains("InstanceStart"), "{start}");
     assert_eq!(vmm.get("/")["state"], "Not started");
+}
+
+/// Returns the files of the test's directory that a process has open, without the directory, and
+/// whether it may write to them.
+fn open_files(vmm: &ServeProcess, tmp: &TestDir) -> Vec<(String, bool)> {
+    let of = format!("/proc/{}", vmm.pid());
+    let mut files = Vec::new();
+    for fd in std::fs::read_dir(format!("{of}/fd")).unwrap() {
+        let fd = fd.unwrap();
+        // A descriptor may have been closed meanwhile.
+        let Ok(target) = std::fs::read_link(fd.path()) else { continue };
+        let target = target.to_str().unwrap().to_owned();
+        let Some(name) = target.strip_prefix(&tmp.text("")) else { continue };
+        let number = fd.file_name().into_string().unwrap();
+        let info = std::fs::read_to_string(format!("{of}/fdinfo/{number}")).unwrap();
+        let flags = status_field(&info, "flags:").unwrap();
+        files.push((name.to_owned(), u32::from_str_radix(flags, 8).unwrap() & 3 != 0));
+    }
+    files.sort();
+    files
+}
+
+#[test]
+fn named_files_are_opened_at_once() {
+    let tmp = TestDir::new();
+    let vmm = ServeProcess::start(&tmp, &[]);
+    for name in ["kernel", "initrd", "root", "data", "other"] {
+        std::fs::write(tmp.path(name), [0; 512]).unwrap();
+    }
+    let boot = |kernel: &str, initrd: Option<&str>| {
+        let initrd = initrd.map(|name| tmp.text(name));
+        json!({ "kernel_image_path": tmp.text(kernel), "initrd_path": initrd }).to_string()
+    };
+    let drive = |id: &str, name: &str, is_root: bool, read_only: bool| {
+        json!({ "drive_id": id, "path_on_host": tmp.text(name), "is_root_device": is_root,
+            "is_read_only": read_only })
+        .to_string()
+    };
+    let open = || open_files(&vmm, &tmp);
+    let file = |name: &str, writes: bool| (name.to_owned(), writes);
+    vmm.done("PUT", "/boot-source", &boot("kernel", Some("initrd")));
+    assert_eq!(open(), [file("initrd", false), file("kernel", false)]);
+    vmm.done("PUT", "/drives/data", &drive("data", "data", false, false));
+    vmm.done("PUT", "/drives/root", &drive("root", "root", true, true));
+    // What was named is what is used, whatever happens to the name.
+    std::fs::remove_file(tmp.path("data")).unwrap();
+    std::fs::rename(tmp.path("kernel"), tmp.path("moved")).unwrap();
+    let all = [
+        file("data (deleted)", true),
+        file("initrd", false),
+        file("moved", false),
+        file("root", false),
+    ];
+    assert_eq!(open(), all);
+    let config = vmm.get("/vm/config");
+    let ids: Vec<_> = config["drives"].as_array().unwrap().iter().map(|d| &d["drive_id"]).collect();
+    assert_eq!(ids, ["root", "data"]);
+    // A refused file replaces nothing.
+    vmm.refusal("PUT", "/boot-source", &boot("other", Some("none")));
+    vmm.refusal("PUT", "/drives/data", &drive("data", "none", false, false));
+    assert_eq!((open(), vmm.get("/vm/config")), (all.to_vec(), config));
+    // The earlier files are closed.
+    vmm.done("PUT", "/boot-source", &boot("other", None));
+    vmm.done("PUT", "/drives/data", &drive("data", "other", false, true));
+    assert_eq!(open(), [file("other", false), file("other", false), file("root", false)]);
+}
+
+#[test]
+fn files_are_refused_in_firecrackers_words() {
+    let tmp = TestDir::new();
+    let vmm = ServeProcess::start(&tmp, &[]);
+    let (none, fifo, file) = (tmp.text("none"), tmp.text("fifo"), tmp.text("file"));
+    let dir = tmp.text("");
+    mknodat(CWD, &fifo, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+    std::fs::write(&file, [0; 512]).unwrap();
+    let kernel = "Boot source error: The kernel file cannot be opened: ";
+    let initrd = "Boot source error: The initrd file cannot be opened due to invalid path or \
+                  invalid permissions. ";
+    let drive = "Drive config error: Unable to create the virtio block device: Virtio backend \
+                 error: Error manipulating the backing file: ";
+    let missing = "No such file or directory (os error 2)";
+    for (path, why) in
+        [(&none, missing), (&fifo, "it is not a regular file"), (&dir, "it is not a regular file")]
+    {
+        let body = json!({ "kernel_image_path": path }).to_string();
+        assert_eq!(vmm.refusal("PUT", "/boot-source", &body), format!("{kernel}{why}"));
+        let body = json!({ "kernel_image_path": &file, "initrd_path": path }).to_string();
+        assert_eq!(vmm.refusal("PUT", "/boot-source", &body), format!("{initrd}{why}"));
+    }
+    let no_disk = "it is neither a regular file nor a block device";
+    for (path, why) in [(&none, missing), (&fifo, no_disk), (&dir, no_disk)] {
+        let body = json!({ "drive_id": "a", "is_root_device": false, "path_on_host": path });
+        let refusal = vmm.refusal("PUT", "/drives/a", &body.to_string());
+        assert_eq!(refusal, format!("{drive}{why} {path}"));
+    }
+    let root = json!({ "drive_id": "a", "is_root_device": true, "path_on_host": &file });
+    vmm.done("PUT", "/drives/a", &root.to_string());
+    let second = json!({ "drive_id": "b", "is_root_device": true, "path_on_host": &file });
+    let refusal = vmm.refusal("PUT", "/drives/b", &second.to_string());
+    assert_eq!(refusal, "Drive config error: A root block device already exists!");
+    let names: Vec<_> = open_files(&vmm, &tmp).into_iter().map(|(name, _)| name).collect();
+    assert_eq!(names, ["file"]);
 }
 
 #[test]
@@ -200,6 +301,8 @@ fn silent_clients_keep_no_other_out() {
     let tmp = TestDir::new();
     let vmm = ServeProcess::start(&tmp, &[]);
     let files = || std::fs::read_dir(format!("/proc/{}/fd", vmm.pid())).unwrap().count();
+    // The process has opened what it needs before it answers.
+    vmm.get("/");
     let before = files();
     // More answers than fit into a socket's buffers.
     let many = "GET /vm/config HTTP/1.1\r\n\r\n".repeat(2000);

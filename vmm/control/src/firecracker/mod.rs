@@ -14,7 +14,8 @@ mod parse;
 mod state;
 
 pub(crate) use answer::Answer;
-pub use fault::ApiFault;
+pub use fault::{ApiFault, BootFault, DriveFault};
+pub use model::{BlockDeviceConfig, BootSourceConfig};
 pub(crate) use operation::Operation;
 pub(crate) use parse::{ParsedCall, parse};
-pub use state::{IMITATED_VERSION, MicroVm, MicroVmAction, MicroVmEvent};
+pub use state::{IMITATED_VERSION, MicroVm, MicroVmAction, MicroVmEvent, Task};
