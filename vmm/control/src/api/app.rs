@@ -263,18 +263,23 @@ impl App {
             drop(app);
             drop(end);
         };
-        let thread = thread::Builder::new().name("stop".to_owned()).spawn(interrupt);
-        let thread = thread.map_err(AppError::Thread)?;
-        self.keep(StopThread { thread, ended });
+        self.start_stop(interrupt, ended)?;
         drop(self);
         answered.await.unwrap_or(Err(AppError::Panicked))
     }
 
-    /// Records a thread for [`join_stops`](Self::join_stops).
-    fn keep(&self, stop: StopThread) {
+    /// Starts a thread for [`join_stops`](Self::join_stops). It is recorded before it can do
+    /// anything: once the guest has ended, all threads that may have ended it are known.
+    fn start_stop(
+        &self,
+        interrupt: impl FnOnce() + Send + 'static,
+        ended: mpsc::Receiver<()>,
+    ) -> Result<(), AppError> {
         let mut stops = self.stops.lock();
         stops.retain(|stop| !stop.thread.is_finished());
-        stops.push(stop);
+        let thread = thread::Builder::new().name("stop".to_owned()).spawn(interrupt);
+        stops.push(StopThread { thread: thread.map_err(AppError::Thread)?, ended });
+        Ok(())
     }
 
     /// Joins the threads of [`interrupt_aside`](Self::interrupt_aside), each of which may hold a

@@ -26,6 +26,9 @@ use super::transport::ServerSocket;
 
 /// Time for requests under way to finish after the guest has ended.
 const SHUTDOWN_LIMIT: Duration = Duration::from_secs(2);
+/// Time for the threads that stop the guest to finish after it has ended. They have nothing left to
+/// wait for, but a process with little processor time may have woken its main thread first.
+const STOP_LIMIT: Duration = Duration::from_secs(10);
 /// Longest time for which a connection to the metrics' address stays open without a byte.
 /// Collectors keep connections from one scrape to the next, and Prometheus forgets what is older
 /// than this.
@@ -124,6 +127,12 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
+        // First, while the API still sends answers: a request to stop is answered only after the
+        // guest has ended.
+        if let Some(app) = &self.app {
+            app.close();
+            app.join_stops(STOP_LIMIT);
+        }
         drop((self.serve.take(), self.end.take()));
         if self.thread.take().is_some_and(|t| t.join().is_err()) {
             tracing::error!("the control thread had panicked");
@@ -277,6 +286,8 @@ async fn forward(mut signals: Signals, app: Arc<App>) {
 
 #[cfg(test)]
 mod tests {
+    use std::io::{Read, Write};
+    use std::os::unix::net::UnixStream;
     use std::sync::mpsc;
 
     use super::*;
@@ -296,5 +307,26 @@ mod tests {
         begun.recv().unwrap();
         drop((server, stopping));
         assert_eq!(Arc::strong_count(&app), 1, "a thread holds a reference to the guest");
+    }
+    #[test]
+    fn request_to_stop_is_answered_at_the_end() {
+        let (begin, begun) = mpsc::channel();
+        let app = App::waiting(Arriving::default, move |_| {
+            let _ = begin.send(());
+            // The end begins meanwhile, and the limit for other requests passes.
+            std::thread::sleep(SHUTDOWN_LIMIT + Duration::from_millis(100));
+            true
+        });
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("api");
+        let api = Some(ListeningSocket::bind(&path).unwrap());
+        let server = Server::start(Listeners { api, metrics: None }, app).unwrap();
+        let mut stream = UnixStream::connect(&path).unwrap();
+        stream.write_all(b"POST /stop HTTP/1.1\r\n\r\n").unwrap();
+        begun.recv().unwrap();
+        drop(server);
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        assert!(answer.starts_with("HTTP/1.1 204 "), "{answer}");
     }
 }

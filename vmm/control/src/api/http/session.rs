@@ -10,7 +10,7 @@
 
 use std::future::poll_fn;
 use std::io;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -36,6 +36,8 @@ use crate::api::connections::{BODY_LIMIT, BoundedListener, BoundedStream, Connec
 
 /// Number of bytes that one read takes at most.
 const READ_BYTES: usize = 2048;
+/// Number of parts of the limit for requests under way at the end.
+const SHUTDOWN_PARTS: u32 = 20;
 
 /// Limits for a client's part of an exchange.
 #[derive(Clone, Copy, Debug)]
@@ -156,9 +158,24 @@ pub(in crate::api) async fn serve(
     }
     drop(listener);
     let ended = async { while sessions.join_next().await.is_some() {} };
-    if timeout(shutdown_limit, ended).await.is_err() {
+    if !ends_within(shutdown_limit, ended).await {
         tracing::debug!("requests were still under way");
     }
+}
+
+/// Waits until `work` ends, for `limit` at most. Returns whether it has ended.
+///
+/// The limit is waited for in parts, and between two parts this thread does all that is ready. A
+/// process that gets no processor for that long therefore still sends the answers that it has: to
+/// it, one long wait would look as if its sessions had not answered.
+async fn ends_within(limit: Duration, work: impl Future<Output = ()>) -> bool {
+    let mut work = pin!(work);
+    for _ in 0..SHUTDOWN_PARTS {
+        if timeout(limit / SHUTDOWN_PARTS, &mut work).await.is_ok() {
+            return true;
+        }
+    }
+    false
 }
 
 /// A connection that is being served.
