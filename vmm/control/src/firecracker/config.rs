@@ -2,6 +2,8 @@
 
 use std::net::Ipv4Addr;
 
+use driftline_machine::config::MAX_DEVICES;
+
 use super::fault::{
     ApiFault, BalloonFault, BootFault, DriveFault, MachineFault, MmdsFault, NetFault,
 };
@@ -122,6 +124,10 @@ impl MicroVmConfig {
     pub(crate) fn check_drive(&self, drive: &BlockDeviceConfig) -> Result<(), ApiFault> {
         if drive.is_root_device && self.has_root() && self.position(&drive.drive_id) != Some(0) {
             return Err(DriveFault::SecondRoot.into());
+        }
+        // Each drive has an open file, and the process can have only so many.
+        if self.position(&drive.drive_id).is_none() && self.drives.len() >= MAX_DEVICES {
+            return Err(DriveFault::TooMany.into());
         }
         // A vhost-user backend decides these three itself.
         let has_own_settings = drive.is_read_only.is_some()

@@ -4,6 +4,8 @@
 
 use std::io;
 
+use driftline_machine::config::MAX_DEVICES;
+
 /// Why a request is refused.
 #[derive(Debug, thiserror::Error)]
 pub enum ApiFault {
@@ -169,6 +171,9 @@ pub enum DriveFault {
     /// It has neither a file nor a socket, or both, or settings that a socket's backend decides.
     #[error("Unable to create the virtio block device: Invalid block config.")]
     NoBackend,
+    /// A guest has no more devices. Firecracker refuses them when the guest starts.
+    #[error("Unable to create the virtio block device: a guest has at most {MAX_DEVICES} devices.")]
+    TooMany,
     /// Its file cannot be opened.
     #[error(
         "Unable to create the virtio block device: Virtio backend error: Error manipulating the \

@@ -126,6 +126,19 @@ fn drive_has_a_file_and_no_socket() {
 }
 
 #[test]
+fn number_of_drives_is_bounded() {
+    let mut vm = TestMachine::new();
+    let body = |id: usize| drive(&id.to_string(), r#""is_root_device": false"#);
+    for id in 0..16 {
+        vm.done("PUT", &format!("/drives/{id}"), &body(id));
+    }
+    let more = "Drive config error: Unable to create the virtio block device: a guest has at most \
+                16 devices.";
+    assert_eq!(vm.refusal("PUT", "/drives/16", &body(16)), more);
+    vm.done("PUT", "/drives/3", &body(3));
+}
+
+#[test]
 fn failed_opening_changes_nothing() {
     let mut vm = TestMachine::new();
     let before = vm.get("/vm/config");
