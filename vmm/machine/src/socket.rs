@@ -107,7 +107,7 @@ impl ListeningSocket {
     /// See [`SocketError`].
     pub fn bind(path: &Path) -> Result<Self, SocketError> {
         let system = |cause| SocketError::System { path: path.to_owned(), cause };
-        let (dir, name) = place(path)?;
+        let (dir, name) = dir_and_name(path)?;
         // Absolute, because any thread that ends the process removes the file.
         let absolute = std::path::absolute(dir.path.join(name)).map_err(system)?;
         let NamedSocket { fd, identity } = dir.take(name, 0)?;
@@ -126,7 +126,7 @@ impl ListeningSocket {
     /// See [`SocketError`].
     pub fn bind_new(path: &Path) -> Result<Self, SocketError> {
         let system = |cause| SocketError::System { path: path.to_owned(), cause };
-        let (dir, name) = place(path)?;
+        let (dir, name) = dir_and_name(path)?;
         let NamedSocket { fd, .. } = dir.take_if_free(name)?;
         let socket = Self { listener: fd.into(), file: None };
         socket.listener.set_nonblocking(true).map_err(system)?;
@@ -154,7 +154,7 @@ impl Drop for ListeningSocket {
 }
 
 /// Returns the directory of a socket and the socket's name in it.
-fn place(path: &Path) -> Result<(Dir, &OsStr), SocketError> {
+fn dir_and_name(path: &Path) -> Result<(Dir, &OsStr), SocketError> {
     let system = |cause: Errno| SocketError::System { path: path.to_owned(), cause: cause.into() };
     // A process can listen at a longer name, but no client can connect to it.
     SocketAddrUnix::new(path).map_err(system)?;
