@@ -268,8 +268,8 @@ impl App {
         answered.await.unwrap_or(Err(AppError::Panicked))
     }
 
-    /// Starts a thread for [`join_stops`](Self::join_stops). It is recorded before it can do
-    /// anything: once the guest has ended, all threads that may have ended it are known.
+    /// Starts and records a thread for [`join_stops`](Self::join_stops). The record is locked from
+    /// before the start: a thread that has ended the guest is always in it.
     fn start_stop(
         &self,
         interrupt: impl FnOnce() + Send + 'static,

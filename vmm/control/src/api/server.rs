@@ -170,10 +170,9 @@ async fn control(
     };
     let routes = routes::all(app.clone()).layer(middleware::from_fn(connections::admit));
     let service = http::ApiService::new(routes, app.clone());
-    let serve_api = |api, is_over| {
-        http::serve(BoundedListener::new(api, None), service, is_over, SHUTDOWN_LIMIT)
-    };
-    let api = api.map(|api| serve_api(api, is_over.clone()));
+    let api = api.map(|on| {
+        http::serve(BoundedListener::new(on, None), service, is_over.clone(), SHUTDOWN_LIMIT)
+    });
     let routes = metrics::route().with_state(app);
     let metrics = metrics
         .map(|on| serve_metrics(routes, BoundedListener::new(on, Some(SILENCE_LIMIT)), is_over));
@@ -204,7 +203,7 @@ async fn serve_metrics(
     tokio::select! {
         served = serving.into_future() => {
             if let Err(e) = served {
-                tracing::error!("the address of metrics has stopped: {e}");
+                tracing::error!("metrics are no longer served on --metrics-listen: {e}");
             }
         }
         () = async {
@@ -308,6 +307,7 @@ mod tests {
         drop((server, stopping));
         assert_eq!(Arc::strong_count(&app), 1, "a thread holds a reference to the guest");
     }
+
     #[test]
     fn request_to_stop_is_answered_at_the_end() {
         let (begin, begun) = mpsc::channel();
