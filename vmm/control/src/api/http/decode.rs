@@ -194,11 +194,12 @@ impl HttpDecoder {
         let limit = self.dialect.payload_limit();
         let length = usize::try_from(size).ok().filter(|length| *length <= limit);
         let Some(left) = length else {
-            // A client that waits for permission does not send the refused body.
-            if !head.expects_continue {
+            // A client that waits for permission may send the refused body nevertheless.
+            let may_be_withheld = head.expects_continue;
+            if !may_be_withheld {
                 self.state = DecoderState::Skip(size);
             }
-            return Err(HttpFault::PayloadTooLarge { size, limit });
+            return Err(HttpFault::PayloadTooLarge { size, limit, may_be_withheld });
         };
         let waits = head.expects_continue && left > 0;
         self.state = DecoderState::Body { head, body: Vec::with_capacity(left), left };
@@ -326,9 +327,8 @@ impl RequestHead {
             "content-length" => {
                 let length = content_length(dialect, plain.trim_ascii());
                 let length = length.ok_or_else(|| bad_value(&plain))?;
-                // Two lengths make two requests out of one body.
                 if self.content_length.is_some_and(|other| other != length) {
-                    return Err(bad_value(&plain).into());
+                    return Err(HttpFault::TwoLengths);
                 }
                 self.content_length = Some(length);
             }

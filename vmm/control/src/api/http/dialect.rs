@@ -83,9 +83,15 @@ pub(super) enum HttpFault {
     #[error(
         "Request payload with size {size} is larger than the limit of {limit} allowed by server."
     )]
-    PayloadTooLarge { size: u64, limit: usize },
+    PayloadTooLarge {
+        size: u64,
+        limit: usize,
+        /// Whether the client waits for permission before it sends the body.
+        may_be_withheld: bool,
+    },
     #[error(
-        "Invalid header. Reason: The head of a request has at most {MAX_HEAD} bytes and {MAX_HEADERS} headers."
+        "Invalid header. Reason: The head of a request has at most {MAX_HEAD} bytes and \
+         {MAX_HEADERS} headers."
     )]
     HeadTooLarge,
     #[error(
@@ -93,6 +99,8 @@ pub(super) enum HttpFault {
          Content-Length instead."
     )]
     TransferCoding(String),
+    #[error("Invalid header. Reason: Content-Length is given twice with different values.")]
+    TwoLengths,
     #[error("The {part} of the request did not come within {limit:?}.")]
     Late { part: &'static str, limit: Duration },
 }
@@ -108,6 +116,25 @@ impl HttpFault {
             Self::TransferCoding(_) => StatusCode::LENGTH_REQUIRED,
             Self::Late { .. } => StatusCode::REQUEST_TIMEOUT,
             _ => StatusCode::BAD_REQUEST,
+        }
+    }
+
+    /// Returns whether the connection ends after the refusal, in either dialect: the end of the
+    /// request is unknown then, and its rest must not be read as further requests. Firecracker has
+    /// only the last of these reasons, and keeps the connection.
+    pub(super) fn ends_connection(&self) -> bool {
+        match self {
+            Self::HeadTooLarge
+            | Self::TransferCoding(_)
+            | Self::TwoLengths
+            | Self::Late { .. }
+            | Self::PayloadTooLarge { may_be_withheld: true, .. } => true,
+            Self::Request
+            | Self::Method
+            | Self::Version
+            | Self::Uri(_)
+            | Self::Header(_)
+            | Self::PayloadTooLarge { may_be_withheld: false, .. } => false,
         }
     }
 }

@@ -8,8 +8,8 @@ use super::decode::Persistence;
 use super::dialect::{HttpDialect, HttpFault};
 use crate::model::FaultMessage;
 
-/// Sizes of reads of a client that takes a read of this size as a sign of more bytes
-/// (firecracker-rs-sdk).
+/// Size of the reads of firecracker-rs-sdk, in bytes. That client stops at the first shorter read,
+/// so a reply whose length is a multiple of this size would make it wait for more.
 const CLIENT_READ: usize = 64;
 
 /// A reply. It has no body if its status has none.
@@ -49,7 +49,8 @@ impl HttpReply {
             HttpDialect::Firecracker { .. } => {
                 // Firecracker's body, which is not valid JSON.
                 let body = format!(
-                    "{{ \"error\": \"{fault}\nAll previous unanswered requests will be dropped.\" }}"
+                    "{{ \"error\": \"{fault}\nAll previous unanswered requests will be \
+                     dropped.\" }}"
                 );
                 Self::json(StatusCode::BAD_REQUEST, body, false)
             }

@@ -208,8 +208,7 @@ impl ApiSession {
                     (self.service.answer(*request, &self.connection).await, persistence)
                 }
                 Some(HttpEvent::Fault(fault)) => {
-                    let late = matches!(fault, HttpFault::Late { .. });
-                    let stays = dialect.is_firecracker() && !late;
+                    let stays = dialect.is_firecracker() && !fault.ends_connection();
                     let persistence = if stays { Persistence::Open } else { Persistence::Close };
                     (HttpReply::refusal(dialect, &fault), persistence)
                 }

@@ -185,6 +185,24 @@ fn connection_survives_a_fault_of_firecrackers() {
 }
 
 #[test]
+fn request_of_unknown_end_closes_the_connection() {
+    let api = TestApi::firecracker();
+    let next = "GET /next HTTP/1.1\r\n\r\n";
+    for headers in [
+        "Transfer-Encoding: chunked\r\n".to_owned(),
+        "Content-Length: 2\r\nContent-Length: 3\r\n".to_owned(),
+        "Content-Length: 60000\r\nExpect: 100-continue\r\n".to_owned(),
+        "A: b\r\n".repeat(129),
+    ] {
+        // One read takes all of it.
+        let reply = api.exchange(&format!("PUT /mmds HTTP/1.1\r\n{headers}\r\n{next}"));
+        assert!(reply.starts_with("HTTP/1.1 400 \r\n"), "{headers}: {reply}");
+        assert!(reply.contains("\r\nConnection: close\r\n"), "{headers}: {reply}");
+        assert_eq!(reply.matches("HTTP/1.1 ").count(), 1, "{headers}: {reply}");
+    }
+}
+
+#[test]
 fn own_requests_go_to_the_router() {
     let api = TestApi::firecracker();
     let ask = |request: &str| {
