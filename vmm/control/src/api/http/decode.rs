@@ -8,6 +8,7 @@ use axum::http::header::{CONNECTION, HeaderName, HeaderValue};
 use axum::http::{HeaderMap, Method};
 
 use super::dialect::{HeaderFault, HttpDialect, HttpFault, MAX_HEAD, MAX_HEADERS, is_own, path_of};
+use crate::api::fault::MAX_BODY_BYTES;
 
 /// A whole request.
 #[derive(PartialEq, Debug)]
@@ -202,7 +203,9 @@ impl HttpDecoder {
             return Err(HttpFault::PayloadTooLarge { size, limit, may_be_withheld });
         };
         let waits = head.expects_continue && left > 0;
-        self.state = DecoderState::Body { head, body: Vec::with_capacity(left), left };
+        // An operator may allow more, which is allocated only as it arrives.
+        let body = Vec::with_capacity(left.min(MAX_BODY_BYTES));
+        self.state = DecoderState::Body { head, body, left };
         Ok(waits)
     }
 

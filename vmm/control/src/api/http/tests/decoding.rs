@@ -247,6 +247,14 @@ fn refused_body_is_skipped_without_memory() {
     assert_eq!(decoder.phase(), HttpPhase::Idle);
 }
 
+#[test]
+fn large_body_is_allocated_as_it_arrives() {
+    let mut decoder = HttpDecoder::new(HttpDialect::Firecracker { payload_limit: usize::MAX });
+    decoder.push(b"PUT /a HTTP/1.1\r\nContent-Length: 4294967295\r\n\r\n");
+    assert_eq!((decoder.next(), decoder.phase()), (HttpEvent::Incomplete, HttpPhase::Body));
+    assert!(decoder.allocated() < 100_000, "{}", decoder.allocated());
+}
+
 /// Parts of which streams of requests consist, right and wrong.
 fn part() -> impl Strategy<Value = Vec<u8>> {
     let known = vec![
