@@ -64,6 +64,11 @@ impl HttpReply {
         Self::json(status, body, false)
     }
 
+    /// Returns the reply to HEAD: the body is announced and not sent.
+    pub(super) fn without_body(self) -> Self {
+        Self { body: Bytes::new(), ..self }
+    }
+
     /// Returns the bytes of the reply.
     pub(super) fn encode(&self, dialect: HttpDialect, persistence: Persistence) -> Vec<u8> {
         let head = |padding| match dialect {

@@ -18,7 +18,7 @@ use axum::Router;
 use axum::body::{Body, to_bytes};
 use axum::extract::Request;
 use axum::extract::connect_info::ConnectInfo;
-use axum::http::{StatusCode, Uri};
+use axum::http::{Method, StatusCode, Uri};
 use axum::response::{IntoResponse, Response};
 use axum::serve::Listener;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
@@ -100,7 +100,8 @@ impl ApiService {
         let HttpRequest { method, target, headers, body, .. } = request;
         let Ok(uri) = target.parse::<Uri>() else {
             let why = HttpFault::Uri("It is neither a path nor an address.");
-            return HttpReply::fault(StatusCode::BAD_REQUEST, why.to_string());
+            let refusal = HttpReply::fault(StatusCode::BAD_REQUEST, why.to_string());
+            return if method == Method::HEAD { refusal.without_body() } else { refusal };
         };
         let mut routed = Request::new(Body::from(body));
         *routed.method_mut() = method;

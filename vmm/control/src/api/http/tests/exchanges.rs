@@ -228,6 +228,10 @@ fn general_connection_ends_when_asked() {
                  content-length: 5\r\nconnection: close\r\n\r\nhello";
     assert_eq!(api.exchange("GET /info HTTP/1.1\r\nConnection: close\r\n\r\n"), reply);
     assert_eq!(api.exchange("GET /info HTTP/1.0\r\n\r\n"), reply);
+    // No body follows the head of a reply to HEAD.
+    let refused = api.exchange("HEAD http://[ HTTP/1.1\r\nConnection: close\r\n\r\n");
+    assert!(refused.starts_with("HTTP/1.1 400 Bad Request\r\n"), "{refused}");
+    assert!(refused.ends_with("\r\n\r\n"), "{refused}");
     let refused = api.exchange("nonsense\r\n\r\nGET /info HTTP/1.1\r\n\r\n");
     assert!(refused.starts_with("HTTP/1.1 400 Bad Request\r\n"), "{refused}");
     assert!(refused.ends_with(r#"{"fault_message":"Invalid request."}"#), "{refused}");
