@@ -152,7 +152,8 @@ pub(in crate::api) async fn serve(
                 service,
             };
             if let Err(e) = session.run(is_over).await {
-                tracing::debug!("a connection to the API has ended: {e}");
+                let ended = || tracing::debug!("a connection to the API has ended: {e}");
+                session.service.app.span().in_scope(ended);
             }
         };
         sessions.spawn(session);
@@ -160,7 +161,7 @@ pub(in crate::api) async fn serve(
     drop(listener);
     let ended = async { while sessions.join_next().await.is_some() {} };
     if !ends_within(shutdown_limit, ended).await {
-        tracing::debug!("requests were still under way");
+        service.app.span().in_scope(|| tracing::debug!("requests were still under way"));
     }
 }
 
