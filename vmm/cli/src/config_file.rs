@@ -9,7 +9,9 @@ use std::path::Path;
 use driftline_control::model::{
     BalloonSettings, BootSource, DriveSettings, InterfaceSettings, MachineSettings, VmConfig,
 };
-use driftline_machine::config::{BalloonConfig, DiskSpec, NetSpec, VsockSpec};
+use driftline_machine::config::{
+    BalloonConfig, DiskSpec, NetLimits, NetSpec, RateLimits, VsockSpec,
+};
 use driftline_machine::devices::probe_disk;
 use driftline_machine::tracking::TrackingMode;
 
@@ -184,6 +186,7 @@ fn disk(i: usize, drive: DriveSettings) -> Result<DiskSpec, Failure> {
         readonly: is_read_only,
         id: drive_id,
         serial,
+        limits: RateLimits::default(),
         any_identity: false,
         copy: false,
     })
@@ -191,7 +194,8 @@ fn disk(i: usize, drive: DriveSettings) -> Result<DiskSpec, Failure> {
 
 fn net(interface: InterfaceSettings) -> NetSpec {
     let InterfaceSettings { iface_id, host_dev_name, guest_mac, queue_pairs } = interface;
-    NetSpec { tap: host_dev_name, mac: guest_mac, id: iface_id, queues: queue_pairs }
+    let limits = NetLimits::default();
+    NetSpec { tap: host_dev_name, mac: guest_mac, id: iface_id, queues: queue_pairs, limits }
 }
 
 fn balloon(settings: &BalloonSettings) -> Result<BalloonConfig, Failure> {

@@ -9,8 +9,8 @@ use driftline_control::jobs::{Jobs, ShadowError, ShadowMode};
 use driftline_guest::VmId;
 use driftline_machine::config::{
     BackendKind, Boot, DEFAULT_RING_ENTRIES, DeviceConfig, DiskConfig, DiskSpec, Identity,
-    MAX_SERIAL_BYTES, MacAddr, MachineConfig, NetConfig, NetSpec, VsockConfig, VsockSpec,
-    guest_span,
+    MAX_SERIAL_BYTES, MacAddr, MachineConfig, NetConfig, NetSpec, RngConfig, VsockConfig,
+    VsockSpec, guest_span,
 };
 use driftline_machine::devices::probe_disk;
 use driftline_machine::tracking::TrackingMode;
@@ -89,7 +89,7 @@ fn machine_config(args: RunArgs) -> Result<MachineConfig, Failure> {
     let backend = args.backend.unwrap_or_default();
     let has_drivers = backend == BackendKind::Kvm && matches!(boot, Boot::Kernel { .. });
     if args.rng != Some(OnOff::Off) && has_drivers {
-        devices.push(DeviceConfig::Rng);
+        devices.push(DeviceConfig::Rng(RngConfig::default()));
     }
     devices.extend(args.balloon.map(DeviceConfig::Balloon));
     Ok(MachineConfig {
@@ -107,7 +107,7 @@ fn machine_config(args: RunArgs) -> Result<MachineConfig, Failure> {
 
 /// Returns the configuration of disk `i` of a new guest. The disk is as large as its file.
 fn disk_config(spec: DiskSpec, i: u32) -> Result<DiskConfig, Failure> {
-    let DiskSpec { path, readonly, id, serial, any_identity, copy } = spec;
+    let DiskSpec { path, readonly, id, serial, limits, any_identity, copy } = spec;
     if any_identity || copy {
         let what = if copy { "copy" } else { "identity=any" };
         return Err(Failure::usage(format_args!(
@@ -128,17 +128,19 @@ fn disk_config(spec: DiskSpec, i: u32) -> Result<DiskConfig, Failure> {
         block_bytes,
         // Recorded once the disk is open.
         identity: None,
+        limits,
     })
 }
 
 /// Returns the configuration of network interface `i` of a new guest.
 fn net_config(spec: NetSpec, i: u32) -> NetConfig {
-    let NetSpec { tap, mac, id, queues } = spec;
+    let NetSpec { tap, mac, id, queues, limits } = spec;
     NetConfig {
         id: id.unwrap_or_else(|| format!("net{i}")),
         tap,
         mac: mac.unwrap_or_else(MacAddr::random),
         queues: queues.unwrap_or(1),
+        limits,
     }
 }
 

@@ -2,14 +2,17 @@
 //! value that is a unit of its own. The bytes are untrusted input. `checkpoint/FORMAT.md` describes
 //! them.
 
-use std::fmt::Display;
+use std::fmt::{self, Display};
 
 use driftline_guest::GuestError;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-/// The only version until there is a release.
+/// The version of a value alone.
 const VERSION: u16 = 1;
+/// The version of a value that an addition follows. Values that can have one are written with
+/// [`encode_with_addition`].
+const VERSION_WITH_ADDITION: u16 = 2;
 
 /// The reason why bytes cannot be decoded.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
@@ -55,17 +58,55 @@ pub fn decode_versioned<T: DeserializeOwned>(
     what: impl Display,
     bytes: &[u8],
 ) -> Result<T, GuestError> {
-    let malformed =
-        |e: DecodeError| GuestError::Malformed { what: what.to_string(), why: e.to_string() };
-    let (version, rest) =
-        postcard::take_from_bytes::<u16>(bytes).map_err(|e| malformed(e.into()))?;
-    if version != VERSION {
-        let why = format!(
-            "it has version {version}, and this version of Driftline reads version {VERSION}"
-        );
-        return Err(GuestError::Unsupported { what: what.to_string(), why });
+    let (version, rest) = take_version(&what, bytes)?;
+    match version {
+        VERSION => decode(rest).map_err(|e| malformed(what, &e)),
+        _ => Err(unsupported(what, version, format_args!("version {VERSION}"))),
     }
-    decode(rest).map_err(malformed)
+}
+
+/// Encodes `value` with version 1; with an addition, version 2, the value, and the addition. A
+/// program that does not know the addition thus refuses the value.
+pub(crate) fn encode_with_addition<T: Serialize, A: Serialize>(
+    value: &T,
+    addition: Option<&A>,
+) -> Result<Vec<u8>, postcard::Error> {
+    match addition {
+        None => encode_versioned(value),
+        Some(addition) => encode(&(VERSION_WITH_ADDITION, value, addition)),
+    }
+}
+
+/// Decodes what [`encode_with_addition`] wrote on this host or another. `what` names the value in
+/// errors.
+pub(crate) fn decode_with_addition<T: DeserializeOwned, A: DeserializeOwned>(
+    what: impl Display,
+    bytes: &[u8],
+) -> Result<(T, Option<A>), GuestError> {
+    let (version, rest) = take_version(&what, bytes)?;
+    let decoded = match version {
+        VERSION => decode(rest).map(|value| (value, None)),
+        VERSION_WITH_ADDITION => decode(rest).map(|(value, addition)| (value, Some(addition))),
+        _ => {
+            let read = format_args!("versions {VERSION} and {VERSION_WITH_ADDITION}");
+            return Err(unsupported(what, version, read));
+        }
+    };
+    decoded.map_err(|e| malformed(what, &e))
+}
+
+/// Splits `bytes` into the version and the rest.
+fn take_version<'b>(what: &impl Display, bytes: &'b [u8]) -> Result<(u16, &'b [u8]), GuestError> {
+    postcard::take_from_bytes(bytes).map_err(|e| malformed(what, &e.into()))
+}
+
+fn malformed(what: impl Display, e: &DecodeError) -> GuestError {
+    GuestError::Malformed { what: what.to_string(), why: e.to_string() }
+}
+
+fn unsupported(what: impl Display, version: u16, read: fmt::Arguments<'_>) -> GuestError {
+    let why = format!("it has version {version}, and this version of Driftline reads {read}");
+    GuestError::Unsupported { what: what.to_string(), why }
 }
 
 #[cfg(test)]
@@ -85,5 +126,19 @@ mod tests {
         assert!(refused(&[&bytes[..], &[0; 3]].concat()).ends_with("3 bytes follow its end"));
         assert!(refused(b"\x02\xac\x02\x01a").contains("version 2, and this version of Driftline"));
         (0..bytes.len()).for_each(|n| assert!(refused(&bytes[..n]).contains("it is malformed")));
+    }
+
+    #[test]
+    fn an_addition_makes_version_2() {
+        let read =
+            |bytes: &[u8]| decode_with_addition::<u8, u8>("it", bytes).map_err(|e| e.to_string());
+        assert_eq!(encode_with_addition(&7u8, None::<&u8>).unwrap(), b"\x01\x07");
+        assert_eq!(encode_with_addition(&7u8, Some(&9u8)).unwrap(), b"\x02\x07\x09");
+        assert_eq!(read(b"\x01\x07"), Ok((7, None)));
+        assert_eq!(read(b"\x02\x07\x09"), Ok((7, Some(9))));
+        assert!(read(b"\x02\x07").unwrap_err().contains("it is malformed"));
+        assert!(read(b"\x01\x07\x09").unwrap_err().ends_with("1 bytes follow its end"));
+        assert!(read(b"\x02\x07\x09\x01").unwrap_err().ends_with("1 bytes follow its end"));
+        assert!(read(b"\x03\x07").unwrap_err().ends_with("reads versions 1 and 2"));
     }
 }

@@ -7,7 +7,7 @@ use driftline_guest::{Guest, GuestError, RunState, VmId};
 use serde::{Deserialize, Serialize};
 
 use crate::config::{GuestName, Lineage, MachineConfig};
-use crate::devices::{BalloonControl, DeviceStats};
+use crate::devices::{BalloonControl, DeviceStats, RateLimitControl};
 pub use crate::end_reason::EndReason;
 use crate::histogram::Distribution;
 use crate::memory::RestoreFigures;
@@ -88,6 +88,10 @@ pub trait Vm: Guest {
 
     /// Returns a snapshot of the guest's timings.
     fn timings(&self) -> Timings;
+
+    /// Returns the handles for the rate limits of the devices that can have some: disks, network
+    /// interfaces and the source of randomness.
+    fn rate_limits(&self) -> &[RateLimitControl];
 
     /// Returns the guest's balloon, if it has one.
     fn balloon(&self) -> Option<&BalloonControl>;

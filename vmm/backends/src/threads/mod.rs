@@ -32,7 +32,7 @@ use driftline_images::workload::{WorkingSetPlacement, ready_line};
 use driftline_machine::actor::{self, CallError, Handle};
 use driftline_machine::config::{Boot, HostConfig, MachineConfig};
 use driftline_machine::devices::{
-    BalloonControl, SerialOutputThread, SerialWriter, open_serial_output,
+    BalloonControl, RateLimitControl, SerialOutputThread, SerialWriter, open_serial_output,
 };
 use driftline_machine::machine::MachineError;
 use driftline_machine::memory::Memory;
@@ -438,6 +438,10 @@ impl Vm for ThreadMachine {
 
     fn timings(&self) -> Timings {
         Timings { collections: None, restore: self.memory.restore_figures() }
+    }
+
+    fn rate_limits(&self) -> &[RateLimitControl] {
+        &[]
     }
 
     fn balloon(&self) -> Option<&BalloonControl> {

@@ -180,7 +180,7 @@ impl From<&MachineConfig> for VmConfig {
                 DeviceConfig::Disk(disk) => all.drives.push(disk.into()),
                 DeviceConfig::Net(net) => all.network_interfaces.push(net.into()),
                 DeviceConfig::Vsock(vsock) => all.vsock = Some(vsock.into()),
-                DeviceConfig::Rng => all.entropy = Some(EntropySettings {}),
+                DeviceConfig::Rng(_) => all.entropy = Some(EntropySettings {}),
                 DeviceConfig::Balloon(balloon) => all.balloon = Some(balloon.into()),
             }
         }

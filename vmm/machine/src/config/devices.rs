@@ -10,6 +10,7 @@ use super::device_id::check_id;
 use super::disk::DiskConfig;
 use super::error::{ConfigError, in_range};
 use super::net::{NetConfig, VsockConfig};
+use super::rate_limits::RateLimits;
 
 /// Maximum number of virtio devices: there are no interrupts for more.
 pub const MAX_DEVICES: usize = 16;
@@ -20,8 +21,8 @@ pub const MAX_DEVICES: usize = 16;
 pub enum DeviceConfig {
     /// A disk.
     Disk(DiskConfig),
-    /// A source of randomness.
-    Rng,
+    /// A source of randomness; a machine has at most one.
+    Rng(RngConfig),
     /// A network interface.
     Net(NetConfig),
     /// The vsock device; a machine has at most one.
@@ -30,15 +31,44 @@ pub enum DeviceConfig {
     Balloon(BalloonConfig),
 }
 
+/// A source of randomness.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct RngConfig {
+    /// Limits of the random bytes and of the requests. Encoded with the machine's configuration.
+    #[serde(skip)]
+    pub limits: RateLimits,
+}
+
 impl DeviceConfig {
     /// Returns the name of the device, unique within the machine.
     pub fn id(&self) -> &str {
         match self {
             Self::Disk(disk) => &disk.id,
-            Self::Rng => "rng",
+            Self::Rng(_) => "rng",
             Self::Net(net) => &net.id,
             Self::Vsock(_) => "vsock",
             Self::Balloon(_) => "balloon",
+        }
+    }
+
+    /// Returns the device's limits, in the order of its limiters: receive and transmit of a network
+    /// interface.
+    pub(super) fn limits(&self) -> Vec<RateLimits> {
+        match self {
+            Self::Disk(disk) => vec![disk.limits],
+            Self::Rng(rng) => vec![rng.limits],
+            Self::Net(net) => vec![net.limits.receive, net.limits.transmit],
+            Self::Vsock(_) | Self::Balloon(_) => Vec::new(),
+        }
+    }
+
+    /// Returns the same limits as [`limits`](Self::limits), mutably.
+    pub(super) fn limits_mut(&mut self) -> Vec<&mut RateLimits> {
+        match self {
+            Self::Disk(disk) => vec![&mut disk.limits],
+            Self::Rng(rng) => vec![&mut rng.limits],
+            Self::Net(net) => vec![&mut net.limits.receive, &mut net.limits.transmit],
+            Self::Vsock(_) | Self::Balloon(_) => Vec::new(),
         }
     }
 }
@@ -63,7 +93,7 @@ pub(super) fn check(devices: &[DeviceConfig], mem_bytes: u64) -> Result<(), Conf
             }
             DeviceConfig::Vsock(vsock) => vsock.check()?,
             DeviceConfig::Balloon(config) => balloon::check(config, mem_bytes)?,
-            DeviceConfig::Rng => {}
+            DeviceConfig::Rng(rng) => rng.limits.check("the source of randomness")?,
         }
     }
     Ok(())
@@ -74,7 +104,7 @@ pub(super) fn paths(devices: &[DeviceConfig]) -> impl Iterator<Item = &Path> {
     devices.iter().filter_map(|device| match device {
         DeviceConfig::Disk(disk) => Some(disk.path.as_path()),
         DeviceConfig::Vsock(vsock) => Some(vsock.uds.as_path()),
-        DeviceConfig::Net(_) | DeviceConfig::Rng | DeviceConfig::Balloon(_) => None,
+        DeviceConfig::Net(_) | DeviceConfig::Rng(_) | DeviceConfig::Balloon(_) => None,
     })
 }
 

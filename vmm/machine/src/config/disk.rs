@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::device_id::check_id;
 use super::error::ConfigError;
 use super::identity::DiskIdentity;
+use super::rate_limits::{RateLimits, read_bandwidth, read_operations};
 use super::spec::{SpecError, Syntax};
 
 /// Maximum length of a drive's serial number, in bytes: the space that virtio has for it.
@@ -35,9 +36,14 @@ pub struct DiskConfig {
     /// Identity of the disk, if known. In a configuration from another host, the disk's identity on
     /// that host.
     pub identity: Option<DiskIdentity>,
+    /// Limits of the bytes read and written, and of all requests. Encoded with the machine's
+    /// configuration.
+    #[serde(skip)]
+    pub limits: RateLimits,
 }
 
-/// A disk on the command line: `path=F[,readonly][,id=NAME][,serial=TEXT][,identity=any][,copy]`.
+/// A disk on the command line:
+/// `path=F[,readonly][,id=NAME][,serial=TEXT][,bandwidth=SIZE][,iops=N][,identity=any][,copy]`.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct DiskSpec {
     /// A raw image or a block device.
@@ -48,6 +54,8 @@ pub struct DiskSpec {
     pub id: Option<String>,
     /// The serial number that the guest reads.
     pub serial: Option<String>,
+    /// Limits of a new guest's disk.
+    pub limits: RateLimits,
     /// Whether it may be another disk than the one that the guest arrives with.
     pub any_identity: bool,
     /// Whether the disk is copied with its guest, into a file that is created for it.
@@ -61,6 +69,8 @@ static DISK: Syntax = Syntax {
         "readonly",
         "id=NAME",
         "serial=TEXT",
+        "bandwidth=SIZE",
+        "iops=N",
         "identity=any (for receive-migration and restore)",
         "copy (for receive-migration)",
     ],
@@ -85,6 +95,10 @@ impl FromStr for DiskSpec {
             readonly: options.has("readonly"),
             id: options.get("id").map(check_id).transpose()?,
             serial: options.get("serial").map(check_serial).transpose()?,
+            limits: RateLimits {
+                bandwidth: read_bandwidth(&options, "bandwidth")?,
+                operations: read_operations(&options, "iops")?,
+            },
             any_identity: options.has("identity"),
             copy: options.has("copy"),
         })
@@ -117,6 +131,7 @@ impl DiskConfig {
             let value = u64::from(*block_bytes);
             return Err(ConfigError::Size { part, value, unit: "bytes", wanted });
         }
+        self.limits.check(&format!("disk \"{id}\""))?;
         self.identity.as_ref().map_or(Ok(()), DiskIdentity::check)
     }
 }

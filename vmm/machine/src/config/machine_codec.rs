@@ -6,11 +6,12 @@ use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_guest::GuestError;
 
 use super::backend::BackendKind;
-use super::devices;
+use super::devices::{self, DeviceConfig};
 use super::error::{ConfigError, in_range};
 use super::lineage::GuestName;
 use super::machine::{Boot, MachineConfig};
-use crate::codec::{decode_versioned, encode_versioned};
+use super::rate_limits::RateLimits;
+use crate::codec::{decode_with_addition, encode_with_addition};
 use crate::limits::{MAX_MEM_BYTES, MAX_VCPUS, MIN_MEM_BYTES};
 
 const SUBJECT: &str = "the guest's configuration";
@@ -20,7 +21,9 @@ impl MachineConfig {
     /// [`Self::check`].
     pub fn encode(&self) -> Vec<u8> {
         // Only a path that is not UTF-8 can fail here, and no guest starts with one.
-        encode_versioned(self).unwrap_or_default()
+        let limits = self.limits();
+        let has_limits = limits.iter().flatten().any(|limits| !limits.is_none());
+        encode_with_addition(self, has_limits.then_some(&limits)).unwrap_or_default()
     }
 
     /// Decodes and checks bytes that [`Self::encode`] wrote on this host or another.
@@ -29,11 +32,37 @@ impl MachineConfig {
     ///
     /// The bytes are malformed, or their version is not supported.
     pub fn decode(bytes: &[u8]) -> Result<Self, GuestError> {
-        let config: Self = decode_versioned(SUBJECT, bytes)?;
-        config
-            .check()
-            .map_err(|e| GuestError::Malformed { what: SUBJECT.to_owned(), why: e.to_string() })?;
+        let (mut config, limits): (Self, _) = decode_with_addition(SUBJECT, bytes)?;
+        if let Some(limits) = limits {
+            config.put_limits(limits)?;
+        }
+        config.check().map_err(|e| malformed(e.to_string()))?;
         Ok(config)
+    }
+
+    /// Returns the rate limits of each device.
+    fn limits(&self) -> Vec<Vec<RateLimits>> {
+        self.devices.iter().map(DeviceConfig::limits).collect()
+    }
+
+    /// Sets the rate limits of each device. They are from a file or from a peer.
+    fn put_limits(&mut self, limits: Vec<Vec<RateLimits>>) -> Result<(), GuestError> {
+        if limits.len() != self.devices.len() {
+            let (given, devices) = (limits.len(), self.devices.len());
+            let why = format!("it has rate limits of {given} devices, and {devices} devices");
+            return Err(malformed(why));
+        }
+        for (device, limits) in self.devices.iter_mut().zip(limits) {
+            let id = device.id().to_owned();
+            let places = device.limits_mut();
+            if limits.len() != places.len() {
+                let (given, most) = (limits.len(), places.len());
+                let why = format!("device \"{id}\" has {given} rate limits, not {most}");
+                return Err(malformed(why));
+            }
+            places.into_iter().zip(limits).for_each(|(place, limits)| *place = limits);
+        }
+        Ok(())
     }
 
     /// Checks that a host could run this configuration.
@@ -74,10 +103,15 @@ impl MachineConfig {
     }
 }
 
+fn malformed(why: String) -> GuestError {
+    GuestError::Malformed { what: SUBJECT.to_owned(), why }
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::{
-        CpuConfig, CpuModel, CpuidWord, DeviceConfig, DiskConfig, MsrWord, NetConfig, VsockConfig,
+        CpuConfig, CpuModel, CpuidWord, DiskConfig, MsrWord, NetConfig, NetLimits, RateLimit,
+        RngConfig, VsockConfig,
     };
     use super::*;
     use crate::config::{DiskIdentity, Identity, Lineage, MAX_DEVICES, MacAddr};
@@ -110,12 +144,23 @@ mod tests {
             bytes: 1 << 20,
             block_bytes: 512,
             identity: None,
+            limits: RateLimits::default(),
         })
     }
 
     fn net(tap: &str, queues: u8) -> DeviceConfig {
         let mac = MacAddr([2, 0, 0, 0, 0, 9]);
-        DeviceConfig::Net(NetConfig { id: "n".to_owned(), tap: tap.to_owned(), mac, queues })
+        let (id, tap, limits) = ("n".to_owned(), tap.to_owned(), NetLimits::default());
+        DeviceConfig::Net(NetConfig { id, tap, mac, queues, limits })
+    }
+
+    fn rng(limits: RateLimits) -> DeviceConfig {
+        DeviceConfig::Rng(RngConfig { limits })
+    }
+
+    fn limits(size: u64) -> RateLimits {
+        let limit = RateLimit { size, refill_ms: 100, one_time_burst: 300 };
+        RateLimits { bandwidth: None, operations: Some(limit) }
     }
 
     fn vsock(cid: u32) -> DeviceConfig {
@@ -198,7 +243,7 @@ mod tests {
             (payload(), encoded(0, b"\x00")),
             (tracked(TrackingMode::DirtyBitmapManual), encoded(3, b"\x00")),
             (tracked(TrackingMode::UserfaultWp), encoded(4, b"\x00")),
-            (with(DeviceConfig::Rng), encoded(0, b"\x01\x01")),
+            (with(rng(RateLimits::default())), encoded(0, b"\x01\x01")),
             (with(net("t0", 2)), encoded(0, b"\x01\x02\x01n\x02t0\x02\x00\x00\x00\x00\x09\x02")),
             (with(vsock(300)), encoded(0, b"\x01\x03\xac\x02\x02/v")),
             disk(None, b"\x00"),
@@ -244,6 +289,37 @@ mod tests {
         assert!(message.contains("name of a guest"), "{message}");
     }
 
+    /// The limits follow the rest, and only then the version is 2.
+    #[test]
+    fn limits_have_their_bytes() {
+        let base = payload();
+        let with = |limits| MachineConfig { devices: vec![vsock(3), rng(limits)], ..base.clone() };
+        let plain = with(RateLimits::default()).encode();
+        assert_eq!(plain[0], 1);
+        let limited = with(limits(5));
+        let mut bytes = plain.clone();
+        bytes[0] = 2;
+        bytes.extend(b"\x02\x00\x01\x00\x01\x05\x64\xac\x02");
+        assert_eq!(limited.encode(), bytes);
+        assert_eq!(MachineConfig::decode(&bytes).unwrap(), limited);
+        let head = plain.len();
+        let refused = |addition: &[u8]| {
+            let bytes = [&bytes[..head], addition].concat();
+            MachineConfig::decode(&bytes).unwrap_err().to_string()
+        };
+        assert!(refused(b"\x01\x00").contains("rate limits of 1 devices, and 2 devices"));
+        assert!(refused(b"\x02\x01\x00\x00\x00").contains("\"vsock\" has 1 rate limits, not 0"));
+        assert!(refused(b"\x02\x00\x00").contains("\"rng\" has 0 rate limits, not 1"));
+        let empty = refused(b"\x02\x00\x01\x00\x01\x00\x64\x00");
+        assert!(empty.contains("the source of randomness has 0 operations"), "{empty}");
+        let mut both = net("t", 1);
+        both.limits_mut().into_iter().zip([7, 8]).for_each(|(place, n)| *place = limits(n));
+        let both = MachineConfig { devices: vec![disk("a"), both], ..payload() };
+        let addition = b"\x02\x01\x00\x00\x02\x00\x01\x07\x64\xac\x02\x00\x01\x08\x64\xac\x02";
+        assert!(both.encode().ends_with(addition));
+        assert_eq!(MachineConfig::decode(&both.encode()).unwrap(), both);
+    }
+
     #[test]
     fn devices_are_checked_by_name() {
         let refused = |devices: Vec<DeviceConfig>| {
@@ -251,7 +327,7 @@ mod tests {
         };
         assert!(refused(vec![disk("a"), disk("b"), disk("a")]).contains("two devices"));
         assert!(refused(vec![disk("a b")]).contains("\"a b\""));
-        assert!(refused(vec![disk("rng"), DeviceConfig::Rng]).contains("\"rng\""));
+        assert!(refused(vec![disk("rng"), rng(RateLimits::default())]).contains("\"rng\""));
         let many: Vec<_> = (0..=MAX_DEVICES).map(|i| disk(&i.to_string())).collect();
         assert!(refused(many).contains("17 virtio devices"));
         let odd = |bytes| match disk("a") {
@@ -288,7 +364,7 @@ mod tests {
         assert!(refused(vec![nameless]).contains("is no name of a block device"));
         let threads = MachineConfig {
             backend: BackendKind::Threads,
-            devices: vec![DeviceConfig::Rng],
+            devices: vec![rng(RateLimits::default())],
             ..payload()
         };
         assert!(threads.check().unwrap_err().to_string().contains("no devices"));
@@ -303,7 +379,7 @@ mod tests {
         bytes[0] = 6;
         assert!(
             refused(&bytes)
-                .contains("it has version 6, and this version of Driftline reads version 1")
+                .contains("it has version 6, and this version of Driftline reads versions 1 and 2")
         );
         assert!(refused(&[]).contains("configuration"));
         assert!(refused(&payload().encode()[..10]).contains("configuration"));

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::device_id::check_id;
 use super::error::{ConfigError, in_range};
+use super::rate_limits::{NetLimits, RateLimits, read_bandwidth};
 use super::spec::{SpecError, Syntax};
 
 /// Maximum number of queue pairs of a network interface.
@@ -77,6 +78,10 @@ pub struct NetConfig {
     pub mac: MacAddr,
     /// Number of queue pairs, 1..=[`MAX_QUEUE_PAIRS`].
     pub queues: u8,
+    /// Limits of the frames and of their bytes, without virtio's header. Encoded with the machine's
+    /// configuration.
+    #[serde(skip)]
+    pub limits: NetLimits,
 }
 
 impl NetConfig {
@@ -84,7 +89,11 @@ impl NetConfig {
         check_tap(&self.tap)?;
         self.mac.check()?;
         check_queues(self.queues)?;
-        Ok(())
+        let check = |limits: &RateLimits, direction| {
+            limits.check(&format!("{direction} of network interface \"{}\"", self.id))
+        };
+        check(&self.limits.receive, "receive")?;
+        check(&self.limits.transmit, "transmit")
     }
 }
 
@@ -105,7 +114,8 @@ fn check_queues(queues: u8) -> Result<u8, ConfigError> {
     in_range("pairs of queues", queues.into(), 1, MAX_QUEUE_PAIRS.into()).map(|()| queues)
 }
 
-/// A network interface on the command line: `tap=NAME[,mac=ADDRESS][,id=NAME][,queues=N]`.
+/// A network interface on the command line:
+/// `tap=NAME[,mac=ADDRESS][,id=NAME][,queues=N][,rx-bandwidth=SIZE][,tx-bandwidth=SIZE]`.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct NetSpec {
     /// The tap.
@@ -116,11 +126,20 @@ pub struct NetSpec {
     pub id: Option<String>,
     /// Number of queue pairs.
     pub queues: Option<u8>,
+    /// Limits of a new guest's interface.
+    pub limits: NetLimits,
 }
 
 static NET: Syntax = Syntax {
     device: "a network interface",
-    options: &["tap=NAME", "mac=ADDRESS", "id=NAME", "queues=N"],
+    options: &[
+        "tap=NAME",
+        "mac=ADDRESS",
+        "id=NAME",
+        "queues=N",
+        "rx-bandwidth=SIZE",
+        "tx-bandwidth=SIZE",
+    ],
 };
 
 impl FromStr for NetSpec {
@@ -128,11 +147,19 @@ impl FromStr for NetSpec {
 
     fn from_str(s: &str) -> Result<Self, SpecError> {
         let options = NET.read(s)?;
+        let limits = |key| -> Result<RateLimits, SpecError> {
+            let bandwidth = read_bandwidth(&options, key)?;
+            Ok(RateLimits { bandwidth, operations: None })
+        };
         Ok(Self {
             tap: check_tap(options.require("tap")?)?,
             mac: options.get("mac").map(str::parse).transpose()?,
             id: options.get("id").map(check_id).transpose()?,
             queues: options.number("queues")?.map(check_queues).transpose()?,
+            limits: NetLimits {
+                receive: limits("rx-bandwidth")?,
+                transmit: limits("tx-bandwidth")?,
+            },
         })
     }
 }
@@ -200,6 +227,7 @@ impl FromStr for VsockSpec {
 
 #[cfg(test)]
 mod tests {
+    use super::super::rate_limits::RateLimit;
     use super::*;
 
     #[test]
@@ -232,6 +260,12 @@ mod tests {
         assert!(refused("tap=t,queues=9").contains("9 pairs"));
         assert!(refused("tap=t,queues=0").contains("0 pairs"));
         assert!(refused("tap=t,fast").contains("\"fast\""));
+        let spec: NetSpec = "tap=t,tx-bandwidth=8M".parse().unwrap();
+        let bandwidth = Some(RateLimit { size: 1 << 20, refill_ms: 125, one_time_burst: 0 });
+        assert_eq!(spec.limits.transmit, RateLimits { bandwidth, operations: None });
+        assert!(spec.limits.receive.is_none());
+        assert!(refused("tap=t,rx-bandwidth=0").contains("\"0\" is no bandwidth"));
+        assert!(refused("tap=t,rx-bandwidth=fast").contains("\"fast\" is no bandwidth"));
         let spec: VsockSpec = "cid=3,uds=/tmp/v".parse().unwrap();
         assert_eq!(spec, VsockSpec { cid: Some(3), uds: "/tmp/v".into() });
         let refused = |s: &str| s.parse::<VsockSpec>().unwrap_err().to_string();

@@ -9,6 +9,7 @@ use super::devices::DeviceConfig;
 use super::disk::{DiskConfig, DiskSpec};
 use super::host::HostConfig;
 use super::net::{MacAddr, NetConfig, NetSpec, VsockConfig, VsockSpec};
+use super::rate_limits::NetLimits;
 
 /// The reason why the devices that are given on this host do not fit the guest.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
@@ -33,6 +34,14 @@ pub enum ReplaceError {
         /// The file that is given.
         path: PathBuf,
         /// The disk's name.
+        id: String,
+    },
+    /// Rate limits are given for a device of an arriving guest.
+    #[error("{kind} \"{id}\" comes with its rate limits: give none here")]
+    LimitsOfGuest {
+        /// The kind of the device.
+        kind: &'static str,
+        /// The name.
         id: String,
     },
     /// The guest has no device of a given name.
@@ -134,7 +143,7 @@ pub(super) fn replace(devices: &mut [DeviceConfig], host: &HostConfig) -> Result
             DeviceConfig::Disk(disk) => disks.push((disk.id.clone(), disk)),
             DeviceConfig::Net(net) => nets.push((net.id.clone(), net)),
             DeviceConfig::Vsock(v) => vsock = Some(v),
-            DeviceConfig::Rng | DeviceConfig::Balloon(_) => {}
+            DeviceConfig::Rng(_) | DeviceConfig::Balloon(_) => {}
         }
     }
     let disk_specs = host.disks.iter().map(|spec| (spec.id.as_deref(), spec)).collect();
@@ -210,6 +219,9 @@ fn replace_disk(disk: &mut DiskConfig, with: &DiskSpec, copied: bool) -> Result<
     if with.readonly != disk.readonly || with.serial.is_some() {
         return Err(ReplaceError::OtherDisk { id: disk.id.clone(), readonly: disk.readonly });
     }
+    if !with.limits.is_none() {
+        return Err(ReplaceError::LimitsOfGuest { kind: DISK.name, id: disk.id.clone() });
+    }
     disk.path.clone_from(&with.path);
     Ok(())
 }
@@ -218,6 +230,9 @@ fn replace_net(net: &mut NetConfig, with: &NetSpec) -> Result<(), ReplaceError> 
     if with.mac.is_some_and(|mac| mac != net.mac) || with.queues.is_some_and(|q| q != net.queues) {
         let NetConfig { id, mac, queues, .. } = net.clone();
         return Err(ReplaceError::OtherInterface { id, mac, queues });
+    }
+    if with.limits != NetLimits::default() {
+        return Err(ReplaceError::LimitsOfGuest { kind: INTERFACE.name, id: net.id.clone() });
     }
     net.tap.clone_from(&with.tap);
     Ok(())
@@ -245,7 +260,13 @@ mod tests {
         let (id, tap) = ("wan".to_owned(), "t0".to_owned());
         let mut guest = [
             DeviceConfig::Disk(crate::testing::disk("root", Path::new("/a"), 512)),
-            DeviceConfig::Net(NetConfig { id, tap, mac: MAC, queues: 2 }),
+            DeviceConfig::Net(NetConfig {
+                id,
+                tap,
+                mac: MAC,
+                queues: 2,
+                limits: Default::default(),
+            }),
             DeviceConfig::Vsock(VsockConfig { cid: 3, uds: "/v".into() }),
         ];
         let mut host = HostConfig::default();
@@ -269,6 +290,8 @@ mod tests {
         let other = Err(ReplaceError::OtherDisk { id: id(), readonly: false });
         assert_eq!(disks(&["path=/b,readonly"]), other);
         assert_eq!(disks(&["path=/b,serial=s"]), other);
+        let limits = Err(ReplaceError::LimitsOfGuest { kind: "disk", id: id() });
+        assert_eq!(disks(&["path=/b,iops=8"]), limits);
         let not_copied = ReplaceError::NotCopied { path: "/b".into(), id: id() };
         assert_eq!(disks(&["path=/b,copy"]), Err(not_copied));
         let no_file = replaced(|host| host.copied = vec![id()]);
@@ -277,6 +300,9 @@ mod tests {
         let other = ReplaceError::OtherInterface { id: "wan".to_owned(), mac: MAC, queues: 2 };
         assert_eq!(net("tap=t1,queues=2"), Ok(()));
         assert_eq!(net("tap=t1,queues=3"), Err(other));
+        let (kind, id) = ("network interface", "wan".to_owned());
+        let limits = Err(ReplaceError::LimitsOfGuest { kind, id });
+        assert_eq!(net("tap=t1,rx-bandwidth=1M"), limits);
         let vsock = |spec: &str| replaced(|host| host.vsock = Some(spec.parse().unwrap()));
         assert_eq!(vsock("uds=/w"), Ok(()));
         assert_eq!(vsock("cid=4,uds=/w"), Err(ReplaceError::OtherCid { has: 3, given: 4 }));

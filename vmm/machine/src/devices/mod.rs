@@ -23,6 +23,7 @@ mod net;
 mod opener;
 mod placement;
 mod power;
+mod rate_limit;
 mod rng;
 mod serial;
 mod serial_input;
@@ -61,4 +62,5 @@ pub(crate) use stats::StatsHandle;
 #[cfg(test)]
 pub(crate) use virtio::fake;
 pub(crate) use virtio::{Completion, RequestError, VirtioState};
+pub use virtio::{RateLimitControl, RateLimitError};
 pub use vsock::VsockError;

@@ -8,15 +8,24 @@ use vmm_sys_util::epoll::EventSet;
 
 use super::error::{DeviceError, StateError};
 use super::virtio::{Device, DeviceIo, DeviceKind, QuiesceError, Violation, Watcher};
+use crate::config::{RateLimits, RngConfig};
 
 const QUEUE_SIZE: u16 = 64;
 /// Most bytes given for one chain. A driver may ask for 4 GiB; it asks again for more.
 const MAX_BYTES_PER_CHAIN: u32 = 4096;
 
-/// The device. It has no state to save: bytes that it gave belong to the guest, and later bytes do
-/// not exist yet.
+/// The device. It has no state of its own to save: bytes that it gave belong to the guest, and
+/// later bytes do not exist yet.
 #[derive(Debug, Default)]
-pub(super) struct Rng;
+pub(super) struct Rng {
+    limits: RateLimits,
+}
+
+impl Rng {
+    pub(super) fn new(config: &RngConfig) -> Self {
+        Self { limits: config.limits }
+    }
+}
 
 impl Device for Rng {
     fn kind(&self) -> DeviceKind {
@@ -29,6 +38,10 @@ impl Device for Rng {
 
     fn queue_sizes(&self) -> Vec<u16> {
         vec![QUEUE_SIZE]
+    }
+
+    fn limits(&self) -> Vec<RateLimits> {
+        vec![self.limits]
     }
 
     fn config_space(&self) -> Vec<u8> {
@@ -53,6 +66,10 @@ impl Device for Rng {
             if wanted == 0 {
                 let why = format!("the chain from {} has no room for randomness", chain.head);
                 return Err(Violation::Request { queue: 0, why });
+            }
+            if !io.limiters.admit(0, queue, wanted as u64) {
+                ring.unpop();
+                return Ok(());
             }
             let given = match getrandom(&mut bytes[..wanted], GetRandomFlags::empty()) {
                 Ok(given) => given,
@@ -111,13 +128,26 @@ impl Device for Rng {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::RateLimit;
     use crate::devices::virtio::conformance::{self, TestedDevice};
     use crate::devices::virtio::driver::Driver;
 
     #[test]
     fn conforms_to_virtio() {
         conformance::check(&TestedDevice {
-            make: &|| Box::new(Rng),
+            make: &|| Box::new(Rng::default()),
+            queue: 0,
+            request: &|driver, n| vec![driver.writable(16 + n as u32)],
+        });
+    }
+
+    #[test]
+    fn limited_device_conforms_to_virtio() {
+        let limit = |size| Some(RateLimit { size, refill_ms: 1, one_time_burst: 0 });
+        let config =
+            RngConfig { limits: RateLimits { bandwidth: limit(40), operations: limit(2) } };
+        conformance::check(&TestedDevice {
+            make: &|| Box::new(Rng::new(&config)),
             queue: 0,
             request: &|driver, n| vec![driver.writable(16 + n as u32)],
         });
@@ -125,7 +155,7 @@ mod tests {
 
     #[test]
     fn random_bytes_do_not_repeat() {
-        let mut driver = Driver::started(Box::new(Rng));
+        let mut driver = Driver::started(Box::new(Rng::default()));
         let mut seen = std::collections::HashSet::new();
         for _ in 0..50 {
             let piece = driver.writable(32);

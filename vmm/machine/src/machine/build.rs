@@ -214,6 +214,7 @@ impl KvmMachine {
         let (drives, sources) = (devices.drives().to_vec(), devices.sources().to_vec());
         let (stats_handles, balloon) =
             (devices.stats_handles().to_vec(), devices.balloon().cloned());
+        let rate_limits = devices.rate_limits().to_vec();
         let bus = Arc::new(Bus::new(com1, devices));
         let collector_inbox = collector::inbox();
         let (to_collector, status) =
@@ -241,6 +242,7 @@ impl KvmMachine {
             drives,
             sources,
             stats_handles,
+            rate_limits,
             balloon,
             status,
             counters,

@@ -13,8 +13,8 @@ use driftline_guest::{DriveHead, GuestError, GuestFactory, VmId};
 
 use super::{EarlyVm, KvmMachine, MachineFactory};
 use crate::config::{
-    BalloonConfig, DeviceConfig, HostConfig, MacAddr, MachineConfig, NetConfig, SerialSink,
-    VsockConfig,
+    BalloonConfig, DeviceConfig, HostConfig, MacAddr, MachineConfig, NetConfig, RngConfig,
+    SerialSink, VsockConfig,
 };
 use crate::fail_point;
 use crate::memory::{Backing, MemoryOptions};
@@ -166,7 +166,7 @@ fn config(dir: &Path, case: &BuildCase, tap: &str) -> MachineConfig {
     let disk = dir.join(if is_copied { "copy" } else { "disk" });
     let mut devices = vec![
         DeviceConfig::Disk(crate::testing::disk("disk", &disk, DISK_BYTES)),
-        DeviceConfig::Rng,
+        DeviceConfig::Rng(RngConfig::default()),
         DeviceConfig::Vsock(VsockConfig { cid: 3, uds: dir.join("vsock") }),
         DeviceConfig::Balloon(BalloonConfig::default()),
     ];
@@ -176,6 +176,7 @@ fn config(dir: &Path, case: &BuildCase, tap: &str) -> MachineConfig {
             tap: tap.to_owned(),
             mac: MacAddr::random(),
             queues: TAP_QUEUES,
+            limits: Default::default(),
         }));
     }
     MachineConfig {

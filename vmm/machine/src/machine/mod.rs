@@ -54,7 +54,8 @@ use crate::actor::Handle;
 use crate::collector::Collector;
 use crate::config::MachineConfig;
 use crate::devices::{
-    BalloonControl, DiskError, Drive, DriveSource, SerialInput, SerialOutputThread, StatsHandle,
+    BalloonControl, DiskError, Drive, DriveSource, RateLimitControl, SerialInput,
+    SerialOutputThread, StatsHandle,
 };
 use crate::exit;
 use crate::memory::{self, Memory};
@@ -85,6 +86,7 @@ pub struct KvmMachine {
     drives: Vec<Drive>,
     sources: Vec<DriveSource>,
     stats_handles: Vec<StatsHandle>,
+    rate_limits: Vec<RateLimitControl>,
     balloon: Option<BalloonControl>,
     status: Arc<MachineStatus>,
     counters: Vec<Arc<Counters>>,
@@ -400,6 +402,10 @@ impl Vm for KvmMachine {
             collections: self.collector.as_ref().map(Collector::times),
             restore: self.memory.restore_figures(),
         }
+    }
+
+    fn rate_limits(&self) -> &[RateLimitControl] {
+        &self.rate_limits
     }
 
     fn balloon(&self) -> Option<&BalloonControl> {

@@ -165,7 +165,7 @@ pub(super) fn encode(saved: &SavedMachine) -> Result<Vec<Section>, GuestError> {
     sections.push(section(SectionTag::SERIAL, 0, &saved.com1)?);
     sections.push(section(SectionTag::PLATFORM, 0, &saved.platform)?);
     for (device, i) in saved.virtio.iter().zip(0u16..) {
-        sections.push(section(SectionTag::VIRTIO, i, device)?);
+        sections.push(Section::new(SectionTag::VIRTIO, i, device.encode().map_err(encoding)?));
     }
     Ok(sections)
 }
@@ -175,9 +175,11 @@ pub(super) fn section<T: Serialize>(
     instance: u16,
     value: &T,
 ) -> Result<Section, GuestError> {
-    let bytes = codec::encode_versioned(value)
-        .map_err(|e| GuestError::System { what: "encoding state", cause: e.into() })?;
-    Ok(Section::new(tag, instance, bytes))
+    Ok(Section::new(tag, instance, codec::encode_versioned(value).map_err(encoding)?))
+}
+
+fn encoding(e: postcard::Error) -> GuestError {
+    GuestError::System { what: "encoding state", cause: e.into() }
 }
 
 /// Reads the sections of a machine with `vcpus` vCPUs and `devices` virtio devices. Each section
@@ -206,7 +208,10 @@ pub(super) fn decode(
         }
     }
     let each = (0..u16::from(vcpus)).map(|i| read(sections, SectionTag::KVM_VCPU, i));
-    let virtio = (0..devices as u16).map(|i| read(sections, SectionTag::VIRTIO, i));
+    let virtio = (0..devices as u16).map(|i| {
+        let section = find(sections, SectionTag::VIRTIO, i)?;
+        VirtioState::decode(name(SectionTag::VIRTIO, i), &section.bytes)
+    });
     Ok(SavedMachine {
         vm: read(sections, SectionTag::KVM_VM, 0)?,
         vcpus: each.collect::<Result<_, GuestError>>()?,
@@ -221,14 +226,23 @@ pub(super) fn read<T: DeserializeOwned>(
     tag: SectionTag,
     instance: u16,
 ) -> Result<T, GuestError> {
-    let what = || format!("{tag} (instance {instance})");
-    let malformed = |why: String| GuestError::Malformed { what: what(), why };
+    codec::decode_versioned(name(tag, instance), &find(sections, tag, instance)?.bytes)
+}
+
+/// Returns the name of a section in errors.
+fn name(tag: SectionTag, instance: u16) -> String {
+    format!("{tag} (instance {instance})")
+}
+
+/// Returns the section, which must be there once.
+fn find(sections: &[Section], tag: SectionTag, instance: u16) -> Result<&Section, GuestError> {
+    let malformed = |why: String| GuestError::Malformed { what: name(tag, instance), why };
     let mut found = sections.iter().filter(|s| s.tag == tag && s.instance == instance);
     let section = found.next().ok_or_else(|| malformed("it is missing".to_owned()))?;
     if found.next().is_some() {
         return Err(malformed("it is there twice".to_owned()));
     }
-    codec::decode_versioned(what(), &section.bytes)
+    Ok(section)
 }
 
 /// Returns the registers of each of `vcpus` vCPUs, for an ELF core.

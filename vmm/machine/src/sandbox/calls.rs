@@ -45,9 +45,9 @@ pub(super) const BALLOON: &[Sysno] = &[
     lseek, pread64, fallocate,
 ];
 
-/// Calls of a network interface: the timer of its announcements.
+/// Calls of a device that has a timer: rate limits, or the announcements of a network interface.
 #[rustfmt::skip]
-pub(super) const NET: &[Sysno] = &[
+pub(super) const TIMER: &[Sysno] = &[
     timerfd_settime,
 ];
 

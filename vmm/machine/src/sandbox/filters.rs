@@ -30,7 +30,10 @@ pub(super) fn of(class: Class) -> Result<Rules, BackendError> {
             table.ioctls(PAGEMAP_IOCTLS)?;
         }
         Class::Supervisor => table.kvm(VM_IOCTLS)?,
-        Class::Rng => table.allow(DEVICE),
+        Class::Rng => {
+            table.allow(DEVICE);
+            table.allow(TIMER);
+        }
         Class::Balloon => {
             table.allow(DEVICE);
             table.allow(BALLOON);
@@ -38,11 +41,12 @@ pub(super) fn of(class: Class) -> Result<Rules, BackendError> {
         Class::Block => {
             table.allow(DEVICE);
             table.allow(BLOCK);
+            table.allow(TIMER);
             table.allow_values(fcntl, 1, [libc::F_OFD_SETLK as u64])?;
         }
         Class::Net => {
             table.allow(DEVICE);
-            table.allow(NET);
+            table.allow(TIMER);
             table.ioctls(TAP_IOCTLS)?;
         }
         Class::Vsock => {

@@ -7,7 +7,8 @@ use syscalls::Sysno;
 
 use super::*;
 use crate::config::{
-    BackendKind, BalloonConfig, DeviceConfig, MacAddr, MachineConfig, NetConfig, VsockConfig,
+    BackendKind, BalloonConfig, DeviceConfig, MacAddr, MachineConfig, NetConfig, RngConfig,
+    VsockConfig,
 };
 use crate::devices::{DeviceSet, Drive};
 use crate::testing::{TestTap, payload_config};
@@ -243,7 +244,7 @@ fn device_has_only_the_calls_of_its_kind() {
         ("uring-register", Sysno::io_uring_register, &[]),
         ("connect", Sysno::connect, &[]),
         ("accept", Sysno::accept4, &["Vsock"]),
-        ("timer", Sysno::timerfd_settime, &["Net", "Vsock"]),
+        ("timer", Sysno::timerfd_settime, &["Block", "Net", "Rng", "Vsock"]),
         ("space", Sysno::fallocate, &["Block", "Balloon"]),
         ("data", Sysno::pread64, &["Block", "Balloon"]),
         ("attach", Sysno::ioctl, &[]),
@@ -295,12 +296,18 @@ fn devices() {
     let mut devices = vec![
         DeviceConfig::Disk(disk),
         DeviceConfig::Vsock(VsockConfig { cid: 3, uds: uds.clone() }),
-        DeviceConfig::Rng,
+        DeviceConfig::Rng(RngConfig::default()),
         DeviceConfig::Balloon(BalloonConfig::default()),
     ];
     if let Ok(tap) = std::env::var(TAP) {
         let (id, mac) = ("n".to_owned(), MacAddr([2, 0, 0, 0, 0, 9]));
-        devices.push(DeviceConfig::Net(NetConfig { id, tap, mac, queues: 1 }));
+        devices.push(DeviceConfig::Net(NetConfig {
+            id,
+            tap,
+            mac,
+            queues: 1,
+            limits: Default::default(),
+        }));
     }
     let config = MachineConfig {
         mem_bytes: 64 << 20,

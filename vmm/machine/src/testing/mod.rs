@@ -19,6 +19,7 @@ use seccompiler::{
 
 use crate::config::{
     BackendKind, Boot, CpuConfig, DEFAULT_RING_ENTRIES, DiskConfig, Identity, MachineConfig,
+    RateLimits,
 };
 use crate::kvm;
 use crate::tracking::TrackingMode;
@@ -230,6 +231,7 @@ pub fn disk(id: &str, path: &Path, bytes: u64) -> DiskConfig {
         bytes,
         block_bytes: 512,
         identity: None,
+        limits: RateLimits::default(),
     }
 }
 

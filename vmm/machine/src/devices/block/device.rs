@@ -6,8 +6,9 @@ use std::time::{Duration, Instant};
 use virtio_bindings::virtio_blk::*;
 use vmm_sys_util::epoll::EventSet;
 
-use super::request;
+use super::request::{self, DiskRequest};
 use super::{BlockDevice, BlockState, MAX_BYTES_IN_FLIGHT, QUEUE_SIZE, SEG_MAX};
+use crate::config::RateLimits;
 use crate::devices::error::DeviceError;
 use crate::devices::virtio::{
     Device, DeviceIo, DeviceKind, DeviceRing, QuiesceError, Violation, Watcher, decode_state,
@@ -18,6 +19,8 @@ use crate::devices::virtio::{
 const MAX_ROUND: Duration = Duration::from_millis(10);
 /// Token of the event that announces completions of the engine.
 const COMPLETIONS: u32 = 0;
+/// The disk's only rate limiter.
+const LIMITER: usize = 0;
 
 impl Device for BlockDevice {
     fn kind(&self) -> DeviceKind {
@@ -39,6 +42,10 @@ impl Device for BlockDevice {
 
     fn queue_sizes(&self) -> Vec<u16> {
         vec![QUEUE_SIZE; self.queues.into()]
+    }
+
+    fn limits(&self) -> Vec<RateLimits> {
+        vec![self.disk.limits]
     }
 
     fn config_space(&self) -> Vec<u8> {
@@ -70,7 +77,12 @@ impl Device for BlockDevice {
         while self.bytes_in_flight < MAX_BYTES_IN_FLIGHT {
             let Some(ring) = io.rings.get_mut(queue) else { return Ok(()) };
             let Some(chain) = ring.pop(io.ram)? else { return Ok(()) };
-            self.start_request(queue, &chain, io)?;
+            let request = DiskRequest::read(queue as u16, &chain, &self.disk, io.ram)?;
+            if !io.limiters.admit(LIMITER, queue, request.bytes()) {
+                ring.unpop();
+                return Ok(());
+            }
+            self.start_request(queue, chain.head, request, io)?;
             if Instant::now() >= end {
                 io.rings.get_mut(queue).into_iter().for_each(DeviceRing::yield_round);
                 return Ok(());

@@ -40,7 +40,7 @@ use self::engine::Engine;
 use self::operation::{DiskOperation, DiskWork};
 use self::request::DiskRequest;
 use super::stats::DiskCounters;
-use super::virtio::{Buffers, Chain, DeviceIo, QuiesceError, Violation};
+use super::virtio::{Buffers, DeviceIo, QuiesceError, Violation};
 use crate::config::{DiskConfig, DiskIdentity};
 use crate::pool;
 
@@ -223,14 +223,14 @@ impl BlockDevice {
     fn start_request(
         &mut self,
         queue: usize,
-        chain: &Chain,
+        head: u16,
+        request: DiskRequest,
         io: &mut DeviceIo<'_>,
     ) -> Result<(), Violation> {
-        let DiskRequest { work, status, data_len } =
-            DiskRequest::read(queue as u16, chain, &self.disk, io.ram)?;
+        let DiskRequest { work, status, data_len } = request;
         let work = match work {
             Ok(work) => work,
-            Err(code) => return finish(io, queue, chain.head, &status, 0, code).map(drop),
+            Err(code) => return finish(io, queue, head, &status, 0, code).map(drop),
         };
         self.count(&work);
         let (writes, bytes) = (work.writes(), work.bytes());
@@ -239,7 +239,6 @@ impl BlockDevice {
             _ if self.writes_through && !writes.is_empty() => DurabilityPromise::Itself,
             _ => DurabilityPromise::Nothing,
         };
-        let head = chain.head;
         let in_flight = RequestInFlight { queue, head, status, data_len, writes, bytes, promise };
         if let DiskWork::Identify(to) = &work {
             let mut id = [0; VIRTIO_BLK_ID_BYTES as usize];

@@ -39,6 +39,11 @@ pub(super) struct DiskRequest {
 }
 
 impl DiskRequest {
+    /// Returns the number of bytes that the request moves.
+    pub(super) fn bytes(&self) -> u64 {
+        self.work.as_ref().map_or(0, DiskWork::bytes)
+    }
+
     /// Reads the request to `disk` in `chain`, a chain of queue `queue`.
     ///
     /// # Errors

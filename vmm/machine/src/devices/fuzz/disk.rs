@@ -13,7 +13,7 @@ use tempfile::NamedTempFile;
 use super::device::{FuzzedDevice, given};
 use super::input::FuzzInput;
 use super::memory::FuzzMemory;
-use crate::config::DiskConfig;
+use crate::config::{DiskConfig, RateLimits};
 use crate::devices::block::{BlockDevice, DiskError};
 use crate::devices::virtio::{Device, DriverBuffer};
 use crate::memory::Memory;
@@ -54,6 +54,7 @@ impl FuzzedDisk {
             bytes: Self::BYTES as u64,
             block_bytes: 512,
             identity: None,
+            limits: RateLimits::default(),
         };
         let (guest, now) = (VmId::random(), before.clone());
         Self { file, config, guest, uring, before, now, writes: Vec::new() }

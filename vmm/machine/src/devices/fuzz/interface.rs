@@ -7,7 +7,7 @@ use std::os::unix::net::UnixDatagram;
 use super::device::{FuzzedDevice, given};
 use super::input::FuzzInput;
 use super::memory::FuzzMemory;
-use crate::config::{MacAddr, NetConfig};
+use crate::config::{MacAddr, NetConfig, NetLimits};
 use crate::devices::net::Net;
 use crate::devices::virtio::{Device, DriverBuffer};
 
@@ -30,7 +30,8 @@ impl FuzzedInterface {
         };
         let (ours, taps) = (0..queues).map(pair).unzip();
         let mac = MacAddr([2, 0, 0, 0, 0, 1]);
-        let config = NetConfig { id: "n".to_owned(), tap: "t".to_owned(), mac, queues };
+        let (id, tap, limits) = ("n".to_owned(), "t".to_owned(), NetLimits::default());
+        let config = NetConfig { id, tap, mac, queues, limits };
         Self { config, queue, ours, taps, frame: vec![0x5a; 70_000] }
     }
 }

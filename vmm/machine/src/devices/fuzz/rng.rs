@@ -10,7 +10,7 @@ pub(super) struct FuzzedRng;
 
 impl FuzzedDevice for FuzzedRng {
     fn make(&mut self) -> Box<dyn Device> {
-        Box::new(Rng)
+        Box::new(Rng::default())
     }
 
     fn queue(&self) -> usize {

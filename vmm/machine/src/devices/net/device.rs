@@ -10,6 +10,7 @@ use super::frame::{HEADER, MAX_FRAME};
 use super::queued_frames::QueuedFrames;
 use super::tap::TapError;
 use super::{ANNOUNCE, Net, NetQueue, NetState, QUEUE_SIZE};
+use crate::config::RateLimits;
 use crate::devices::error::{DeviceError, StateError};
 use crate::devices::virtio::{
     Device, DeviceIo, DeviceKind, QuiesceError, Violation, Watcher, decode_state, encode_state,
@@ -40,6 +41,10 @@ impl Device for Net {
 
     fn queue_sizes(&self) -> Vec<u16> {
         vec![QUEUE_SIZE; 2 * usize::from(self.config.queues) + 1]
+    }
+
+    fn limits(&self) -> Vec<RateLimits> {
+        vec![self.config.limits.receive, self.config.limits.transmit]
     }
 
     fn config_space(&self) -> Vec<u8> {

@@ -1,8 +1,9 @@
 //! virtio-net: a network interface over a tap.
 //!
 //! ```text
-//! receive queues  <- buffer first, then a frame is read <- tap   no buffer: frames stay in the tap
-//! transmit queues -> one copy -> tap                             frames the tap refuses are lost
+//! receive queues  <- buffer first, then a frame is read <- tap   no buffer, or a rate limit:
+//!                                                                frames stay in the tap
+//! transmit queues -> rate limit -> one copy -> tap               frames the tap refuses are lost
 //! control queue   -> number of queue pairs, "announced"
 //! ```
 //!
@@ -52,6 +53,10 @@ const QUEUE_SIZE: u16 = 256;
 const MAX_BAD_FRAMES: u32 = 64;
 /// Token of the announcement timer. Lower tokens are the tap's queues.
 const ANNOUNCE: u32 = 1 << 16;
+/// The rate limiter of the receive queues.
+const RECEIVE_LIMITER: usize = 0;
+/// The rate limiter of the transmit queues.
+const TRANSMIT_LIMITER: usize = 1;
 
 /// The device.
 pub(super) struct Net {
@@ -87,7 +92,7 @@ struct NetState {
     /// Whether the driver was asked to announce itself and has not acknowledged that yet.
     announce: bool,
     /// For each queue pair, a frame with its header that was read from the tap but did not fit into
-    /// the queue.
+    /// the queue, or has to wait for the rate limit.
     waiting: BTreeMap<u8, Vec<u8>>,
 }
 
@@ -234,6 +239,9 @@ impl Net {
         let Some(ring) = io.rings.get_mut(queue).filter(|_| pair < self.state.pairs) else {
             return Ok(true);
         };
+        if io.limiters.must_wait(RECEIVE_LIMITER, queue) {
+            return Ok(true);
+        }
         let mut had_buffers = false;
         // Take a buffer first: a frame without a buffer stays in the tap.
         while let Some(first) = ring.pop(io.ram)? {
@@ -251,6 +259,11 @@ impl Net {
             };
             let chains = self.buffers_for(len, first, ring, io.ram)?;
             if capacity(&chains) >= len as u64 {
+                if !io.limiters.admit(RECEIVE_LIMITER, queue, (len - HEADER) as u64) {
+                    chains.iter().for_each(|_| ring.unpop());
+                    self.state.waiting.insert(pair, self.buffer[..len].to_vec());
+                    return Ok(true);
+                }
                 let given = self.write_frame(&chains, len, io.ram)?;
                 ring.push_all(io.ram, &given)?;
                 self.counters.received_frames.add(1);
@@ -347,6 +360,10 @@ impl Net {
                 let why =
                     format!("the frame from {} has {len} bytes, less than its header", chain.head);
                 return Err(Violation::Request { queue: queue as u16, why });
+            }
+            if !io.limiters.admit(TRANSMIT_LIMITER, queue, (len - HEADER) as u64) {
+                ring.unpop();
+                return Ok(());
             }
             if len <= self.buffer.len() {
                 chain.readable.read(io.ram, 0, &mut self.buffer[..len])?;

@@ -1,5 +1,7 @@
 //! Tests that drive the interface through its queues, over sockets instead of a tap.
 
+mod limits;
+
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixDatagram;
@@ -8,7 +10,7 @@ use std::time::{Duration, Instant};
 use virtio_bindings::virtio_mmio::*;
 
 use super::*;
-use crate::config::MacAddr;
+use crate::config::{MacAddr, NetLimits};
 use crate::devices::stats::{DeviceStats, StatsHandle};
 use crate::devices::virtio::DriverBuffer;
 use crate::devices::virtio::conformance::{self, TestedDevice};
@@ -37,8 +39,12 @@ impl TestNetwork {
 
     /// Returns an interface that is connected to this network.
     fn net(&self) -> Net {
-        let queues = self.taps.len() as u8;
-        let config = NetConfig { id: "n".to_owned(), tap: "t".to_owned(), mac: MAC, queues };
+        self.limited(NetLimits::default())
+    }
+
+    fn limited(&self, limits: NetLimits) -> Net {
+        let (id, tap, queues) = ("n".to_owned(), "t".to_owned(), self.taps.len() as u8);
+        let config = NetConfig { id, tap, mac: MAC, queues, limits };
         let taps: Vec<File> = self.taps.iter().map(|tap| tap.try_clone().unwrap()).collect();
         let mut net = Net::over_sockets(&config, taps).unwrap();
         net.acquire().unwrap();
@@ -432,8 +438,8 @@ fn frames_behind_a_short_one_arrive() {
 
 #[test]
 fn missing_tap_is_named() {
-    let config =
-        NetConfig { id: "n".to_owned(), tap: "dl-none-dl".to_owned(), mac: MAC, queues: 1 };
+    let (id, tap) = ("n".to_owned(), "dl-none-dl".to_owned());
+    let config = NetConfig { id, tap, mac: MAC, queues: 1, limits: NetLimits::default() };
     let opener = Opener::start().unwrap();
     let error = Net::open(&config, VmId::random(), &opener).err().unwrap().to_string();
     assert!(error.contains("tap \"dl-none-dl\" does not exist"), "{error}");

@@ -21,7 +21,8 @@ use super::placement::{device_at, placement};
 use super::rng::Rng;
 use super::stats::StatsHandle;
 use super::virtio::{
-    Completion, Device, PendingRequest, REPLY_GRACE, RequestError, Transport, VirtioState,
+    Completion, Device, PendingRequest, REPLY_GRACE, RateLimitControl, RequestError, Transport,
+    VirtioState,
 };
 use super::vsock::Vsock;
 use crate::config::{DeviceConfig, DiskConfig, DiskIdentity, MachineConfig, disks_mut};
@@ -71,6 +72,7 @@ pub(crate) struct DeviceSet {
     sources: Vec<DriveSource>,
     files: Vec<OpenFile>,
     stats_handles: Vec<StatsHandle>,
+    rate_limits: Vec<RateLimitControl>,
     balloon: Option<BalloonControl>,
     opener: Option<Opener>,
     /// Frames that no device may change now.
@@ -112,6 +114,7 @@ impl DeviceSet {
             sources: Vec::new(),
             files: Vec::new(),
             stats_handles: Vec::new(),
+            rate_limits: Vec::new(),
             balloon: None,
             opener: None,
             protected_frames: Arc::default(),
@@ -148,7 +151,10 @@ impl DeviceSet {
             if acquire {
                 built.acquire()?;
             }
-            set.devices.push(Transport::spawn(id, built, memory.ram().clone()).map_err(system)?);
+            let limiters = built.limits().len();
+            let device = Transport::spawn(id, built, memory.ram().clone()).map_err(system)?;
+            set.rate_limits.extend((limiters > 0).then(|| device.rate_limits(id, limiters)));
+            set.devices.push(device);
         }
         Ok(set)
     }
@@ -182,7 +188,7 @@ impl DeviceSet {
                 }
                 Box::new(block)
             }
-            DeviceConfig::Rng => Box::new(Rng),
+            DeviceConfig::Rng(config) => Box::new(Rng::new(config)),
             DeviceConfig::Net(config) => {
                 let net = Net::open(config, guest, self.opener().map_err(system)?)?;
                 self.stats_handles
@@ -259,6 +265,11 @@ impl DeviceSet {
     /// Returns the handles for reading device counters.
     pub(crate) fn stats_handles(&self) -> &[StatsHandle] {
         &self.stats_handles
+    }
+
+    /// Returns the handles for the rate limits of the devices that can have some.
+    pub(crate) fn rate_limits(&self) -> &[RateLimitControl] {
+        &self.rate_limits
     }
 
     /// Returns the balloon, if there is one.

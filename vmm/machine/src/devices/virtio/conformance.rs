@@ -59,7 +59,7 @@ fn check_answer(driver: &mut Driver, tested: &TestedDevice<'_>, n: u64) {
 }
 
 fn encoded(transport: &Transport) -> Vec<u8> {
-    postcard::to_stdvec(&transport.save().unwrap()).unwrap()
+    transport.save().unwrap().encode().unwrap()
 }
 
 fn restored_state_saves_the_same(tested: &TestedDevice<'_>, without: u64) {
@@ -75,7 +75,7 @@ fn restored_state_saves_the_same(tested: &TestedDevice<'_>, without: u64) {
     let waiting: Vec<u16> = (3..5).map(|n| post(&mut driver, tested, n)).collect();
     let used = encoded(&driver.transport);
     for bytes in [&never_used, &used] {
-        let state: VirtioState = postcard::from_bytes(bytes).unwrap();
+        let state = VirtioState::decode("the state", bytes).unwrap();
         let ram = driver.memory.ram().clone();
         let restored = Transport::spawn("restored", (tested.make)(), ram).unwrap();
         restored.restore(state).unwrap();

@@ -10,7 +10,8 @@ use virtio_bindings::virtio_ids::{
 };
 use vmm_sys_util::epoll::EventSet;
 
-use super::{DeviceRing, SharedDeviceState, Violation, Watcher};
+use super::{DeviceRing, Limiters, SharedDeviceState, Violation, Watcher};
+use crate::config::RateLimits;
 use crate::devices::error::DeviceError;
 use crate::sandbox::Class;
 
@@ -71,6 +72,8 @@ pub(crate) struct DeviceIo<'w> {
     pub(crate) shared: &'w SharedDeviceState,
     /// Starts and stops watching files.
     pub(crate) watcher: &'w Watcher,
+    /// The device's rate limiters, in the order of [`Device::limits`].
+    pub(crate) limiters: &'w mut Limiters,
 }
 
 /// A virtio device without its transport. The device lives on a thread of its own. That thread
@@ -91,6 +94,12 @@ pub(crate) trait Device: Send {
 
     /// Returns the maximum number of entries of each queue, powers of two.
     fn queue_sizes(&self) -> Vec<u16>;
+
+    /// Returns the limits of the configuration, one item for each limiter that the device asks. A
+    /// device without limiters returns none.
+    fn limits(&self) -> Vec<RateLimits> {
+        Vec::new()
+    }
 
     /// Returns the current configuration space.
     fn config_space(&self) -> Vec<u8>;

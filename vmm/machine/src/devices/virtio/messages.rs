@@ -2,6 +2,7 @@
 
 use super::Violation;
 use super::ring::{RingPosition, RingSetup};
+use crate::devices::rate_limit::SavedLimiter;
 
 /// The number and the place of a queue that a driver has made ready.
 pub(super) type ReadyRing = (usize, RingSetup);
@@ -23,6 +24,7 @@ pub(super) enum DriverCommand {
 pub(super) struct SavedWorkerState {
     pub(super) positions: Vec<RingPosition>,
     pub(super) device: Vec<u8>,
+    pub(super) limiters: Vec<SavedLimiter>,
 }
 
 /// The part of a saved state that the thread needs.
@@ -31,4 +33,5 @@ pub(super) struct RestoredWorkerState {
     pub(super) active: Option<(u64, Vec<ReadyRing>)>,
     pub(super) positions: Vec<RingPosition>,
     pub(super) device: Vec<u8>,
+    pub(super) limiters: Vec<SavedLimiter>,
 }

@@ -126,6 +126,7 @@ impl MmioInterface {
             config_generation: self.shared.config_generation(),
             positions: worker.positions,
             device: worker.device,
+            limiters: worker.limiters,
         }
     }
 
@@ -155,6 +156,7 @@ impl MmioInterface {
             active: active.then(|| (of.driver_features, ready_rings(of))),
             positions: state.positions,
             device: state.device,
+            limiters: state.limiters,
         })?;
         self.shared.restore(state.interrupt_status, state.needs_reset, state.config_generation);
         Ok(())

@@ -28,8 +28,10 @@ pub(crate) mod driver;
 mod driver_buffer;
 #[cfg(test)]
 pub(crate) mod fake;
+mod limiters;
 mod messages;
 mod mmio;
+mod rate_limit_control;
 mod registers;
 mod request;
 mod ring;
@@ -47,6 +49,8 @@ pub(crate) use completion::Completion;
 pub(crate) use device::{Device, DeviceIo, DeviceKind, QuiesceError};
 #[cfg(any(test, fuzzing))]
 pub(crate) use driver_buffer::DriverBuffer;
+pub(crate) use limiters::Limiters;
+pub use rate_limit_control::{RateLimitControl, RateLimitError};
 pub(crate) use request::RequestError;
 pub(crate) use ring::DeviceRing;
 pub(crate) use shared_state::SharedDeviceState;

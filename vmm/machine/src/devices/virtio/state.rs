@@ -1,5 +1,8 @@
 //! A virtio device's state, stored in the section `VIRTIO` of the device's number.
 
+use std::fmt::Display;
+
+use driftline_guest::GuestError;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -7,6 +10,7 @@ use super::registers::RegisterState;
 use super::ring::RingPosition;
 use crate::codec;
 use crate::devices::error::StateError;
+use crate::devices::rate_limit::SavedLimiter;
 
 /// A device's state without its configuration: what the driver wrote to its registers, its
 /// positions in the queues, and the device's own state.
@@ -23,6 +27,23 @@ pub(crate) struct VirtioState {
     pub(super) positions: Vec<RingPosition>,
     /// The device's own state, in its own encoding.
     pub(super) device: Vec<u8>,
+    /// The device's rate limiters; none if it has no limits. Encoded as an addition.
+    #[serde(skip)]
+    pub(super) limiters: Vec<SavedLimiter>,
+}
+
+impl VirtioState {
+    /// Returns the bytes of the section.
+    pub(crate) fn encode(&self) -> Result<Vec<u8>, postcard::Error> {
+        let has_limits = !self.limiters.is_empty();
+        codec::encode_with_addition(self, has_limits.then_some(&self.limiters))
+    }
+
+    /// Decodes the section `what`. The bytes are hostile.
+    pub(crate) fn decode(what: impl Display, bytes: &[u8]) -> Result<Self, GuestError> {
+        let (state, limiters): (Self, Option<_>) = codec::decode_with_addition(what, bytes)?;
+        Ok(Self { limiters: limiters.unwrap_or_default(), ..state })
+    }
 }
 
 #[cfg(test)]
@@ -37,7 +58,14 @@ impl VirtioState {
             config_generation: 4,
             positions: vec![RingPosition::example()],
             device: b"its own".to_vec(),
+            limiters: Vec::new(),
         }
+    }
+
+    /// Returns the example of a device with rate limits.
+    pub(crate) fn limited_example() -> Self {
+        let limiters = vec![SavedLimiter::example(), SavedLimiter::default()];
+        Self { limiters, ..Self::example() }
     }
 }
 

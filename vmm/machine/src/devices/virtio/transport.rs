@@ -5,6 +5,8 @@
 //! jobs until then. So nothing here waits for a driver's writes.
 
 use std::io;
+#[cfg(test)]
+use std::sync::atomic::AtomicU64;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
@@ -16,6 +18,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::messages::DriverCommand;
 use super::mmio::MmioInterface;
+use super::rate_limit_control::RateLimitControl;
 use super::request::RequestError;
 use super::worker::DeviceWorker;
 use super::{Completion, Device, VirtioState};
@@ -117,6 +120,12 @@ impl Transport {
     /// Returns the device's kind and name, for messages.
     pub(crate) fn label(&self) -> &str {
         self.mmio.label()
+    }
+
+    /// Returns the handle for the rate limits of the device, whose name is `id` and which has
+    /// `limiters` limiters.
+    pub(crate) fn rate_limits(&self, id: &str, limiters: usize) -> RateLimitControl {
+        RateLimitControl::new(id, limiters, self.thread.worker.clone())
     }
 
     /// Returns the interrupt line, for connection to an interrupt controller.
@@ -254,6 +263,12 @@ impl Transport {
 /// The same requests with a deadline long enough for a test.
 #[cfg(test)]
 impl Transport {
+    /// Makes the device's rate limiters use a clock that shows `ns` nanoseconds.
+    pub(crate) fn use_limiter_clock(&self, ns: Arc<AtomicU64>) {
+        let take = move |worker: &mut DeviceWorker| worker.use_limiter_clock(ns);
+        self.thread.worker.call("take a clock", soon(), take).unwrap();
+    }
+
     pub(crate) fn acquire(&self) -> Result<(), RequestError> {
         self.begin_acquire(soon()).wait()
     }

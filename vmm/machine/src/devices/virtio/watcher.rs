@@ -1,5 +1,5 @@
-//! The events that a device's thread waits for: jobs, notifications of its queues, and files of
-//! the device's backend.
+//! The events that a device's thread waits for: jobs, notifications of its queues, the timer of its
+//! rate limits, and files of the device's backend.
 
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
@@ -9,6 +9,7 @@ use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 /// Upper bound on the events taken at once.
 const MAX_EVENTS: usize = 32;
 const JOB: u64 = u64::MAX;
+const TURN: u64 = u64::MAX - 1;
 const QUEUE: u64 = 1 << 32;
 
 /// An event that woke the thread.
@@ -18,6 +19,8 @@ pub(super) enum Event {
     Job,
     /// The driver has notified this queue.
     Queue(usize),
+    /// A queue that has waited for a rate limit may go on.
+    Turn,
     /// The watched file with this token is ready for these events.
     Backend(u32, EventSet),
 }
@@ -41,6 +44,10 @@ impl Watcher {
 
     pub(super) fn watch_queue(&self, fd: &impl AsRawFd, queue: usize) -> io::Result<()> {
         self.control(ControlOperation::Add, fd, EventSet::IN, QUEUE | queue as u64)
+    }
+
+    pub(super) fn watch_turns(&self, timer: &impl AsRawFd) -> io::Result<()> {
+        self.control(ControlOperation::Add, timer, EventSet::IN, TURN)
     }
 
     /// Calls [`Device::backend_ready`](super::Device::backend_ready) with `token` whenever `fd` is
@@ -87,6 +94,7 @@ impl Watcher {
         };
         let event = |e: &EpollEvent| match e.data() {
             JOB => Event::Job,
+            TURN => Event::Turn,
             data if data & QUEUE != 0 => Event::Queue((data & !QUEUE) as usize),
             data => Event::Backend(data as u32, e.event_set()),
         };

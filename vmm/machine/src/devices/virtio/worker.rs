@@ -24,8 +24,9 @@ use super::mmio::MmioInterface;
 use super::request::RequestError;
 use super::ring::RingPosition;
 use super::watcher::Event;
-use super::{Device, DeviceIo, DeviceRing, SharedDeviceState, Violation, Watcher};
+use super::{Device, DeviceIo, DeviceRing, Limiters, SharedDeviceState, Violation, Watcher};
 use crate::actor::{Inbox, Next};
+use crate::config::{LimitsChange, RateLimits};
 
 /// Everything that the thread owns.
 pub(super) struct DeviceWorker {
@@ -38,6 +39,7 @@ pub(super) struct DeviceWorker {
     kicks: Vec<Arc<EventFd>>,
     shared: Arc<SharedDeviceState>,
     watcher: Watcher,
+    limiters: Limiters,
     inbox: Inbox<Self>,
     /// Signals that there are jobs.
     wake: Arc<EventFd>,
@@ -69,6 +71,8 @@ impl DeviceWorker {
         for (queue, kick) in mmio.kicks.iter().enumerate() {
             watcher.watch_queue(&**kick, queue)?;
         }
+        let limiters = Limiters::new(&device.limits())?;
+        limiters.timer().map_or(Ok(()), |timer| watcher.watch_turns(timer))?;
         device.start(&watcher)?;
         Ok(Self {
             label: mmio.label().to_owned(),
@@ -78,6 +82,7 @@ impl DeviceWorker {
             kicks: mmio.kicks.clone(),
             shared: mmio.shared.clone(),
             watcher,
+            limiters,
             inbox,
             wake,
             active: false,
@@ -140,12 +145,27 @@ impl DeviceWorker {
                     }
                     self.call_active_device(|device, io| device.process(queue, io));
                 }
+                Event::Turn => {
+                    self.limiters.take_expiry();
+                    self.give_turns();
+                }
                 Event::Backend(token, ready) => {
                     self.call_device(|device, io| device.backend_ready(token, ready, io));
                 }
             }
         }
         true
+    }
+
+    /// Processes the queues that have waited for a rate limit, each at most once.
+    fn give_turns(&mut self) {
+        for limiter in self.limiters.turns() {
+            if let Some(queue) = self.limiters.begin_turn(limiter) {
+                self.call_active_device(|device, io| device.process(queue, io));
+                self.limiters.end_turn(limiter, queue);
+            }
+        }
+        self.limiters.await_turns();
     }
 
     /// Handles pending events without waiting. Returns whether there were any.
@@ -157,6 +177,24 @@ impl DeviceWorker {
             self.handle_events(events);
         }
         any
+    }
+
+    /// Returns the rate limits that hold.
+    pub(super) fn rate_limits(&self) -> Vec<RateLimits> {
+        self.limiters.limits()
+    }
+
+    /// Changes the limits of the first limiters, and lets the queues that wait look again.
+    pub(super) fn change_limits(&mut self, changes: &[LimitsChange]) {
+        self.limiters.change(changes);
+        if !self.paused {
+            self.give_turns();
+        }
+    }
+
+    #[cfg(test)]
+    pub(super) fn use_limiter_clock(&mut self, ns: Arc<std::sync::atomic::AtomicU64>) {
+        self.limiters.use_clock(ns);
     }
 
     /// Returns whether a driver is ready and has not broken the rules.
@@ -217,6 +255,7 @@ impl DeviceWorker {
             rings: &mut self.rings,
             shared: &self.shared,
             watcher: &self.watcher,
+            limiters: &mut self.limiters,
         };
         let mut done = f(&mut *self.device, &mut io);
         let mut interrupt = false;
@@ -294,6 +333,7 @@ impl DeviceWorker {
     fn reset(&mut self) {
         self.active = false;
         self.rings.iter_mut().for_each(DeviceRing::tear_down);
+        self.limiters.forget_waiting();
         self.call_device(|device, io| {
             device.reset(io);
             Ok(())
@@ -308,6 +348,7 @@ impl DeviceWorker {
     fn stop(&mut self, violation: &Violation) {
         self.active = false;
         self.rings.iter_mut().for_each(DeviceRing::tear_down);
+        self.limiters.forget_waiting();
         self.stop_count += 1;
         let label = &self.label;
         match self.stop_count {
@@ -325,6 +366,7 @@ impl DeviceWorker {
         match self.finish_requests(Some(deadline)) {
             0 => {
                 self.paused = true;
+                self.limiters.pause();
                 Ok(())
             }
             count => Err(RequestError::InFlight { device: self.label.clone(), count }),
@@ -351,6 +393,7 @@ impl DeviceWorker {
         if !std::mem::take(&mut self.paused) {
             return;
         }
+        self.limiters.resume();
         // The inbox may have more jobs, whose signal was read together with that of the quiesce.
         let _ = self.wake.write(1);
         let moved = std::mem::take(&mut self.moved);
@@ -372,6 +415,7 @@ impl DeviceWorker {
         Ok(SavedWorkerState {
             positions: self.rings.iter().map(DeviceRing::position).collect(),
             device: self.device.save().map_err(RequestError::Device)?,
+            limiters: self.limiters.save(),
         })
     }
 
@@ -380,6 +424,8 @@ impl DeviceWorker {
             self.try_activate(*features, rings, &state.positions)?;
         }
         self.device.restore(&state.device).map_err(RequestError::Device)?;
+        let restored = self.limiters.restore(&state.limiters, &self.label);
+        restored.map_err(|e| RequestError::Device(e.into()))?;
         self.shared.put_config(self.device.config_space());
         self.moved = true;
         Ok(())
