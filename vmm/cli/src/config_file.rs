@@ -71,6 +71,8 @@ fn fill(mut args: RunArgs, config: VmConfig) -> Result<RunArgs, Failure> {
     }
     let whether = if config.entropy.is_some() { OnOff::On } else { OnOff::Off };
     args.rng = args.rng.or(Some(whether));
+    let limits = config.entropy.and_then(|entropy| entropy.rate_limiter);
+    args.rng_limits = limits.map(RateLimits::from).unwrap_or_default();
     match config.balloon {
         Some(_) if !boots_kernel => return Err(without_driver("balloon")),
         Some(settings) if args.balloon.is_none() => args.balloon = Some(balloon(&settings)?),
@@ -163,8 +165,15 @@ fn bytes(
 }
 
 fn disk(i: usize, drive: DriveSettings) -> Result<DiskSpec, Failure> {
-    let DriveSettings { drive_id, path_on_host, is_root_device, is_read_only, serial, bytes } =
-        drive;
+    let DriveSettings {
+        drive_id,
+        path_on_host,
+        is_root_device,
+        is_read_only,
+        serial,
+        bytes,
+        rate_limiter,
+    } = drive;
     if is_root_device {
         let why = "the kernel's command line names the root device: write false, and root=/dev/vda \
                    (vdb for the second disk) into boot_args";
@@ -186,15 +195,25 @@ fn disk(i: usize, drive: DriveSettings) -> Result<DiskSpec, Failure> {
         readonly: is_read_only,
         id: drive_id,
         serial,
-        limits: RateLimits::default(),
+        limits: rate_limiter.map(RateLimits::from).unwrap_or_default(),
         any_identity: false,
         copy: false,
     })
 }
 
 fn net(interface: InterfaceSettings) -> NetSpec {
-    let InterfaceSettings { iface_id, host_dev_name, guest_mac, queue_pairs } = interface;
-    let limits = NetLimits::default();
+    let InterfaceSettings {
+        iface_id,
+        host_dev_name,
+        guest_mac,
+        queue_pairs,
+        rx_rate_limiter,
+        tx_rate_limiter,
+    } = interface;
+    let limits = NetLimits {
+        receive: rx_rate_limiter.map(RateLimits::from).unwrap_or_default(),
+        transmit: tx_rate_limiter.map(RateLimits::from).unwrap_or_default(),
+    };
     NetSpec { tap: host_dev_name, mac: guest_mac, id: iface_id, queues: queue_pairs, limits }
 }
 

@@ -89,7 +89,7 @@ fn machine_config(args: RunArgs) -> Result<MachineConfig, Failure> {
     let backend = args.backend.unwrap_or_default();
     let has_drivers = backend == BackendKind::Kvm && matches!(boot, Boot::Kernel { .. });
     if args.rng != Some(OnOff::Off) && has_drivers {
-        devices.push(DeviceConfig::Rng(RngConfig::default()));
+        devices.push(DeviceConfig::Rng(RngConfig { limits: args.rng_limits }));
     }
     devices.extend(args.balloon.map(DeviceConfig::Balloon));
     Ok(MachineConfig {

@@ -9,7 +9,8 @@ use clap::{Arg, ArgGroup, Args, ValueEnum};
 use driftline_control::jobs::ShadowMode;
 use driftline_guest::VmId;
 use driftline_machine::config::{
-    BackendKind, BalloonConfig, CpuConfig, DiskSpec, GuestName, NetSpec, SerialSink, VsockSpec,
+    BackendKind, BalloonConfig, CpuConfig, DiskSpec, GuestName, NetSpec, RateLimits, SerialSink,
+    VsockSpec,
 };
 use driftline_machine::memory::{Backing, HugePages};
 use driftline_machine::tracking::TrackingMode;
@@ -134,12 +135,14 @@ pub(crate) struct RunArgs {
     pub(crate) backend: Option<BackendKind>,
     /// Disk: path=FILE[,readonly][,id=NAME][,serial=TEXT]; may be repeated
     ///
-    /// FILE is a raw image or a block device.
+    /// FILE is a raw image or a block device. bandwidth=SIZE limits the bytes that the guest reads
+    /// and writes in a second, iops=N its requests.
     #[arg(long = "disk", value_name = "SPEC", help_heading = headings::DEVICES)]
     pub(crate) disks: Vec<DiskSpec>,
     /// Network: tap=NAME[,mac=ADDRESS][,id=NAME][,queues=N]; may be repeated
     ///
-    /// The tap must exist.
+    /// The tap must exist. rx-bandwidth=SIZE limits the bytes that the guest receives in a second,
+    /// tx-bandwidth=SIZE those that it sends.
     #[arg(long = "net", value_name = "SPEC", help_heading = headings::DEVICES)]
     pub(crate) nets: Vec<NetSpec>,
     /// Socket device: cid=N,uds=PATH
@@ -154,6 +157,9 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "STATE", value_enum, hide_possible_values = true,
           help_heading = headings::DEVICES)]
     pub(crate) rng: Option<OnOff>,
+    /// Limits of the entropy device, which only a file gives.
+    #[arg(skip)]
+    pub(crate) rng_limits: RateLimits,
     /// Memory balloon for a --kernel guest; settings are optional
     ///
     /// Settings are [size=SIZE][,deflate-on-oom=on|off][,reporting=on|off][,hinting=on|off]; all

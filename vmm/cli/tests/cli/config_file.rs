@@ -57,8 +57,8 @@ fn configuration_of_a_kvm_guest_restarts_it() {
         std::fs::File::create(tmp.path(name)).unwrap().set_len(bytes).unwrap();
     }
     let (kernel, initrd) = (tmp.text("kernel"), tmp.text("initrd"));
-    let disk = format!("path={}", tmp.text("a.img"));
-    let net = format!("tap={}", tap.0);
+    let disk = format!("path={},bandwidth=8M,iops=7", tmp.text("a.img"));
+    let net = format!("tap={},tx-bandwidth=8K", tap.0);
     let vsock = format!("cid=7,uds={}", tmp.text("v.sock"));
     let kernel = ["--kernel", &kernel, "--initrd", &initrd, "--cmdline", "root=/dev/vda quiet"];
     let machine = [
@@ -82,6 +82,14 @@ fn configuration_of_a_kvm_guest_restarts_it() {
     assert_eq!(first["boot-source"]["boot_args"], "root=/dev/vda quiet");
     assert_eq!(first["balloon"]["target_bytes"], 1028 << 10);
     assert_eq!(first["machine-config"]["cpu"].as_str(), Some("host,-cx16"));
+    let bucket = |size: u64, ms: u64| json!({ "size": size, "refill_time": ms });
+    let limits = json!({ "bandwidth": bucket(1 << 20, 125), "ops": bucket(7, 1000) });
+    assert_eq!(first["drives"][0]["rate_limiter"], limits);
+    let limits = json!({ "bandwidth": bucket(1 << 10, 125) });
+    assert_eq!(first["network-interfaces"][0]["tx_rate_limiter"], limits);
+    assert!(first["network-interfaces"][0].get("rx_rate_limiter").is_none());
+    let burst = json!({ "size": 5, "refill_time": 6, "one_time_burst": 7 });
+    first["entropy"]["rate_limiter"] = json!({ "ops": burst });
     // A name that no option could give.
     let second = json!({ "path_on_host": tmp.text("b,readonly.img"), "is_read_only": true });
     first["drives"].as_array_mut().unwrap().push(second);
@@ -177,6 +185,10 @@ fn wrong_device_is_refused_by_its_field() {
         (drive(json!({ "path_on_host": disk, "is_root_device": true })), "root=/dev/vda"),
         (drive(json!({ "path_on_host": disk, "bytes": 1 })), "drives[0].bytes: it is 1, and"),
         (drive(json!({ "path_on_host": disk, "drive_id": "a b" })), "\"a b\" is no name"),
+        (
+            drive(json!({ "path_on_host": disk, "rate_limiter": { "iops": 1 } })),
+            "drives[0].rate_limiter: unknown field `iops`",
+        ),
         (with("entropy", json!({})), "entropy: the embedded guest has no driver"),
         (with("balloon", json!({})), "balloon: the embedded guest has no driver"),
         (

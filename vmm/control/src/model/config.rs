@@ -10,6 +10,8 @@ use driftline_machine::config::{
 use driftline_machine::tracking::TrackingMode;
 use serde::{Deserialize, Serialize};
 
+use super::rate_limits::RateLimiterSettings;
+
 /// A guest's configuration. An answer has all that the guest has; a file may leave out what has a
 /// default.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
@@ -104,6 +106,9 @@ pub struct DriveSettings {
     /// Size of the file, in bytes.
     #[serde(default)]
     pub bytes: Option<u64>,
+    /// Limits of the bytes read and written, and of all requests.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rate_limiter: Option<RateLimiterSettings>,
 }
 
 /// A network interface.
@@ -121,6 +126,12 @@ pub struct InterfaceSettings {
     /// Number of queue pairs.
     #[serde(default)]
     pub queue_pairs: Option<u8>,
+    /// Limits of what the guest receives.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rx_rate_limiter: Option<RateLimiterSettings>,
+    /// Limits of what the guest sends.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tx_rate_limiter: Option<RateLimiterSettings>,
 }
 
 /// The vsock device.
@@ -133,10 +144,14 @@ pub struct VsockSettings {
     pub uds_path: PathBuf,
 }
 
-/// The source of randomness, which has no settings.
+/// The source of randomness.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct EntropySettings {}
+pub struct EntropySettings {
+    /// Limits of the random bytes and of the requests.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rate_limiter: Option<RateLimiterSettings>,
+}
 
 /// The balloon.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -180,7 +195,10 @@ impl From<&MachineConfig> for VmConfig {
                 DeviceConfig::Disk(disk) => all.drives.push(disk.into()),
                 DeviceConfig::Net(net) => all.network_interfaces.push(net.into()),
                 DeviceConfig::Vsock(vsock) => all.vsock = Some(vsock.into()),
-                DeviceConfig::Rng(_) => all.entropy = Some(EntropySettings {}),
+                DeviceConfig::Rng(rng) => {
+                    let rate_limiter = RateLimiterSettings::shown(&rng.limits);
+                    all.entropy = Some(EntropySettings { rate_limiter });
+                }
                 DeviceConfig::Balloon(balloon) => all.balloon = Some(balloon.into()),
             }
         }
@@ -228,6 +246,7 @@ impl From<&DiskConfig> for DriveSettings {
             is_read_only: disk.readonly,
             serial: Some(disk.serial.clone()),
             bytes: Some(disk.bytes),
+            rate_limiter: RateLimiterSettings::shown(&disk.limits),
         }
     }
 }
@@ -239,6 +258,8 @@ impl From<&NetConfig> for InterfaceSettings {
             host_dev_name: net.tap.clone(),
             guest_mac: Some(net.mac),
             queue_pairs: Some(net.queues),
+            rx_rate_limiter: RateLimiterSettings::shown(&net.limits.receive),
+            tx_rate_limiter: RateLimiterSettings::shown(&net.limits.transmit),
         }
     }
 }

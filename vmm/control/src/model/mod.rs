@@ -9,6 +9,7 @@ mod config;
 mod guest;
 mod limit;
 mod migration;
+mod rate_limits;
 mod watch;
 
 pub(crate) use answer::FaultMessage;
@@ -29,6 +30,7 @@ pub use migration::{
     GuestLocation, MAX_DOWNTIME_MS, MAX_TIMEOUT_S, MigrationFailure, MigrationPage,
     MigrationRequest, MigrationState, ResolveRequest,
 };
+pub use rate_limits::{BucketSettings, RateLimiterSettings};
 pub use watch::{
     CheckpointSummary, MAX_BINS, MemoryRange, VcpuWindow, WatchPage, WatchRequest, WatchStarted,
 };
