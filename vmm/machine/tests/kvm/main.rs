@@ -8,6 +8,7 @@ mod boot;
 mod conformance;
 mod harness;
 mod lifecycle;
+mod limits;
 mod linux_protocol;
 mod ports;
 mod processor;
