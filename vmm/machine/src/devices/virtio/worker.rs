@@ -399,6 +399,8 @@ impl DeviceWorker {
         let moved = std::mem::take(&mut self.moved);
         self.call_device(|device, io| device.resume(moved, io));
         self.process_all_queues();
+        // A queue may wait whose limit was changed in the pause.
+        self.give_turns();
     }
 
     /// Processes all queues: a paused device may have missed notifications.

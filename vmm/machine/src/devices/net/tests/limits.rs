@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::*;
-use crate::config::{RateLimit, RateLimits};
+use crate::config::{LimitChange, LimitsChange, RateLimit, RateLimits};
+use crate::testing::soon;
 
 const SECOND: u64 = 1_000_000_000;
 
@@ -94,6 +95,35 @@ fn waiting_frame_moves_with_the_guest() {
     process(&driver);
     driver.wait_used(0, heads[1]);
     assert_eq!(driver.bytes(rooms[1])[HEADER..HEADER + 100], frame(1, 100));
+}
+
+/// Nothing but the resume brings the device back to the second pair: the timer is set to 11 days.
+#[test]
+fn limit_removed_in_pause_frees_all_queues() {
+    let network = TestNetwork::new(2);
+    let operations = Some(RateLimit { size: 1, refill_ms: 1_000_000_000, one_time_burst: 0 });
+    let receive = RateLimits { bandwidth: None, operations };
+    let limits = NetLimits { receive, ..NetLimits::default() };
+    let mut driver = Driver::started(Box::new(network.limited(limits)));
+    let pairs = [VIRTIO_NET_CTRL_MQ as u8, VIRTIO_NET_CTRL_MQ_VQ_PAIRS_SET as u8, 2, 0];
+    assert_eq!(control(&mut driver, 4, &pairs), VIRTIO_NET_OK as u8);
+    driver.quiesce();
+    let heads = [0, 0, 2].map(|queue| {
+        let room = driver.writable(1526);
+        (queue, driver.post(queue, &[room]))
+    });
+    [0, 0, 1].into_iter().for_each(|pair| network.send(pair, &frame(0, 100)));
+    driver.transport.resume();
+    driver.wait_used(0, heads[0].1);
+    driver.quiesce();
+    assert!(!driver.has_used(0));
+    assert!(!driver.has_used(2));
+    let change = LimitsChange { operations: LimitChange::Remove, ..LimitsChange::default() };
+    driver.transport.rate_limits("n", 2).change(&[change], soon()).unwrap();
+    driver.transport.resume();
+    for (queue, head) in &heads[1..] {
+        driver.wait_used(*queue, *head);
+    }
 }
 
 #[test]
