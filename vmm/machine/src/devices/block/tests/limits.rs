@@ -204,6 +204,27 @@ fn changed_limits_hold_at_once() {
     assert_eq!(control.limits(soon()).unwrap(), now);
 }
 
+/// Nothing but the change brings the device back to its queues: the timer is set to 11 days.
+#[test]
+fn removed_limit_frees_requests_that_wait() {
+    let mut disk = Disk::new();
+    disk.config.limits.operations =
+        Some(RateLimit { size: 1, refill_ms: 1_000_000_000, one_time_burst: 0 });
+    let (mut driver, _) = disk.driver(EngineKind::Sync);
+    driver.quiesce();
+    let heads = [0, 0, 1].map(|queue| {
+        let status = driver.writable(1);
+        let pieces = [header(&mut driver, VIRTIO_BLK_T_FLUSH, 0), status];
+        (queue, driver.post(queue, &pieces))
+    });
+    driver.transport.resume();
+    let change = LimitsChange { operations: LimitChange::Remove, ..LimitsChange::default() };
+    driver.transport.rate_limits("d", 1).change(&[change], soon()).unwrap();
+    for (queue, head) in heads {
+        driver.wait_used(queue, head);
+    }
+}
+
 /// Only the timer brings the device back to its queues.
 #[test]
 fn timer_wakes_the_device() {
