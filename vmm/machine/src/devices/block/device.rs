@@ -78,7 +78,7 @@ impl Device for BlockDevice {
             let Some(ring) = io.rings.get_mut(queue) else { return Ok(()) };
             let Some(chain) = ring.pop(io.ram)? else { return Ok(()) };
             let request = DiskRequest::read(queue as u16, &chain, &self.disk, io.ram)?;
-            if !io.limiters.admit(LIMITER, queue, request.bytes()) {
+            if !io.limiters.admit(LIMITER, queue, request.limited_bytes()) {
                 ring.unpop();
                 return Ok(());
             }

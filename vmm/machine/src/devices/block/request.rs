@@ -39,9 +39,14 @@ pub(super) struct DiskRequest {
 }
 
 impl DiskRequest {
-    /// Returns the number of bytes that the request moves.
-    pub(super) fn bytes(&self) -> u64 {
-        self.work.as_ref().map_or(0, DiskWork::bytes)
+    /// Returns the bytes that count for the bandwidth limit: those that the request moves, and
+    /// zeros, which the device writes itself where the file system cannot.
+    pub(super) fn limited_bytes(&self) -> u64 {
+        match &self.work {
+            Ok(DiskWork::WriteZeroes(ranges)) => ranges.iter().map(|range| range.len).sum(),
+            Ok(work) => work.bytes(),
+            Err(_) => 0,
+        }
     }
 
     /// Reads the request to `disk` in `chain`, a chain of queue `queue`.

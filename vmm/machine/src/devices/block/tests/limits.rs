@@ -93,6 +93,21 @@ fn requests_without_data_count_as_operations() {
     assert_eq!(disk.ended_at(10 * SECOND, [0]), [2]);
 }
 
+#[test]
+fn zeros_count_as_bytes() {
+    let limits = RateLimits { bandwidth: limit(4096, 0), operations: None };
+    let mut disk = LimitedDisk::new(limits, EngineKind::Sync);
+    for _ in 0..2 {
+        let status = disk.driver.writable(1);
+        let zeros = disk.driver.readable(&range(0, 8, 0));
+        let header = header(&mut disk.driver, VIRTIO_BLK_T_WRITE_ZEROES, 0);
+        disk.driver.post(0, &[header, zeros, status]);
+    }
+    assert_eq!(disk.ended_at(0, [0]), [1]);
+    assert_eq!(disk.ended_at(SECOND - 1, [0]), [0]);
+    assert_eq!(disk.ended_at(SECOND, [0]), [1]);
+}
+
 /// Eight times the size takes as long as eight requests of the size.
 #[test]
 fn large_requests_are_paid_by_waiting() {
