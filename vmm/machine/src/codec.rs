@@ -13,6 +13,9 @@ const VERSION: u16 = 1;
 /// The version of a value that an addition follows. Values that can have one are written with
 /// [`encode_with_addition`].
 const VERSION_WITH_ADDITION: u16 = 2;
+/// Maximum length of an addition in bytes; the longest has about 2000. An item of a sequence can be
+/// 64 times as large in memory as its bytes.
+const MAX_ADDITION_BYTES: usize = 8192;
 
 /// The reason why bytes cannot be decoded.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
@@ -24,6 +27,9 @@ pub enum DecodeError {
     /// This number of bytes follows the value.
     #[error("{0} bytes follow its end")]
     TrailingBytes(usize),
+    /// The addition to the value has this number of bytes.
+    #[error("its addition has {0} bytes, more than {max}", max = MAX_ADDITION_BYTES)]
+    LongAddition(usize),
 }
 
 /// Encodes a value without a version.
@@ -86,13 +92,24 @@ pub(crate) fn decode_with_addition<T: DeserializeOwned, A: DeserializeOwned>(
     let (version, rest) = take_version(&what, bytes)?;
     let decoded = match version {
         VERSION => decode(rest).map(|value| (value, None)),
-        VERSION_WITH_ADDITION => decode(rest).map(|(value, addition)| (value, Some(addition))),
+        VERSION_WITH_ADDITION => decode_both(rest).map(|(value, addition)| (value, Some(addition))),
         _ => {
             let read = format_args!("versions {VERSION} and {VERSION_WITH_ADDITION}");
             return Err(unsupported(what, version, read));
         }
     };
     decoded.map_err(|e| malformed(what, &e))
+}
+
+/// Decodes a value and its addition.
+fn decode_both<T: DeserializeOwned, A: DeserializeOwned>(
+    bytes: &[u8],
+) -> Result<(T, A), DecodeError> {
+    let (value, addition): (T, &[u8]) = postcard::take_from_bytes(bytes)?;
+    match addition.len() {
+        0..=MAX_ADDITION_BYTES => Ok((value, decode(addition)?)),
+        bytes => Err(DecodeError::LongAddition(bytes)),
+    }
 }
 
 /// Splits `bytes` into the version and the rest.
@@ -140,5 +157,7 @@ mod tests {
         assert!(read(b"\x01\x07\x09").unwrap_err().ends_with("1 bytes follow its end"));
         assert!(read(b"\x02\x07\x09\x01").unwrap_err().ends_with("1 bytes follow its end"));
         assert!(read(b"\x03\x07").unwrap_err().ends_with("reads versions 1 and 2"));
+        let long = [&b"\x02\x07"[..], &[0; MAX_ADDITION_BYTES + 1]].concat();
+        assert!(read(&long).unwrap_err().ends_with("has 8193 bytes, more than 8192"));
     }
 }
