@@ -90,7 +90,7 @@ impl NetConfig {
         self.mac.check()?;
         check_queues(self.queues)?;
         let check = |limits: &RateLimits, direction| {
-            limits.check(&format!("{direction} of network interface \"{}\"", self.id))
+            limits.check(&format!("network interface \"{}\" ({direction})", self.id))
         };
         check(&self.limits.receive, "receive")?;
         check(&self.limits.transmit, "transmit")
