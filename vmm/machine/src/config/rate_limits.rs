@@ -105,13 +105,13 @@ pub(super) fn read_operations(
     Ok(rate.map(|rate| RateLimit::per_second(rate.get())))
 }
 
-/// What becomes of one limit.
+/// A change of one limit.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum LimitChange {
     /// The limit and its tokens stay.
     #[default]
     Keep,
-    /// There is no limit any more.
+    /// The limit is removed.
     Remove,
     /// This limit holds, with a full bucket.
     Set(RateLimit),

@@ -175,8 +175,8 @@ impl DeviceRateLimiter {
         SavedLimiter { bandwidth: save(self.bandwidth), operations: save(self.operations) }
     }
 
-    /// Returns a limiter that goes on at `now_ns` where the saved one stopped. `device` is its name
-    /// in errors. The state is hostile.
+    /// Returns the saved limiter; none of its tokens are refilled between the save and `now_ns`.
+    /// `device` is its name in errors. The state is hostile.
     pub(super) fn restored(
         saved: &SavedLimiter,
         now_ns: u64,

@@ -17,8 +17,8 @@ use crate::devices::error::StateError;
 use crate::devices::rate_limit::{DeviceRateLimiter, SavedLimiter};
 use crate::devices::timer::Timer;
 
-/// The clock of a device's limiters. It does not go backwards, and stands while the device is
-/// paused: a pause refills nothing, no more than the time between save and restore does.
+/// The clock of a device's limiters. It never goes backwards, and it is stopped while the device is
+/// paused: neither a pause nor the time between save and restore refills a bucket.
 #[derive(Debug, Default)]
 struct LimiterClock {
     /// Time before the last resume, in nanoseconds.
@@ -45,10 +45,11 @@ impl LimiterClock {
 #[derive(Debug)]
 pub(crate) struct Limiters {
     limiters: Vec<Limiter>,
-    /// Whether the configuration has limits. The state then says what has become of them.
+    /// Whether the configuration has limits. If so, the state has limiters even after the limits
+    /// were removed.
     configured: bool,
     clock: LimiterClock,
-    /// Readable when a queue can go on. `None` if the device has no limiters.
+    /// Readable when the next turn is due. `None` if the device has no limiters.
     timer: Option<Timer>,
 }
 
@@ -187,7 +188,7 @@ impl Limiters {
     pub(super) fn end_turn(&mut self, limiter: usize, queue: usize) {
         let Some(limiter) = self.limiters.get_mut(limiter) else { return };
         if limiter.due_ns.is_none() && limiter.waiting.front() == Some(&queue) {
-            // It had no request any more.
+            // It had no request left.
             limiter.waiting.pop_front();
         }
     }

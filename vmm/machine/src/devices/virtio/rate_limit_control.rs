@@ -58,7 +58,7 @@ impl RateLimitControl {
     }
 
     /// Changes the limits, in the order of [`limits`](Self::limits); limiters behind the last item
-    /// keep theirs. A limit that is set starts with a full bucket. Requests that wait are looked at
+    /// keep theirs. A limit that is set starts with a full bucket. Requests that wait are tried
     /// again at once, or when a paused guest resumes.
     ///
     /// # Errors

@@ -19,7 +19,7 @@ pub(super) enum Event {
     Job,
     /// The driver has notified this queue.
     Queue(usize),
-    /// A queue that has waited for a rate limit may go on.
+    /// The turn of a queue that waits for a rate limit is due.
     Turn,
     /// The watched file with this token is ready for these events.
     Backend(u32, EventSet),

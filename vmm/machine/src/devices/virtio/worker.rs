@@ -184,7 +184,7 @@ impl DeviceWorker {
         self.limiters.limits()
     }
 
-    /// Changes the limits of the first limiters, and lets the queues that wait look again.
+    /// Changes the limits of the first limiters, and gives a turn to each queue that waits.
     pub(super) fn change_limits(&mut self, changes: &[LimitsChange]) {
         self.limiters.change(changes);
         if !self.paused {
