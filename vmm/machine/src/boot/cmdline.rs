@@ -33,18 +33,37 @@ pub(super) fn assemble(given: &str, bare: bool, devices: &[MmioSlot]) -> Result<
             line.insert(key, value).map_err(BootError::Cmdline)?;
         }
     }
+    let line = finish(line, devices)?;
+    if line.len() >= LINUX_BYTES {
+        let bytes = line.len();
+        tracing::warn!("the kernel's command line has {bytes} bytes; Linux truncates it to 2047");
+    }
+    Ok(line)
+}
+
+/// Returns `given` with `parameters` and each virtio device, and nothing else: the line of a guest
+/// whose client knows what it boots. Arguments for init, after ` -- `, stay last.
+pub(crate) fn with_parameters(
+    given: &str,
+    parameters: &[String],
+    devices: &[MmioSlot],
+) -> Result<String, BootError> {
+    let mut line = Cmdline::try_from(given, MAX_BYTES).map_err(BootError::Cmdline)?;
+    for parameter in parameters {
+        line.insert_str(parameter).map_err(BootError::Cmdline)?;
+    }
+    finish(line, devices)
+}
+
+/// Adds each virtio device.
+fn finish(mut line: Cmdline, devices: &[MmioSlot]) -> Result<String, BootError> {
     for device in devices {
         let base = GuestAddress(device.base);
         line.add_virtio_mmio_device(MMIO_BYTES.into(), base, device.gsi, None)
             .map_err(BootError::Cmdline)?;
     }
     let line = line.as_cstring().map_err(BootError::Cmdline)?;
-    let line = line.to_string_lossy().into_owned();
-    if line.len() >= LINUX_BYTES {
-        let bytes = line.len();
-        tracing::warn!("the kernel's command line has {bytes} bytes; Linux truncates it to 2047");
-    }
-    Ok(line)
+    Ok(line.to_string_lossy().into_owned())
 }
 
 /// Returns whether the boot part of `line` sets `key`.
@@ -81,5 +100,15 @@ mod tests {
              virtio_mmio.device=4K@0xd0001000:16 -- sh"
         );
         assert_eq!(assemble("x", true, &slots).unwrap(), "x");
+    }
+
+    #[test]
+    fn given_parameters_precede_the_devices() {
+        let slots = [MmioSlot { base: 0xd000_0000, gsi: 5 }];
+        let line = |given| with_parameters(given, &["pci=off".to_owned(), "ro".to_owned()], &slots);
+        let devices = "pci=off ro virtio_mmio.device=4K@0xd0000000:5";
+        assert_eq!(line("").unwrap(), devices);
+        assert_eq!(line("quiet -- sh").unwrap(), format!("quiet {devices} -- sh"));
+        assert!(line("a\0b").is_err());
     }
 }

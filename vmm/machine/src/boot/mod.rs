@@ -29,17 +29,18 @@ use std::fs::{self, File};
 use std::io::{self, Cursor};
 use std::path::Path;
 
-use crate::config::{Boot, Image, MachineConfig};
+use crate::config::{Boot, HostConfig, MachineConfig, OpenedFile, OpenedFiles};
 use crate::memory::Memory;
 use loaded::{Loaded, Start};
 
+pub(crate) use cmdline::with_parameters;
 pub use error::BootError;
 pub(crate) use firmware::{generation_frame, renew_generation_id};
 use platform::GuestRange;
 pub(crate) use platform::{Entry, MmioSlot};
 pub(crate) use registers::set_registers;
 
-/// Loads the kernel of `config`, or the embedded `image` that it names, into `memory`. The machine
+/// Loads the kernel of `config`, or the embedded image that it names, into `memory`. The machine
 /// has virtio devices at `devices`.
 ///
 /// # Errors
@@ -47,24 +48,27 @@ pub(crate) use registers::set_registers;
 /// The files cannot be read or booted, or something does not fit in guest memory.
 pub(crate) fn load(
     config: &MachineConfig,
-    image: Option<&Image>,
+    host: &HostConfig,
     memory: &Memory,
     devices: &[MmioSlot],
 ) -> Result<Entry, BootError> {
+    let OpenedFiles { kernel: opened_kernel, initrd: opened_initrd, .. } = &host.opened;
     match &config.boot {
         Boot::Payload(spec) => {
-            let image = image.ok_or_else(|| BootError::NoImage(spec.clone()))?;
+            let image = host.image.as_ref().ok_or_else(|| BootError::NoImage(spec.clone()))?;
             let mut elf = Cursor::new(image.elf);
             let kernel = kernel::load(&format!("guest \"{spec}\""), &mut elf, memory)?;
             enter(config, memory, &kernel, None, &image.cmdline, devices)
         }
         Boot::Kernel { kernel, initrd, cmdline, bare } => {
             let what = format!("kernel \"{}\"", kernel.display());
-            let loaded = kernel::load(&what, &mut open(&what, kernel)?, memory)?;
+            let loaded =
+                kernel::load(&what, &mut open(&what, kernel, opened_kernel.as_ref())?, memory)?;
             let initrd = match initrd {
                 Some(path) => {
                     let what = format!("initrd \"{}\"", path.display());
-                    Some(kernel::load_initrd(&what, open(&what, path)?, memory, &loaded)?)
+                    let file = open(&what, path, opened_initrd.as_ref())?;
+                    Some(kernel::load_initrd(&what, file, memory, &loaded)?)
                 }
                 None => None,
             };
@@ -94,9 +98,13 @@ fn enter(
     }
 }
 
-/// Opens a regular file. A directory would fail later with a less clear message.
-fn open(what: &str, path: &Path) -> Result<File, BootError> {
+/// Opens a regular file, unless it is open already. A directory would fail later with a less clear
+/// message.
+fn open(what: &str, path: &Path, opened: Option<&OpenedFile>) -> Result<File, BootError> {
     let unreadable = |cause| BootError::Unreadable { what: what.to_owned(), cause };
+    if let Some(opened) = opened {
+        return opened.rewound().map_err(unreadable);
+    }
     // Checked before the file is opened: opening a FIFO would wait for its other end.
     if !fs::metadata(path).map_err(unreadable)?.is_file() {
         return Err(unreadable(io::Error::other("it is not a regular file")));
@@ -106,6 +114,8 @@ fn open(what: &str, path: &Path) -> Result<File, BootError> {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Read;
+
     use rustix::fs::{CWD, FileType, Mode, mknodat};
 
     use super::*;
@@ -116,12 +126,27 @@ mod tests {
         let (fifo, file) = (dir.path().join("fifo"), dir.path().join("file"));
         mknodat(CWD, &fifo, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
         std::fs::write(&file, "kernel").unwrap();
-        let refused = |path: &Path| open("kernel \"k\"", path).unwrap_err().to_string();
+        let refused = |path: &Path| open("kernel \"k\"", path, None).unwrap_err().to_string();
         for path in [dir.path(), &fifo] {
             let message = "kernel \"k\" cannot be read: it is not a regular file";
             assert_eq!(refused(path), message, "{}", path.display());
         }
         assert!(refused(&dir.path().join("none")).contains("No such file"));
-        assert!(open("kernel \"k\"", &file).is_ok());
+        assert!(open("kernel \"k\"", &file, None).is_ok());
+    }
+
+    #[test]
+    fn open_file_is_read_from_its_start_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("kernel");
+        std::fs::write(&path, "kernel").unwrap();
+        let opened = OpenedFile::from(File::open(&path).unwrap());
+        std::fs::remove_file(&path).unwrap();
+        for _ in 0..2 {
+            let mut content = String::new();
+            let mut file = open("kernel \"k\"", &path, Some(&opened)).unwrap();
+            file.read_to_string(&mut content).unwrap();
+            assert_eq!(content, "kernel");
+        }
     }
 }

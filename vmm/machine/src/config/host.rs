@@ -10,6 +10,7 @@ use super::disk::{DiskConfig, DiskSpec};
 use super::error::ConfigError;
 use super::lineage::Restored;
 use super::net::{NetSpec, VsockSpec};
+use super::opened::OpenedFiles;
 use crate::memory::MemoryOptions;
 
 /// The destination of the first serial port's output.
@@ -81,6 +82,8 @@ pub struct HostConfig {
     /// The image that a new guest boots, if its configuration names one that the program embeds
     /// ([`Boot::Payload`](super::Boot::Payload)).
     pub image: Option<Image>,
+    /// For a new guest: its files that are open already.
+    pub opened: OpenedFiles,
     /// For tests of the tests: one in this many frames that the guest writes is not reported.
     #[cfg(all(feature = "broken-source", debug_assertions))]
     pub loses_one_in: Option<std::num::NonZeroU64>,

@@ -20,7 +20,7 @@ use super::supervisor::{EndReporter, Peer, Supervisor};
 use super::vcpus::{VcpuHandle, Vcpus};
 use super::{KvmMachine, MachineError};
 use crate::actor::{self, Handle, Inbox};
-use crate::boot::{self, Entry, MmioSlot};
+use crate::boot::{self, BootError, Entry, MmioSlot};
 use crate::collector::{self, Collector};
 use crate::config::{BackendKind, CpuConfig, HostConfig, MachineConfig, SerialSink};
 use crate::devices::{
@@ -48,7 +48,13 @@ pub(super) struct BuildInputs {
     pub(super) early: Option<EarlyVm>,
     /// Options of a machine that exists to be measured.
     pub(super) measured: MeasureOptions,
+    /// What is done before the first device.
+    pub(super) before_devices: Option<BeforeDevices>,
 }
+
+/// What a caller does once a new guest's memory and kernel are loaded, before the machine starts
+/// its first thread. An error ends the build.
+pub type BeforeDevices = Box<dyn FnOnce() -> io::Result<()>>;
 
 /// A machine whose threads have not been started.
 struct MachineParts {
@@ -84,6 +90,22 @@ impl KvmMachine {
         host: &HostConfig,
     ) -> Result<Arc<Self>, MachineError> {
         Self::build(vm_id, config, host, BuildInputs { load: true, ..BuildInputs::default() })
+    }
+
+    /// Does as [`launch_as`](Self::launch_as), and calls `before_devices` in between.
+    ///
+    /// # Errors
+    ///
+    /// As [`launch`](Self::launch), and those of `before_devices`.
+    pub fn launch_around(
+        vm_id: VmId,
+        config: MachineConfig,
+        host: &HostConfig,
+        before_devices: BeforeDevices,
+    ) -> Result<Arc<Self>, MachineError> {
+        let before_devices = Some(before_devices);
+        let inputs = BuildInputs { load: true, before_devices, ..BuildInputs::default() };
+        Self::build(vm_id, config, host, inputs)
     }
 
     /// Builds a machine with zeroed memory, into which a state is restored. [`MachineFactory`]
@@ -129,7 +151,7 @@ impl KvmMachine {
         inputs: BuildInputs,
     ) -> Result<Arc<Self>, MachineError> {
         let devices = |config: &MachineConfig, memory: &Memory, guest: VmId, acquire: bool| {
-            DeviceSet::build(config, memory, guest, acquire, &host.copied)
+            DeviceSet::build(config, memory, guest, acquire, host)
         };
         Self::assemble(vm_id, config, host, devices, inputs)
     }
@@ -152,7 +174,7 @@ impl KvmMachine {
         mut config: MachineConfig,
         host: &HostConfig,
         devices: impl FnOnce(&MachineConfig, &Memory, VmId, bool) -> Result<DeviceSet, DeviceError>,
-        BuildInputs { load, early, measured }: BuildInputs,
+        BuildInputs { load, early, measured, before_devices }: BuildInputs,
     ) -> Result<Arc<Self>, MachineError> {
         check(&config)?;
         let empty = early.map_or_else(EmptyVm::new, EarlyVm::wait)?;
@@ -165,8 +187,11 @@ impl KvmMachine {
             false => Memory::new(config.mem_bytes, &host.memory)?,
         });
         step("kernel")?;
-        let boot = || boot::load(&config, host.image.as_ref(), &memory, &mmio_slots(&config));
+        let boot = || boot::load(&config, host, &memory, &mmio_slots(config.devices.len()));
         let entry = load.then(boot).transpose()?;
+        if let Some(before_devices) = before_devices {
+            before_devices().map_err(MachineError::system("restricting the process"))?;
+        }
         let (sink, serial_thread) = open_serial_output(&host.serial)?;
         let devices = devices(&config, &memory, vm_id, load)?;
         devices.note_disks(&mut config.devices);
@@ -262,9 +287,24 @@ impl KvmMachine {
 }
 
 /// Returns the addresses and interrupts at which the guest finds its virtio devices.
-fn mmio_slots(config: &MachineConfig) -> Vec<MmioSlot> {
-    let places = (0..config.devices.len()).filter_map(placement);
+fn mmio_slots(devices: usize) -> Vec<MmioSlot> {
+    let places = (0..devices).filter_map(placement);
     places.map(|place| MmioSlot { base: place.base, gsi: place.irq }).collect()
+}
+
+/// Returns the command line of a kernel: `given` with `parameters` and the addresses of the virtio
+/// devices, of which there are `devices`, before the arguments for init. It is complete, so the
+/// guest boots it as it is ([`Boot::Kernel`](crate::config::Boot::Kernel), `bare`).
+///
+/// # Errors
+///
+/// The line cannot be a kernel's.
+pub fn command_line(
+    given: &str,
+    parameters: &[String],
+    devices: usize,
+) -> Result<String, BootError> {
+    boot::with_parameters(given, parameters, &mmio_slots(devices))
 }
 
 /// Checks that `config` is valid and selects the KVM backend.

@@ -22,6 +22,10 @@
 //! Filters are seccomp's (`seccomp.rs`). Domains are landlock's (`landlock.rs`), which older
 //! kernels lack; a warning then says so. A process that has not called [`start`], such as a test,
 //! is not restricted.
+//!
+//! A process that is configured over Firecracker's API closes its sandbox in two steps. Until its
+//! guest starts, the first row may use any file, because clients may name any; [`close`] then
+//! leaves the files of its guest, as in every other process.
 
 mod calls;
 mod class;
@@ -37,6 +41,8 @@ use std::sync::OnceLock;
 use std::thread::{Builder, JoinHandle};
 use std::time::Instant;
 
+use parking_lot::RwLock;
+
 pub use self::class::Class;
 pub(crate) use self::landlock::offered as landlock_offered;
 pub use self::options::{SandboxOptions, StartError};
@@ -49,7 +55,8 @@ use seccomp::Filters;
 struct Started {
     filters: Option<Filters>,
     landlock: bool,
-    allowed: Vec<PathBuf>,
+    /// Places that the process may write to.
+    allowed: RwLock<Vec<PathBuf>>,
 }
 
 /// Set once by main, before any thread that serves a guest exists.
@@ -87,11 +94,31 @@ pub fn start(options: &SandboxOptions) -> Result<(), StartError> {
         seccomp_us = (begun.elapsed() - compiled).as_micros(),
         "the process is restricted"
     );
-    // Canonical paths, because later requests may name these directories by other paths.
-    let places = landlock::places(options).into_iter();
-    let allowed = places.filter_map(|path| path.canonicalize().ok()).collect();
+    let allowed = RwLock::new(allowed_places(options));
     // A second start narrows main again. Its threads keep the filters of the first one.
     let _ = STARTED.set(Started { filters, landlock, allowed });
+    Ok(())
+}
+
+/// Returns the places that `options` allow to be written, as canonical paths, because later
+/// requests may name these directories by other paths.
+fn allowed_places(options: &SandboxOptions) -> Vec<PathBuf> {
+    let places = landlock::places(options).into_iter();
+    places.filter_map(|path| path.canonicalize().ok()).collect()
+}
+
+/// Takes away the files that `options` do not allow from the calling thread, and from all threads
+/// that it starts from now on, after [`start`] has allowed more. Each thread without a class calls
+/// this for itself, because a domain belongs to one thread. Does nothing in a process without
+/// domains.
+///
+/// # Errors
+///
+/// See [`StartError`].
+pub fn close(options: &SandboxOptions) -> Result<(), StartError> {
+    let Some(started) = STARTED.get().filter(|started| started.landlock) else { return Ok(()) };
+    landlock::enter_process(options)?;
+    *started.allowed.write() = allowed_places(options);
     Ok(())
 }
 
@@ -191,6 +218,7 @@ pub struct NotAllowed {
 /// Landlock does not let it.
 pub fn check_allowed(path: &Path) -> Result<(), NotAllowed> {
     let Some(Started { landlock: true, allowed, .. }) = STARTED.get() else { return Ok(()) };
+    let allowed = allowed.read();
     // A path that does not exist yet will be in its nearest existing ancestor directory.
     let existing = path.ancestors().find_map(|p| p.canonicalize().ok());
     if existing.is_none_or(|p| allowed.iter().any(|a| p.starts_with(a))) {

@@ -29,7 +29,7 @@ pub(super) fn start_everywhere() {
         STARTED.get_or_init(|| {
             native::report_violations().unwrap();
             let filters = Some(Filters::compile().unwrap());
-            Started { filters, landlock: landlock_offered().is_some(), allowed: Vec::new() }
+            Started { filters, landlock: landlock_offered().is_some(), allowed: RwLock::default() }
         });
     }
 }
@@ -80,6 +80,7 @@ fn child() {
         seccomp: !name.ends_with("by-landlock"),
         landlock: true,
         allowed: if strict { vec![dir.join("driftline-sandbox-allowed")] } else { Vec::new() },
+        write: if name == "closing" { vec!["/".into()] } else { Vec::new() },
         ..SandboxOptions::default()
     };
     std::fs::create_dir_all(dir.join("driftline-sandbox-allowed")).unwrap();
@@ -181,6 +182,7 @@ fn perform(name: &str) {
             }
         }
         "outside" => write_outside(),
+        "closing" => close_and_write_outside(),
         other => panic!("no act {other}"),
     }
 }
@@ -198,6 +200,17 @@ fn write_outside() {
         let output = check_allowed(&tmp.join("driftline-was-here")).unwrap_err().to_string();
         assert!(output.contains("sandbox does not allow writes"), "{output}");
     }
+}
+
+/// Writes anywhere until the sandbox closes, and then to the allowed directory.
+fn close_and_write_outside() {
+    let file = std::env::temp_dir().join("driftline-sandbox-open");
+    std::fs::write(&file, "").unwrap();
+    std::fs::remove_file(&file).unwrap();
+    check_allowed(Path::new("/etc/driftline-was-here")).unwrap();
+    let allowed = vec![std::env::temp_dir().join("driftline-sandbox-allowed")];
+    close(&SandboxOptions { allowed, ..SandboxOptions::default() }).unwrap();
+    write_outside();
 }
 
 /// Does what every thread does: memory, small and large, messages, time, text on standard error.
@@ -317,8 +330,14 @@ fn devices() {
         ..payload_config(BackendKind::Kvm)
     };
     let memory = crate::memory::Memory::new(64 << 20, &Default::default()).unwrap();
-    let set =
-        DeviceSet::build(&config, &memory, driftline_guest::VmId::random(), true, &[]).unwrap();
+    let set = DeviceSet::build(
+        &config,
+        &memory,
+        driftline_guest::VmId::random(),
+        true,
+        &Default::default(),
+    )
+    .unwrap();
     for _ in 0..3 {
         set.resume();
         std::os::unix::net::UnixStream::connect(&uds).unwrap();
@@ -351,6 +370,7 @@ fn operator_threads_have_no_more_than_they_need() {
     done("process", "files");
     done("process", "system");
     done("process", "outside");
+    done("process", "closing");
     for (name, call) in [
         ("exec", Sysno::execve),
         ("fork", Sysno::clone),

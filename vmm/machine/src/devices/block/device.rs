@@ -8,7 +8,7 @@ use vmm_sys_util::epoll::EventSet;
 
 use super::request::{self, DiskRequest};
 use super::{BlockDevice, BlockState, MAX_BYTES_IN_FLIGHT, QUEUE_SIZE, SEG_MAX};
-use crate::config::RateLimits;
+use crate::config::{DiskCache, RateLimits};
 use crate::devices::error::DeviceError;
 use crate::devices::virtio::{
     Device, DeviceIo, DeviceKind, DeviceRing, QuiesceError, Violation, Watcher, decode_state,
@@ -30,14 +30,13 @@ impl Device for BlockDevice {
     fn features(&self) -> u64 {
         let writable = [VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_WRITE_ZEROES];
         let mode: &[u32] = if self.disk.readonly { &[VIRTIO_BLK_F_RO] } else { &writable };
-        let always = [
-            VIRTIO_BLK_F_FLUSH,
-            VIRTIO_BLK_F_BLK_SIZE,
-            VIRTIO_BLK_F_SIZE_MAX,
-            VIRTIO_BLK_F_SEG_MAX,
-            VIRTIO_BLK_F_MQ,
-        ];
-        mode.iter().chain(&always).fold(0, |bits, bit| bits | 1 << bit)
+        let flush: &[u32] = match self.cache {
+            DiskCache::Writeback => &[VIRTIO_BLK_F_FLUSH],
+            DiskCache::Unsafe => &[],
+        };
+        let always =
+            [VIRTIO_BLK_F_BLK_SIZE, VIRTIO_BLK_F_SIZE_MAX, VIRTIO_BLK_F_SEG_MAX, VIRTIO_BLK_F_MQ];
+        mode.iter().chain(flush).chain(&always).fold(0, |bits, bit| bits | 1 << bit)
     }
 
     fn queue_sizes(&self) -> Vec<u16> {
@@ -64,7 +63,8 @@ impl Device for BlockDevice {
 
     fn activate(&mut self, features: u64) {
         // Without this feature the driver has no flush request with which to ask for durability.
-        self.writes_through = features & 1 << VIRTIO_BLK_F_FLUSH == 0;
+        let flushes = features & 1 << VIRTIO_BLK_F_FLUSH != 0;
+        self.writes_through = self.cache == DiskCache::Writeback && !flushes;
     }
 
     fn reset(&mut self, io: &mut DeviceIo<'_>) {

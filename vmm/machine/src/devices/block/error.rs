@@ -28,6 +28,14 @@ pub enum DiskError {
         /// The system's error.
         cause: io::Error,
     },
+    /// The disk is to be used by io_uring, which this host does not offer.
+    #[error("disk \"{id}\" cannot be used by io_uring: {cause}")]
+    NoUring {
+        /// The disk's name.
+        id: String,
+        /// The system's error.
+        cause: io::Error,
+    },
     /// The path is neither a regular file nor a block device.
     #[error("disk file \"{}\" is neither a regular file nor a block device", path.display())]
     Kind {

@@ -16,7 +16,7 @@ use super::flusher::Flusher;
 use super::identity;
 use super::lock;
 use super::request::SECTOR;
-use crate::config::{DiskConfig, DiskIdentity};
+use crate::config::{DiskConfig, DiskIdentity, OpenedFile};
 
 /// An open disk.
 #[derive(Debug)]
@@ -56,6 +56,17 @@ pub fn probe(path: &Path, readonly: bool) -> Result<(u64, u32), DiskError> {
     }
 }
 
+/// Returns the size of a disk whose file is open already, in bytes. A part of a sector at its end
+/// is not counted.
+///
+/// # Errors
+///
+/// The size cannot be found out.
+pub fn probe_opened(file: &OpenedFile, path: &Path, readonly: bool) -> Result<u64, DiskError> {
+    let bytes = size(file.file(), path, readonly)?;
+    Ok(bytes - bytes % SECTOR)
+}
+
 fn open(path: &Path, readonly: bool) -> Result<File, DiskError> {
     let failed = |cause| DiskError::Open { path: path.to_owned(), readonly, cause };
     // Checked before the file is opened: opening a FIFO would wait for its other end.
@@ -86,8 +97,23 @@ impl DiskFile {
     /// The file is smaller than the guest knows it, is another disk, is in use by another guest, or
     /// cannot be opened.
     pub(super) fn open(disk: &DiskConfig, holder: VmId) -> Result<Self, DiskError> {
+        Self::of(disk, holder, open(&disk.path, disk.readonly)?)
+    }
+
+    /// Does as [`open`](Self::open) with a file that is open already, and shares its lock: it lasts
+    /// until `opened` is closed, too.
+    pub(super) fn of_opened(
+        disk: &DiskConfig,
+        holder: VmId,
+        opened: &OpenedFile,
+    ) -> Result<Self, DiskError> {
+        let DiskConfig { path, readonly, .. } = disk;
+        let failed = |cause| DiskError::Open { path: path.clone(), readonly: *readonly, cause };
+        Self::of(disk, holder, opened.file().try_clone().map_err(failed)?)
+    }
+
+    fn of(disk: &DiskConfig, holder: VmId, file: File) -> Result<Self, DiskError> {
         let DiskConfig { id, path, readonly, bytes, .. } = disk;
-        let file = open(path, *readonly)?;
         let has = size(&file, path, *readonly)?;
         if has < *bytes {
             let (id, path, want) = (id.clone(), path.clone(), *bytes);

@@ -41,14 +41,14 @@ use self::operation::{DiskOperation, DiskWork};
 use self::request::DiskRequest;
 use super::stats::DiskCounters;
 use super::virtio::{Buffers, DeviceIo, QuiesceError, Violation};
-use crate::config::{DiskConfig, DiskIdentity};
+use crate::config::{DiskCache, DiskConfig, DiskEngine, DiskIdentity, OpenedDisk};
 use crate::pool;
 
 pub(crate) use self::drive_source::DriveSource;
 pub use self::error::DiskError;
 use self::file::DiskFile;
 pub(super) use self::file::FileIdentity;
-pub use self::file::probe;
+pub use self::file::{probe, probe_opened};
 use self::flusher::DurabilityPromise;
 pub(super) use self::flusher::{Flusher, flush_all};
 pub(crate) use self::incoming::make_copies;
@@ -81,8 +81,11 @@ pub(super) struct BlockDevice {
     /// Queues whose chains stay in the ring because too many bytes are in flight, one bit per
     /// queue.
     stalled_queues: u32,
-    /// Whether the driver did not negotiate `VIRTIO_BLK_F_FLUSH`. It then assumes that there is no
-    /// volatile cache: a write must be durable when the driver is told that it has completed.
+    /// Whether the host makes the file durable when the driver asks for it.
+    cache: DiskCache,
+    /// Whether the driver did not negotiate `VIRTIO_BLK_F_FLUSH`, which was offered. It then
+    /// assumes that there is no volatile cache: a write must be durable when the driver is told
+    /// that it has completed.
     writes_through: bool,
     /// Whether the file is locked for this guest.
     locked: bool,
@@ -122,13 +125,25 @@ struct RequestInFlight {
 }
 
 impl BlockDevice {
-    /// Opens the file of `disk` for the guest `holder`. The file is not locked yet.
-    pub(super) fn open(disk: &DiskConfig, vcpus: u8, holder: VmId) -> Result<Self, DiskError> {
-        let file = Arc::new(DiskFile::open(disk, holder)?);
+    /// Opens the file of `disk` for the guest `holder`, unless it is open already. The file is not
+    /// locked yet.
+    pub(super) fn open(
+        disk: &DiskConfig,
+        vcpus: u8,
+        holder: VmId,
+        opened: Option<&OpenedDisk>,
+    ) -> Result<Self, DiskError> {
+        let file = match opened {
+            None => DiskFile::open(disk, holder)?,
+            Some(opened) => DiskFile::of_opened(disk, holder, &opened.file)?,
+        };
+        let file = Arc::new(file);
         let queues = vcpus.clamp(1, MAX_QUEUES).into();
         let most = usize::from(queues) * usize::from(QUEUE_SIZE);
-        let engine = Engine::new(file.clone(), most, &disk.id);
-        Self::new(disk, queues, file, engine)
+        let kind = opened.map_or(DiskEngine::Automatic, |opened| opened.engine);
+        let engine = Engine::new(kind, file.clone(), most, &disk.id)?;
+        let cache = opened.map_or(DiskCache::Writeback, |opened| opened.cache);
+        Ok(Self { cache, ..Self::new(disk, queues, file, engine)? })
     }
 
     /// Like [`open`](Self::open), without io_uring.
@@ -169,6 +184,7 @@ impl BlockDevice {
             in_flight: HashMap::new(),
             bytes_in_flight: 0,
             stalled_queues: 0,
+            cache: DiskCache::Writeback,
             writes_through: false,
             locked: false,
             created_here: false,

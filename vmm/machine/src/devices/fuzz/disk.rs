@@ -64,7 +64,7 @@ impl FuzzedDisk {
 impl FuzzedDevice for FuzzedDisk {
     fn make(&mut self) -> Box<dyn Device> {
         let open = || match self.uring {
-            true => BlockDevice::open(&self.config, 2, self.guest),
+            true => BlockDevice::open(&self.config, 2, self.guest, None),
             false => BlockDevice::open_without_uring(&self.config, 2, self.guest),
         };
         // A process that another test starts inherits the file of an earlier run, with its lock,

@@ -25,7 +25,7 @@ use super::virtio::{
     VirtioState,
 };
 use super::vsock::Vsock;
-use crate::config::{DeviceConfig, DiskConfig, DiskIdentity, MachineConfig, disks_mut};
+use crate::config::{DeviceConfig, DiskConfig, DiskIdentity, HostConfig, MachineConfig, disks_mut};
 use crate::fail_point;
 use crate::kvm::KvmVm;
 use crate::memory::{Memory, ProtectedFrames};
@@ -139,7 +139,7 @@ impl DeviceSet {
         memory: &Memory,
         guest: VmId,
         acquire: bool,
-        created_here: &[String],
+        host: &HostConfig,
     ) -> Result<Self, DeviceError> {
         let mut set = Self::empty();
         set.protected_frames = memory.protected_frames().clone();
@@ -147,7 +147,7 @@ impl DeviceSet {
             let id = device.id();
             let system = |cause| DeviceError::System { id: id.to_owned(), cause };
             fail_point::pass(id).map_err(system)?;
-            let mut built = set.create(device, config.vcpus, guest, created_here)?;
+            let mut built = set.create(device, config.vcpus, guest, host)?;
             if acquire {
                 built.acquire()?;
             }
@@ -164,13 +164,13 @@ impl DeviceSet {
         device: &DeviceConfig,
         vcpus: u8,
         guest: VmId,
-        created_here: &[String],
+        host: &HostConfig,
     ) -> Result<Box<dyn Device>, DeviceError> {
         let system = |cause| DeviceError::System { id: device.id().to_owned(), cause };
         Ok(match device {
             DeviceConfig::Disk(disk) => {
-                let mut block = BlockDevice::open(disk, vcpus, guest)?;
-                if created_here.contains(&disk.id) {
+                let mut block = BlockDevice::open(disk, vcpus, guest, host.opened.disk(&disk.id))?;
+                if host.copied.contains(&disk.id) {
                     block.note_created_here();
                 }
                 self.sources.push(block.source());

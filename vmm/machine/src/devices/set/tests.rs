@@ -19,7 +19,7 @@ fn disk(dir: &Path, id: &str) -> DiskConfig {
 /// Returns whether another guest could acquire the disk. Releases it again: a closed file may stay
 /// locked for a moment, by a process that another test starts.
 fn is_free(disk: &DiskConfig) -> bool {
-    let opened = BlockDevice::open(disk, 1, VmId::random());
+    let opened = BlockDevice::open(disk, 1, VmId::random(), None);
     opened.is_ok_and(|mut block| block.acquire().is_ok() && block.release(soon()).is_ok())
 }
 
@@ -36,7 +36,7 @@ fn with_disks<const N: usize>(disks: [&DiskConfig; N], memory: &Memory) -> Devic
         devices: disks.into_iter().cloned().map(DeviceConfig::Disk).collect(),
         ..payload_config(BackendKind::Kvm)
     };
-    DeviceSet::build(&config, memory, VmId::random(), false, &[]).unwrap()
+    DeviceSet::build(&config, memory, VmId::random(), false, &HostConfig::default()).unwrap()
 }
 
 /// Waits until a write waits for room.
@@ -104,7 +104,7 @@ fn failed_acquire_releases_all_devices() {
     let (dir, memory) = (tempfile::tempdir().unwrap(), memory());
     let (a, b) = (disk(dir.path(), "a"), disk(dir.path(), "b"));
     let set = with_disks([&a, &b], &memory);
-    let mut other = BlockDevice::open(&b, 1, VmId::random()).unwrap();
+    let mut other = BlockDevice::open(&b, 1, VmId::random(), None).unwrap();
     other.acquire().unwrap();
     let why = set.acquire().unwrap_err().to_string();
     assert!(why.contains("in use") && why.contains(&*b.path.to_string_lossy()), "{why}");
@@ -142,7 +142,7 @@ fn failed_release_does_not_stop_the_others() {
     let (dir, memory) = (tempfile::tempdir().unwrap(), memory());
     let a = disk(dir.path(), "a");
     let script = Arc::new(Script::default());
-    let block = BlockDevice::open(&a, 1, VmId::random()).unwrap();
+    let block = BlockDevice::open(&a, 1, VmId::random(), None).unwrap();
     let devices = vec![
         spawn("first", Box::new(FakeDevice(script.clone())), &memory),
         spawn("a", Box::new(block), &memory),

@@ -13,8 +13,10 @@ use std::time::Instant;
 use driftline_guest::GuestRam;
 use vmm_sys_util::eventfd::EventFd;
 
+use super::error::DiskError;
 use super::file::DiskFile;
 use super::operation::DiskOperation;
+use crate::config::DiskEngine;
 use uring::Uring;
 
 /// An engine; see the module.
@@ -28,10 +30,25 @@ pub(super) enum Engine {
 impl Engine {
     /// Creates an engine for at most `most` operations at a time on `file`; `id` is used in
     /// messages.
-    pub(super) fn new(file: Arc<DiskFile>, most: usize, id: &str) -> Self {
-        Self::with_uring(file.clone(), most).unwrap_or_else(|e| {
-            tracing::info!("disk \"{id}\" does without io_uring: {e}");
-            Self::Sync(file)
+    ///
+    /// # Errors
+    ///
+    /// io_uring was asked for, and this host has none.
+    pub(super) fn new(
+        kind: DiskEngine,
+        file: Arc<DiskFile>,
+        most: usize,
+        id: &str,
+    ) -> Result<Self, DiskError> {
+        if kind == DiskEngine::Blocking {
+            return Ok(Self::Sync(file));
+        }
+        Self::with_uring(file.clone(), most).or_else(|cause| match kind {
+            DiskEngine::Uring => Err(DiskError::NoUring { id: id.to_owned(), cause }),
+            DiskEngine::Automatic | DiskEngine::Blocking => {
+                tracing::info!("disk \"{id}\" does without io_uring: {cause}");
+                Ok(Self::Sync(file))
+            }
         })
     }
 

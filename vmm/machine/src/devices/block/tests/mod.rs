@@ -2,6 +2,7 @@
 
 mod in_flight;
 mod limits;
+mod opened;
 mod storage;
 
 use std::fs::File;

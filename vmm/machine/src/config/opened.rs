@@ -1,0 +1,93 @@
+//! Files of a new guest that were opened before its machine is built, under names that may lead
+//! elsewhere by now.
+
+use std::fs::File;
+use std::io::{self, Seek};
+use std::sync::Arc;
+
+/// An open file. Equal to its clones only.
+#[derive(Clone, Debug)]
+pub struct OpenedFile(Arc<File>);
+
+impl OpenedFile {
+    /// Returns the file with its position at the start. An earlier build that failed may have read
+    /// from it.
+    pub(crate) fn rewound(&self) -> io::Result<File> {
+        let mut file = self.0.try_clone()?;
+        file.rewind()?;
+        Ok(file)
+    }
+
+    /// Returns the file.
+    pub fn file(&self) -> &File {
+        &self.0
+    }
+}
+
+impl From<File> for OpenedFile {
+    fn from(file: File) -> Self {
+        Self(Arc::new(file))
+    }
+}
+
+impl PartialEq for OpenedFile {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl Eq for OpenedFile {}
+
+/// Whether the host makes a disk durable when the guest asks for it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum DiskCache {
+    /// It does: the disk offers a flush.
+    #[default]
+    Writeback,
+    /// It does not: the disk offers no flush, and a write is complete once the host's page cache
+    /// has it. What the guest writes may be lost with the host.
+    Unsafe,
+}
+
+/// How a disk's file is read and written.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum DiskEngine {
+    /// By io_uring if the host has it, otherwise by blocking system calls.
+    #[default]
+    Automatic,
+    /// By io_uring. A host without it is refused.
+    Uring,
+    /// By blocking system calls on the disk's thread.
+    Blocking,
+}
+
+/// A disk whose file is open.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct OpenedDisk {
+    /// The disk's name.
+    pub id: String,
+    /// The file, open for writing unless the disk is read-only.
+    pub file: OpenedFile,
+    /// Whether the host makes the disk durable.
+    pub cache: DiskCache,
+    /// How the file is read and written.
+    pub engine: DiskEngine,
+}
+
+/// The open files of a new guest. A file that is not among them is opened by its name.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct OpenedFiles {
+    /// The kernel.
+    pub kernel: Option<OpenedFile>,
+    /// The initial RAM disk.
+    pub initrd: Option<OpenedFile>,
+    /// The disks.
+    pub disks: Vec<OpenedDisk>,
+}
+
+impl OpenedFiles {
+    /// Returns the disk named `id`.
+    pub(crate) fn disk(&self, id: &str) -> Option<&OpenedDisk> {
+        self.disks.iter().find(|disk| disk.id == id)
+    }
+}
