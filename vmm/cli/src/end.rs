@@ -3,6 +3,7 @@
 
 use std::process::ExitCode;
 use std::sync::{Arc, Once};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use driftline_control::api::Server;
@@ -15,10 +16,12 @@ use super::output::{count, print_message};
 use super::report;
 
 /// Waits for the guest's end, lets the API send its last answers, and reports why the guest ended.
+/// `requests` is a thread that has a reference to the guest and ends with the server.
 pub(super) fn run_to_end(
     vm: SharedVm,
     jobs: Arc<Jobs>,
     server: Server,
+    requests: Option<JoinHandle<()>>,
 ) -> Result<ExitCode, Failure> {
     let end = vm.wait_end(None);
     notify::stopping();
@@ -28,6 +31,9 @@ pub(super) fn run_to_end(
     end_in_bounded_time(vm.machine_config().mem_bytes, outcome);
     jobs.settle();
     drop(server);
+    if requests.is_some_and(|thread| thread.join().is_err()) {
+        tracing::error!("the thread of the API's requests had panicked");
+    }
     // Dropping them writes the guest's last serial output, which must precede the last message
     // here.
     drop((jobs, vm));

@@ -19,7 +19,6 @@ mod interrupts;
 mod log;
 mod migration;
 mod notify;
-mod opened;
 mod output;
 mod paths;
 mod plan;

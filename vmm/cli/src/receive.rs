@@ -79,7 +79,7 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
     if args.json {
         print_json(&report)?;
     }
-    run_to_end(vm, jobs, server)
+    run_to_end(vm, jobs, server, None)
 }
 
 /// Listens for a source. Returns the address with the port that it got.

@@ -77,7 +77,7 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
         false => format!(" of {}", report.vm_id),
     };
     print_message(format_args!("guest {} resumed from {}", vm.vm_id(), describe(&report, &of)));
-    run_to_end(vm, jobs, server)
+    run_to_end(vm, jobs, server, None)
 }
 
 /// Refuses a guest that may be running elsewhere, as far as that is known before it is built.

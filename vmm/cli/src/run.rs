@@ -59,7 +59,7 @@ pub(super) fn run(args: RunArgs, started: Instant) -> Result<ExitCode, Failure> 
     // instruction is the wake-up of one thread.
     tracing::info!(boot_us = started.elapsed().as_micros(), "the guest runs");
     notify::ready(format_args!("guest {vm_id} runs"));
-    run_to_end(vm, jobs, server)
+    run_to_end(vm, jobs, server, None)
 }
 
 fn machine_config(args: RunArgs) -> Result<MachineConfig, Failure> {

@@ -41,10 +41,10 @@ pub(crate) enum Command {
     /// Start a guest and run it to its end
     #[command(after_help = examples::RUN)]
     Run(Box<RunArgs>),
-    /// Wait for a client of Firecracker's API to configure a guest
+    /// Run a guest that a client of Firecracker's API configures
     ///
-    /// So far the client can set and read a part of the configuration, such as kernel and drives.
-    /// A request for anything else is refused, and a guest cannot be started yet.
+    /// The client sets kernel, drives and the like, and starts the guest. A request for what
+    /// Driftline does not have, or not yet, is refused by name.
     #[command(after_help = examples::SERVE)]
     Serve(ServeArgs),
     /// Show a guest's state and figures

@@ -29,6 +29,7 @@ mod receiving;
 mod refusals;
 mod sandbox;
 mod serve;
+mod serve_guest;
 mod shadow;
 mod stuck;
 mod terminal;

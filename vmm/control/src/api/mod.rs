@@ -28,4 +28,4 @@ mod transport;
 pub use app::{App, Arriving};
 pub use client::{Client, ClientError};
 pub use event::{ApiEvent, Caller};
-pub use server::{Listeners, Server};
+pub use server::{ControlThread, Listeners, Server};

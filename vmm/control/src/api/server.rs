@@ -3,8 +3,8 @@
 
 use std::io;
 use std::net::TcpListener;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -56,6 +56,32 @@ pub struct Listeners {
     pub api: Option<ListeningSocket>,
     /// A listener for `/metrics` alone. It must not block.
     pub metrics: Option<TcpListener>,
+}
+
+/// The control thread, for what has to be done on it. It ends with its [`Server`].
+#[derive(Clone, Debug)]
+pub struct ControlThread(Handle);
+
+/// Limit on waiting for the control thread, which is always about to answer a client.
+const CONTROL_LIMIT: Duration = Duration::from_secs(10);
+
+impl ControlThread {
+    /// Runs `work`, which must not block, on the control thread. Returns its result.
+    ///
+    /// # Errors
+    /// The control thread has ended, or does not answer within 10 s.
+    pub fn run<T: Send + 'static>(
+        &self,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> io::Result<T> {
+        let (to, result) = mpsc::channel();
+        self.0.spawn(async move {
+            // The caller may have given up.
+            let _ = to.send(work());
+        });
+        let result = result.recv_timeout(CONTROL_LIMIT);
+        result.map_err(|_| io::Error::other("the control thread does not answer"))
+    }
 }
 
 /// What [`Server::serve`] sends to the control thread.
@@ -112,6 +138,11 @@ impl Server {
             true => Ok(()),
             false => Err(io::Error::other("the control thread has ended")),
         }
+    }
+
+    /// Returns the control thread.
+    pub fn control_thread(&self) -> ControlThread {
+        ControlThread(self.runtime.clone())
     }
 
     /// Calls [`begin`](Self::begin), then [`serve`](Self::serve).
@@ -287,7 +318,6 @@ async fn forward(mut signals: Signals, app: Arc<App>) {
 mod tests {
     use std::io::{Read, Write};
     use std::os::unix::net::UnixStream;
-    use std::sync::mpsc;
 
     use super::*;
     use crate::api::Arriving;

@@ -48,7 +48,9 @@ pub struct MicroVmConfig {
 }
 
 impl MicroVmConfig {
-    pub(crate) fn new(metadata_limit: usize) -> Self {
+    /// Creates the configuration of a process to which nothing was said. `metadata_limit` is the
+    /// longest metadata, in bytes.
+    pub fn new(metadata_limit: usize) -> Self {
         Self {
             boot_source: None,
             machine: MachineConfiguration::default(),

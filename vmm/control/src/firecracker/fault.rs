@@ -81,12 +81,18 @@ pub enum ApiFault {
     /// The balloon cannot be configured.
     #[error("Balloon config error: {0}")]
     Balloon(#[from] BalloonFault),
+    /// The balloon cannot be changed.
+    #[error("Balloon update error: {0}")]
+    BalloonUpdate(#[from] BalloonUpdateFault),
     /// The guest's boot cannot be configured.
     #[error("Boot source error: {0}")]
     Boot(#[from] BootFault),
     /// A drive cannot be configured.
     #[error("Drive config error: {0}")]
     Drive(#[from] DriveFault),
+    /// The started guest refuses.
+    #[error("Internal VMM error: {0}")]
+    Guest(String),
     /// The snapshot cannot be loaded.
     #[error("Load snapshot error: {0}")]
     Load(#[from] LoadFault),
@@ -146,6 +152,17 @@ pub enum BalloonFault {
     /// It is larger than the memory.
     #[error("Amount of pages requested is too large.")]
     TooLarge,
+}
+
+/// Why a started guest's balloon is not changed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum BalloonUpdateFault {
+    /// There is none.
+    #[error("No balloon device found.")]
+    None,
+    /// It is larger than the memory, which has this size in MiB.
+    #[error("Balloon: Requested memory should be less than {0}MiB")]
+    TooLarge(u64),
 }
 
 /// Why the guest's boot source is refused.
@@ -277,6 +294,13 @@ pub enum StartFault {
     /// No kernel is configured.
     #[error("Cannot start microvm without kernel configuration.")]
     NoKernel,
+    /// The command line with its additions is too long. The text is that of the crate that
+    /// Firecracker uses.
+    #[error("Kernel cmdline error: Inserting string would make command line too long.")]
+    CommandLine,
+    /// The machine cannot be built. The text says why.
+    #[error("{0}")]
+    Machine(String),
     /// The guest's memory cannot be mapped.
     #[error("Invalid Memory Configuration: Cannot create mmap region: {0}")]
     Memory(#[source] io::Error),

@@ -1,12 +1,14 @@
 //! Firecracker's API without HTTP: the JSON types, the parser of requests, and the state machine
 //! that decides what each request does.
 //!
-//! `fault` <- `model` <- `operation` <- `parse`; `config` <- `state`. None of these does I/O: the
-//! owner of a [`MicroVm`] performs its actions.
+//! `fault` <- `model` <- `operation` <- `parse`; `config` <- `state` <- `guest`. None of these does
+//! I/O: the owner of a [`MicroVm`] performs its actions. Only `guest` asks a guest, once there is
+//! one.
 
 mod answer;
 mod config;
 mod fault;
+mod guest;
 mod metadata;
 mod model;
 mod operation;
@@ -14,8 +16,12 @@ mod parse;
 mod state;
 
 pub(crate) use answer::Answer;
-pub use fault::{ApiFault, BootFault, DriveFault};
-pub use model::{BlockDeviceConfig, BootSourceConfig};
+pub use config::MicroVmConfig;
+pub use fault::{ApiFault, BootFault, DriveFault, StartFault};
+pub use model::{
+    BalloonDeviceConfig, BlockDeviceConfig, BootSourceConfig, CacheType, FileEngineType,
+    HugePageConfig, MachineConfiguration,
+};
 pub(crate) use operation::Operation;
 pub(crate) use parse::{ParsedCall, parse};
 pub use state::{IMITATED_VERSION, MicroVm, MicroVmAction, MicroVmEvent, Task};

@@ -141,6 +141,16 @@ impl<C> MicroVm<C> {
         }
     }
 
+    /// Returns the configuration, which a started guest keeps.
+    pub(super) fn config(&self) -> &MicroVmConfig {
+        &self.config
+    }
+
+    /// Returns whether the metrics have a file.
+    pub(super) fn has_metrics(&self) -> bool {
+        self.has_metrics
+    }
+
     /// Sets the metadata before there are requests.
     ///
     /// # Errors
@@ -193,7 +203,9 @@ impl<C> MicroVm<C> {
     fn before_start(&mut self, operation: Operation) -> Result<Outcome, ApiFault> {
         self.is_boot_path |= sets_boot_path(&operation);
         match operation {
-            Operation::GetInstance => Ok(Outcome::Answered(Answer::page(&self.instance())?)),
+            Operation::GetInstance => {
+                Ok(Outcome::Answered(Answer::page(&self.instance("Not started"))?))
+            }
             Operation::GetVersion => Ok(Outcome::Answered(Answer::version(IMITATED_VERSION))),
             Operation::GetMachine => Ok(Outcome::Answered(Answer::page(&self.config.machine)?)),
             Operation::GetConfig => Ok(Outcome::Answered(Answer::page(&self.config.shown())?)),
@@ -214,11 +226,11 @@ impl<C> MicroVm<C> {
         }
     }
 
-    /// Returns the answer to `GET /`.
-    fn instance(&self) -> InstanceInfo {
+    /// Returns the answer to `GET /` in this state.
+    pub(super) fn instance(&self, state: &str) -> InstanceInfo {
         InstanceInfo {
             id: self.id.clone(),
-            state: "Not started".to_owned(),
+            state: state.to_owned(),
             vmm_version: IMITATED_VERSION.to_owned(),
             app_name: self.app_name.to_owned(),
         }

@@ -10,7 +10,8 @@ use driftline_store::StoreError;
 
 /// Why a request about a job is refused.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum JobError {
+#[non_exhaustive]
+pub enum JobError {
     /// There is no job of this number.
     #[error("there is no job {0} of this kind here, or its result is no longer kept")]
     NoJob(u64),

@@ -30,7 +30,7 @@ use crate::model::{
     CheckpointPage, CheckpointRequest, GuestState, Info, MigrationPage, MigrationRequest,
 };
 use checkpoints::CheckpointJob;
-pub(crate) use error::JobError;
+pub use error::JobError;
 use history::JobHistory;
 pub(crate) use holds::OperatorError;
 use holds::{JobRole, PauseHolds};
@@ -102,7 +102,7 @@ impl Jobs {
     }
 
     /// Returns the guest's logging span.
-    pub(crate) fn span(&self) -> &Span {
+    pub fn span(&self) -> &Span {
         &self.span
     }
 
@@ -266,7 +266,7 @@ impl Jobs {
     ///
     /// # Errors
     /// Another host may have the guest. Only the operator's resolution ends it then.
-    pub(crate) fn stop(&self, why: &str) -> Result<(), JobError> {
+    pub fn stop(&self, why: &str) -> Result<(), JobError> {
         if let Some(job) = self.migration_job().filter(|job| job.is_handed_over()) {
             return Err(JobError::HandedOver { to: job.to().to_owned() });
         }

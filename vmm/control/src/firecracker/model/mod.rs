@@ -22,10 +22,10 @@ pub use balloon::{
 };
 pub use boot::{BootSourceConfig, SerialConfig, VsockDeviceConfig};
 pub use cpu::CustomCpuTemplate;
-pub use drive::{BlockDeviceConfig, BlockDeviceUpdateConfig};
+pub use drive::{BlockDeviceConfig, BlockDeviceUpdateConfig, CacheType, FileEngineType};
 pub use limits::EntropyDeviceConfig;
 pub use log::{LoggerConfig, MetricsConfig};
-pub use machine::{MachineConfigUpdate, MachineConfiguration, StaticCpuTemplate};
+pub use machine::{HugePageConfig, MachineConfigUpdate, MachineConfiguration, StaticCpuTemplate};
 pub use mmds::{MmdsConfig, MmdsVersion};
 pub use net::{NetworkInterfaceConfig, NetworkInterfaceUpdateConfig};
 pub use refused::{

@@ -1,26 +1,39 @@
 //! A process without a guest, which is configured over Firecracker's API: `driftline serve`, or the
 //! program as `firecracker`.
 //!
-//! The main thread owns the machine's state and performs its tasks. The control thread parses the
-//! requests and sends the answers.
+//! ```text
+//! main thread                                   thread "api"
+//! configures, and starts the guest -----------> asks the guest
+//! waits for the guest's end <-- the last request has been answered
+//! ```
+//!
+//! One thread at a time owns the machine's state and performs its tasks. The control thread parses
+//! the requests and sends the answers.
 
-use std::collections::VecDeque;
+mod opened;
+mod plan;
+mod requests;
+mod start;
+
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::sync::mpsc::Receiver;
+use std::thread::Builder;
 
-use driftline_control::api::{ApiEvent, App, Caller, Listeners, Server};
-use driftline_control::firecracker::{ApiFault, MicroVm, MicroVmAction, MicroVmEvent, Task};
+use driftline_control::api::{App, Listeners, Server};
+use driftline_control::firecracker::MicroVm;
+use driftline_machine::config::guest_span;
 use driftline_machine::sandbox::SandboxOptions;
 use driftline_machine::socket::ListeningSocket;
 use serde_json::Value;
 
 use super::args::ServeArgs;
-use super::end::stop_reason;
+use super::end::{run_to_end, stop_reason};
 use super::failure::Failure;
 use super::notify;
-use super::opened::OpenedFiles;
-use super::setup::enter_sandbox;
+use super::setup::{enter_sandbox, log_machine};
+use super::values;
+use requests::{ApiRequests, ConfigurationEnd};
+use start::GuestStarter;
 
 /// The largest body of a request and the longest metadata, in bytes. Firecracker's defaults.
 const PAYLOAD_LIMIT: usize = 51_200;
@@ -64,63 +77,41 @@ pub(super) fn serve_api(
     options: ServeOptions,
 ) -> Result<ExitCode, Failure> {
     notify::connect();
-    let mut vm = MicroVm::new(options.id, options.app_name, options.metadata_limit);
+    let mut vm = MicroVm::new(options.id.clone(), options.app_name, options.metadata_limit);
     if let Some(metadata) = options.metadata {
         vm.set_metadata(metadata)?;
     }
-    enter_sandbox(&SandboxOptions {
+    // Clients may name any file until the guest starts.
+    let restricted = SandboxOptions {
         seccomp: options.seccomp,
         landlock: true,
-        read: Vec::new(),
-        write: Vec::new(),
         sockets: vec![options.api_sock.clone()],
-        allowed: Vec::new(),
-    })?;
+        ..SandboxOptions::default()
+    };
+    enter_sandbox(&SandboxOptions { write: vec!["/".into()], ..restricted.clone() })?;
     driftline_machine::log_thread::start()?;
     let (app, events) = App::configuring(options.payload_limit);
     let listeners = Listeners { api: Some(socket), ..Listeners::default() };
     // Dropping the server sends the last answers.
-    let _server = Server::start(listeners, app)?;
+    let server = Server::start(listeners, app.clone())?;
     tracing::info!("API socket {}", options.api_sock.display());
     notify::ready("the guest has not been started");
-    configure(vm, events)
-}
-
-/// Performs what the requests ask for until the process is to end. Callers that still wait are
-/// dropped on return, and the server answers them.
-fn configure(mut vm: MicroVm<Caller>, events: Receiver<ApiEvent>) -> Result<ExitCode, Failure> {
-    let mut files = OpenedFiles::default();
-    let mut next = VecDeque::new();
-    loop {
-        let event = match next.pop_front() {
-            Some(event) => event,
-            None => match events.recv()? {
-                ApiEvent::Call(caller, operation) => MicroVmEvent::Request(caller, operation),
-                ApiEvent::Stop(why) => return Err(stopped(&why)),
-            },
-        };
-        for action in vm.step(event) {
-            match action {
-                MicroVmAction::Reply(caller, answer) => caller.answer(answer),
-                MicroVmAction::Perform(task) => {
-                    next.push_back(MicroVmEvent::Finished(perform(&task, &mut files)));
-                }
-                MicroVmAction::ToGuest(caller, _) => {
-                    caller.refuse(ApiFault::NotBuilt("a request to a started guest"));
-                }
-                MicroVmAction::Exit(code) => return Ok(ExitCode::from(code)),
-            }
-        }
-    }
-}
-
-/// Performs a task.
-fn perform(task: &Task, files: &mut OpenedFiles) -> Result<(), ApiFault> {
-    match task {
-        Task::OpenBootSource(source) => files.open_boot_source(source),
-        Task::OpenDrive(drive) => files.open_drive(drive),
-        other => Err(ApiFault::NotBuilt(other.request())),
-    }
+    let state_dir = values::state_dir();
+    let starter =
+        GuestStarter::new(options.id, restricted, state_dir, server.control_thread(), app);
+    let mut requests = ApiRequests::new(vm, events);
+    let guest = match requests.configure(starter)? {
+        ConfigurationEnd::Exit(code) => return Ok(code),
+        ConfigurationEnd::Stopped(why) => return Err(stopped(&why)),
+        ConfigurationEnd::Started(guest) => guest,
+    };
+    let (vm, jobs) = (guest.vm.clone(), guest.jobs.clone());
+    let _logged = guest_span(vm.vm_id(), &vm.machine_config().identity).entered();
+    log_machine(&*vm, &guest.memory);
+    notify::ready(format_args!("guest {} runs", vm.vm_id()));
+    let thread = Builder::new().name("api".to_owned());
+    let thread = thread.spawn(move || requests.ask(&guest))?;
+    run_to_end(vm, jobs, server, Some(thread))
 }
 
 /// Returns the failure of a process that was stopped without a guest.

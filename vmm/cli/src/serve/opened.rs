@@ -8,23 +8,20 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 
 use driftline_control::firecracker::{
-    ApiFault, BlockDeviceConfig, BootFault, BootSourceConfig, DriveFault,
+    ApiFault, BlockDeviceConfig, BootFault, BootSourceConfig, CacheType, DriveFault, FileEngineType,
 };
+use driftline_machine::config::{DiskCache, DiskEngine, OpenedDisk, OpenedFile, OpenedFiles};
 
 /// The open files.
 #[derive(Default, Debug)]
-pub(super) struct OpenedFiles(HashMap<FileRole, File>);
-
-/// What a file is for.
-#[derive(Clone, PartialEq, Eq, Hash, Debug)]
-enum FileRole {
-    Kernel,
-    Initrd,
-    /// The drive with this name.
-    Drive(String),
+pub(super) struct NamedFiles {
+    kernel: Option<OpenedFile>,
+    initrd: Option<OpenedFile>,
+    /// The drives' files, by name.
+    drives: HashMap<String, OpenedDisk>,
 }
 
-impl OpenedFiles {
+impl NamedFiles {
     /// Opens the kernel and the initial RAM disk, in place of earlier ones.
     ///
     /// # Errors
@@ -36,12 +33,8 @@ impl OpenedFiles {
         };
         let kernel = open(&source.kernel_image_path).map_err(BootFault::Kernel)?;
         let initrd = source.initrd_path.as_deref().map(open).transpose();
-        let initrd = initrd.map_err(BootFault::Initrd)?;
-        self.0.insert(FileRole::Kernel, kernel);
-        match initrd {
-            Some(initrd) => self.0.insert(FileRole::Initrd, initrd),
-            None => self.0.remove(&FileRole::Initrd),
-        };
+        self.initrd = initrd.map_err(BootFault::Initrd)?.map(OpenedFile::from);
+        self.kernel = Some(kernel.into());
         Ok(())
     }
 
@@ -56,8 +49,33 @@ impl OpenedFiles {
         let why = "it is neither a regular file nor a block device";
         let file = open(Path::new(path), OpenOptions::new().read(true).write(writes), is_disk, why);
         let failed = |cause| DriveFault::File { cause, path: path.to_owned() };
-        self.0.insert(FileRole::Drive(drive.drive_id.clone()), file.map_err(failed)?);
+        let opened = OpenedDisk {
+            id: drive.drive_id.clone(),
+            file: file.map_err(failed)?.into(),
+            cache: match drive.cache_type {
+                CacheType::Unsafe => DiskCache::Unsafe,
+                CacheType::Writeback => DiskCache::Writeback,
+            },
+            // A client that names no engine gets the best one.
+            engine: match drive.io_engine {
+                None => DiskEngine::Automatic,
+                Some(FileEngineType::Async) => DiskEngine::Uring,
+                Some(FileEngineType::Sync) => DiskEngine::Blocking,
+            },
+        };
+        self.drives.insert(opened.id.clone(), opened);
         Ok(())
+    }
+
+    /// Returns the file of the drive named `id`.
+    pub(super) fn drive(&self, id: &str) -> Option<&OpenedDisk> {
+        self.drives.get(id)
+    }
+
+    /// Returns the files as a machine takes them.
+    pub(super) fn for_machine(&self) -> OpenedFiles {
+        let (kernel, initrd) = (self.kernel.clone(), self.initrd.clone());
+        OpenedFiles { kernel, initrd, disks: self.drives.values().cloned().collect() }
     }
 }
 

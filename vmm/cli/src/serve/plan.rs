@@ -1,0 +1,197 @@
+//! Turns the configuration of Firecracker's API into that of a machine.
+
+use std::fs::OpenOptions;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use driftline_control::firecracker::{
+    ApiFault, BalloonDeviceConfig, BlockDeviceConfig, DriveFault, HugePageConfig, MicroVmConfig,
+    StartFault,
+};
+use driftline_machine::config::{
+    BackendKind, BalloonConfig, Boot, CpuConfig, DEFAULT_RING_ENTRIES, DeviceConfig, DiskConfig,
+    HostConfig, Identity, MAX_SERIAL_BYTES, MachineConfig, OpenedFile, SerialSink,
+};
+use driftline_machine::devices::probe_opened_disk;
+use driftline_machine::machine::command_line;
+use driftline_machine::memory::{HugePages, MemoryOptions};
+use driftline_machine::tracking::TrackingMode;
+
+use super::opened::NamedFiles;
+
+/// Firecracker's command line for a client that gives none.
+const DEFAULT_BOOT_ARGS: &str = "reboot=k panic=1 nomodule 8250.nr_uarts=0 i8042.noaux \
+                                 i8042.nomux i8042.dumbkbd swiotlb=noforce";
+/// Longest command line of Linux, in bytes, with the final 0.
+const MAX_CMDLINE: usize = 2048;
+/// Block size of a drive, in bytes. Firecracker's guests see no other, and their partition tables
+/// count in it.
+const BLOCK_BYTES: u32 = 512;
+
+/// What a guest is built from.
+#[derive(Debug)]
+pub(super) struct GuestPlan {
+    pub(super) config: MachineConfig,
+    pub(super) host: HostConfig,
+}
+
+/// Returns the machine of a configuration with its open files. `id` is the instance's.
+///
+/// # Errors
+/// A part of the configuration cannot be honoured, or a file cannot be used.
+pub(super) fn plan(
+    id: &str,
+    config: &MicroVmConfig,
+    files: &NamedFiles,
+) -> Result<GuestPlan, ApiFault> {
+    refuse_unbuilt(config)?;
+    let source = config.boot_source.as_ref().ok_or(StartFault::NoKernel)?;
+    let devices = devices(config, files)?;
+    let given = source.boot_args.as_deref().unwrap_or(DEFAULT_BOOT_ARGS);
+    let parameters = parameters(config.drives.first());
+    let cmdline = command_line(given.trim(), &parameters, devices.len()).map_err(machine_fault)?;
+    if cmdline.len() >= MAX_CMDLINE {
+        return Err(StartFault::CommandLine.into());
+    }
+    let initrd = source.initrd_path.as_deref().map(absolute).transpose()?;
+    let kernel = absolute(&source.kernel_image_path)?;
+    let machine = &config.machine;
+    let plan = MachineConfig {
+        identity: Identity::booted(id.parse().ok()),
+        // A size that exceeds 64 bits is refused with all others that are too large.
+        mem_bytes: (machine.mem_size_mib as u64).saturating_mul(1 << 20),
+        vcpus: machine.vcpu_count,
+        tracking: TrackingMode::default(),
+        ring_entries: DEFAULT_RING_ENTRIES,
+        backend: BackendKind::Kvm,
+        boot: Boot::Kernel { kernel, initrd, cmdline, bare: true },
+        cpu: CpuConfig::default(),
+        devices,
+    };
+    plan.check().map_err(machine_fault)?;
+    let huge_pages = match machine.huge_pages {
+        // The administrator's setting applies, as in Firecracker.
+        HugePageConfig::None => None,
+        HugePageConfig::Transparent => Some(HugePages::Thp),
+        HugePageConfig::Hugetlbfs2M => Some(HugePages::Hugetlbfs),
+    };
+    let host = HostConfig {
+        serial: config.serial.serial_out_path.as_deref().map_or(Ok(SerialSink::Stdio), sink)?,
+        memory: MemoryOptions { huge_pages, ..MemoryOptions::default() },
+        opened: files.for_machine(),
+        ..HostConfig::default()
+    };
+    Ok(GuestPlan { config: plan, host })
+}
+
+/// Refuses what was configured and is not built yet.
+fn refuse_unbuilt(config: &MicroVmConfig) -> Result<(), ApiFault> {
+    let template = config.cpu_template.as_ref();
+    let has_template = template.is_some_and(|template| *template != Default::default());
+    let limits_drive = config.drives.iter().any(|drive| drive.rate_limiter.is_some());
+    let limits_entropy = config.entropy.as_ref().is_some_and(|e| e.rate_limiter.is_some());
+    let balloon = |has: fn(&BalloonDeviceConfig) -> bool| config.balloon.as_ref().is_some_and(has);
+    let unbuilt = [
+        (has_template, "a CPU template of PUT /cpu-config"),
+        (limits_drive, "rate_limiter of PUT /drives"),
+        (limits_entropy, "rate_limiter of PUT /entropy"),
+        (config.serial.rate_limiter.is_some(), "rate_limiter of PUT /serial"),
+        (balloon(|b| b.stats_polling_interval_s > 0), "stats_polling_interval_s of PUT /balloon"),
+        (balloon(|b| b.free_page_hinting), "free_page_hinting of PUT /balloon"),
+        (!config.interfaces.is_empty(), "a network interface"),
+        (config.vsock.is_some(), "a vsock device"),
+    ];
+    match unbuilt.into_iter().find(|(is_wanted, _)| *is_wanted) {
+        Some((_, what)) => Err(ApiFault::NotBuilt(what)),
+        None => Ok(()),
+    }
+}
+
+/// Returns the kernel's parameters that Firecracker adds to the client's. `root` is the first
+/// drive.
+fn parameters(root: Option<&BlockDeviceConfig>) -> Vec<String> {
+    let mut parameters = vec!["pci=off".to_owned()];
+    if let Some(root) = root.filter(|drive| drive.is_root_device) {
+        let mode = if root.is_read_only == Some(true) { "ro" } else { "rw" };
+        parameters.push(match &root.partuuid {
+            Some(partition) => format!("root=PARTUUID={partition} {mode}"),
+            None => format!("root=/dev/vda {mode}"),
+        });
+    }
+    parameters
+}
+
+/// Returns the devices in Firecracker's order.
+fn devices(config: &MicroVmConfig, files: &NamedFiles) -> Result<Vec<DeviceConfig>, ApiFault> {
+    let mut devices: Vec<DeviceConfig> = Vec::new();
+    devices.extend(config.balloon.as_ref().map(|balloon| {
+        DeviceConfig::Balloon(BalloonConfig {
+            bytes: u64::from(balloon.amount_mib) << 20,
+            deflate_on_oom: balloon.deflate_on_oom,
+            reporting: balloon.free_page_reporting,
+            hinting: false,
+        })
+    }));
+    for drive in &config.drives {
+        devices.push(DeviceConfig::Disk(disk(drive, files)?));
+    }
+    devices.extend(config.entropy.as_ref().map(|_| DeviceConfig::Rng));
+    Ok(devices)
+}
+
+fn disk(drive: &BlockDeviceConfig, files: &NamedFiles) -> Result<DiskConfig, ApiFault> {
+    let path = drive.path_on_host.as_deref().ok_or(DriveFault::NoBackend)?;
+    let opened = files.drive(&drive.drive_id).ok_or(DriveFault::NoBackend)?;
+    let readonly = drive.is_read_only == Some(true);
+    let path = absolute(path)?;
+    let bytes = probe_opened_disk(&opened.file, &path, readonly).map_err(machine_fault)?;
+    Ok(DiskConfig {
+        id: drive.drive_id.clone(),
+        serial: serial(&opened.file).map_err(machine_fault)?,
+        path,
+        readonly,
+        bytes,
+        block_bytes: BLOCK_BYTES,
+        // Recorded once the disk is open.
+        identity: None,
+    })
+}
+
+/// Returns the serial number that Firecracker gives to a drive with this file.
+fn serial(file: &OpenedFile) -> io::Result<String> {
+    let of = file.file().metadata()?;
+    let mut serial = format!("{}{}{}", of.dev(), of.rdev(), of.ino());
+    serial.truncate(MAX_SERIAL_BYTES);
+    Ok(serial)
+}
+
+/// Returns the destination of the serial port's output, which exists afterwards.
+fn sink(path: &Path) -> Result<SerialSink, ApiFault> {
+    let failed = |e: io::Error| machine_fault(format!("the serial port's output: {e}"));
+    // The sandbox can allow only paths that exist.
+    match std::fs::metadata(path) {
+        // Opening a FIFO would wait for its other end.
+        Ok(of) if !of.is_file() => {
+            return Err(ApiFault::NotBuilt("serial_out_path of PUT /serial that is no file"));
+        }
+        Ok(_) => {}
+        Err(_) => {
+            OpenOptions::new().create(true).append(true).open(path).map_err(failed)?;
+        }
+    }
+    Ok(SerialSink::File(std::path::absolute(path).map_err(failed)?))
+}
+
+/// Returns the path as another start from this configuration may need it, from any working
+/// directory.
+fn absolute(path: &str) -> Result<PathBuf, ApiFault> {
+    std::path::absolute(path).map_err(machine_fault)
+}
+
+fn machine_fault(e: impl ToString) -> ApiFault {
+    StartFault::Machine(e.to_string()).into()
+}
+
+#[cfg(test)]
+mod tests;

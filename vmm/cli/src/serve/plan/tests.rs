@@ -1,0 +1,214 @@
+//! Configurations with files of their own, and the machines that follow.
+
+use driftline_machine::config::{DiskCache, DiskEngine};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use super::*;
+
+/// A configuration with its files.
+struct TestConfig {
+    dir: TempDir,
+    config: MicroVmConfig,
+    files: NamedFiles,
+}
+
+impl TestConfig {
+    fn new(boot_args: Option<&str>) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let (config, files) = (MicroVmConfig::new(64), NamedFiles::default());
+        let mut test = Self { dir, config, files };
+        let kernel = test.file("kernel", 512);
+        let source = json!({ "kernel_image_path": kernel, "boot_args": boot_args });
+        let source = serde_json::from_value(source).unwrap();
+        test.files.open_boot_source(&source).unwrap();
+        test.config.boot_source = Some(source);
+        test
+    }
+
+    fn file(&self, name: &str, bytes: usize) -> String {
+        let path = self.dir.path().join(name);
+        std::fs::write(&path, vec![0; bytes]).unwrap();
+        path.to_str().unwrap().to_owned()
+    }
+
+    /// Adds a drive with a file of 1000 bytes and more settings.
+    fn add_drive(&mut self, id: &str, more: Value) {
+        let mut drive = json!({ "drive_id": id, "is_root_device": false });
+        drive["path_on_host"] = self.file(id, 1000).into();
+        let more = more.as_object().unwrap().clone();
+        drive.as_object_mut().unwrap().extend(more);
+        let drive: BlockDeviceConfig = serde_json::from_value(drive).unwrap();
+        self.files.open_drive(&drive).unwrap();
+        self.config.drives.push(drive);
+    }
+
+    fn plan(&self) -> Result<GuestPlan, String> {
+        plan("web-1", &self.config, &self.files).map_err(|e| e.to_string())
+    }
+
+    fn cmdline(&self) -> String {
+        match self.plan().unwrap().config.boot {
+            Boot::Kernel { cmdline, bare: true, .. } => cmdline,
+            boot => panic!("{boot:?}"),
+        }
+    }
+}
+
+#[test]
+fn default_command_line_is_firecrackers() {
+    let mut test = TestConfig::new(None);
+    let default = "reboot=k panic=1 nomodule 8250.nr_uarts=0 i8042.noaux i8042.nomux \
+                   i8042.dumbkbd swiotlb=noforce pci=off";
+    assert_eq!(test.cmdline(), default);
+    let device = "virtio_mmio.device=4K@0xd0000000:5";
+    test.add_drive("root", json!({ "is_root_device": true }));
+    assert_eq!(test.cmdline(), format!("{default} root=/dev/vda rw {device}"));
+}
+
+#[test]
+fn root_is_named_before_inits_arguments() {
+    let device = "virtio_mmio.device=4K@0xd0000000:5";
+    for (more, root) in [
+        (json!({}), ""),
+        (json!({ "is_root_device": true, "is_read_only": true }), " root=/dev/vda ro"),
+        (json!({ "is_root_device": true, "partuuid": "0a-01" }), " root=PARTUUID=0a-01 rw"),
+    ] {
+        let mut test = TestConfig::new(Some(" console=ttyS0 -- sh "));
+        test.add_drive("root", more);
+        assert_eq!(test.cmdline(), format!("console=ttyS0 pci=off{root} {device} -- sh"));
+    }
+}
+
+#[test]
+fn long_command_line_is_refused() {
+    // Two bytes of room, and the final 0.
+    let room = 2048 - 1 - " pci=off".len();
+    assert!(TestConfig::new(Some(&"x".repeat(room))).plan().is_ok());
+    let refusal = TestConfig::new(Some(&"x".repeat(room + 1))).plan().unwrap_err();
+    assert!(refusal.starts_with("Start microvm error: Kernel cmdline error"), "{refusal}");
+}
+
+#[test]
+fn devices_have_firecrackers_order_and_settings() {
+    let mut test = TestConfig::new(None);
+    test.add_drive("root", json!({ "is_root_device": true, "is_read_only": true }));
+    test.add_drive("data", json!({ "cache_type": "Writeback", "io_engine": "Async" }));
+    test.add_drive("swap", json!({ "cache_type": "Unsafe", "io_engine": "Sync" }));
+    test.config.entropy = serde_json::from_value(json!({})).unwrap();
+    let balloon = json!({ "amount_mib": 8, "deflate_on_oom": true, "free_page_reporting": true });
+    test.config.balloon = serde_json::from_value(balloon).unwrap();
+    let GuestPlan { config, host } = test.plan().unwrap();
+    assert_eq!((config.mem_bytes, config.vcpus), (128 << 20, 1));
+    assert_eq!(config.identity.name.unwrap().to_string(), "web-1");
+    let ids: Vec<_> = config.devices.iter().map(DeviceConfig::id).collect();
+    assert_eq!(ids, ["balloon", "root", "data", "swap", "rng"]);
+    let disks: Vec<_> = driftline_machine::config::disks(&config.devices).collect();
+    // The part of a sector at the end is not counted.
+    assert!(disks.iter().all(|disk| (disk.bytes, disk.block_bytes) == (512, 512)));
+    assert_eq!(disks.iter().map(|disk| disk.readonly).collect::<Vec<_>>(), [true, false, false]);
+    assert!(disks[0].serial.len() <= 20 && disks[0].serial != disks[1].serial);
+    let of = |id: &str| {
+        let opened = host.opened.disks.iter().find(|disk| disk.id == id).unwrap();
+        (opened.cache, opened.engine)
+    };
+    assert_eq!(of("root"), (DiskCache::Unsafe, DiskEngine::Automatic));
+    assert_eq!(of("data"), (DiskCache::Writeback, DiskEngine::Uring));
+    assert_eq!(of("swap"), (DiskCache::Unsafe, DiskEngine::Blocking));
+    assert!(host.opened.kernel.is_some() && host.opened.initrd.is_none());
+    assert_eq!(host.serial, SerialSink::Stdio);
+}
+
+#[test]
+fn memory_has_the_pages_asked_for() {
+    let pages = |kind: &str| {
+        let mut test = TestConfig::new(None);
+        let machine = json!({ "vcpu_count": 1, "mem_size_mib": 64, "huge_pages": kind });
+        test.config.machine = serde_json::from_value(machine).unwrap();
+        test.plan().unwrap().host.memory.huge_pages
+    };
+    assert_eq!(pages("None"), None);
+    assert_eq!(pages("Transparent"), Some(HugePages::Thp));
+    assert_eq!(pages("2M"), Some(HugePages::Hugetlbfs));
+}
+
+#[test]
+fn serial_output_goes_to_a_regular_file() {
+    let mut test = TestConfig::new(None);
+    let path = test.dir.path().join("serial");
+    test.config.serial.serial_out_path = Some(path.clone());
+    assert_eq!(test.plan().unwrap().host.serial, SerialSink::File(path.clone()));
+    assert!(path.is_file(), "the sandbox can allow only files that exist");
+    test.config.serial.serial_out_path = Some(test.dir.path().to_owned());
+    let refusal = test.plan().unwrap_err();
+    assert!(refusal.contains("serial_out_path of PUT /serial that is no file"), "{refusal}");
+}
+
+#[test]
+fn unbuilt_part_is_refused_by_name() {
+    let bucket = json!({ "size": 1, "refill_time": 1 });
+    let limits = json!({ "ops": bucket });
+    let refusal = |change: &dyn Fn(&mut TestConfig)| {
+        let mut test = TestConfig::new(None);
+        change(&mut test);
+        test.plan().unwrap_err()
+    };
+    let balloon = |more: &str| {
+        let json = format!(r#"{{"amount_mib": 1, "deflate_on_oom": false, {more}}}"#);
+        serde_json::from_str(&json).unwrap()
+    };
+    for (refusal, part) in [
+        (
+            refusal(&|t| t.add_drive("a", json!({ "rate_limiter": limits }))),
+            "rate_limiter of PUT /drives",
+        ),
+        (
+            refusal(&|t| {
+                let entropy = json!({ "rate_limiter": limits });
+                t.config.entropy = serde_json::from_value(entropy).unwrap();
+            }),
+            "rate_limiter of PUT /entropy",
+        ),
+        (
+            refusal(&|t| {
+                let serial = json!({ "rate_limiter": bucket });
+                t.config.serial = serde_json::from_value(serial).unwrap();
+            }),
+            "rate_limiter of PUT /serial",
+        ),
+        (
+            refusal(&|t| {
+                let template = json!({ "kvm_capabilities": ["171"] });
+                t.config.cpu_template = serde_json::from_value(template).unwrap();
+            }),
+            "a CPU template of PUT /cpu-config",
+        ),
+        (
+            refusal(&|t| t.config.balloon = Some(balloon(r#""free_page_hinting": true"#))),
+            "free_page_hinting of PUT /balloon",
+        ),
+        (
+            refusal(&|t| t.config.balloon = Some(balloon(r#""stats_polling_interval_s": 1"#))),
+            "stats_polling_interval_s of PUT /balloon",
+        ),
+    ] {
+        let text = format!(
+            "The requested operation is not supported: {part} is not built into Driftline yet."
+        );
+        assert_eq!(refusal, text);
+    }
+    let mut empty = TestConfig::new(None);
+    empty.config.cpu_template = serde_json::from_value(json!({})).unwrap();
+    assert!(empty.plan().is_ok(), "it changes nothing");
+}
+
+#[test]
+fn impossible_machine_is_refused() {
+    let mut test = TestConfig::new(None);
+    test.config.machine.mem_size_mib = usize::MAX;
+    let refusal = test.plan().unwrap_err();
+    assert!(
+        refusal.starts_with("Start microvm error: ") && refusal.contains("memory"),
+        "{refusal}"
+    );
+}

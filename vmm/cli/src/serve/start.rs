@@ -1,0 +1,104 @@
+//! Starts the guest that was configured over Firecracker's API.
+//!
+//! The sandbox closes in between: once the guest's memory and kernel are loaded, and before the
+//! machine has a device or a thread. A start that fails earlier, for example for its kernel, can be
+//! retried with other files. After it, only files that are open, or that the closed sandbox allows,
+//! can be used.
+
+use std::cell::Cell;
+use std::io;
+use std::path::PathBuf;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use driftline_control::api::{App, ControlThread};
+use driftline_control::firecracker::{ApiFault, MicroVmConfig, StartFault};
+use driftline_control::jobs::Jobs;
+use driftline_guest::VmId;
+use driftline_machine::config::{SerialSink, disks, guest_span};
+use driftline_machine::machine::KvmMachine;
+use driftline_machine::memory::MemoryOptions;
+use driftline_machine::sandbox::{self, SandboxOptions};
+use driftline_machine::vm::SharedVm;
+
+use super::opened::NamedFiles;
+use super::plan::{GuestPlan, plan};
+
+/// A guest that runs.
+pub(super) struct StartedGuest {
+    pub(super) vm: SharedVm,
+    pub(super) jobs: Arc<Jobs>,
+    pub(super) memory: MemoryOptions,
+}
+
+/// Starts a guest.
+pub(super) struct GuestStarter {
+    /// Id of the instance.
+    id: String,
+    vm_id: VmId,
+    /// The restrictions of a process with a guest that names no files.
+    sandbox: SandboxOptions,
+    /// Whether these restrictions have been applied.
+    is_closed: Rc<Cell<bool>>,
+    /// Directory of this host's hand-over records.
+    state_dir: PathBuf,
+    control: ControlThread,
+    app: Arc<App>,
+}
+
+impl GuestStarter {
+    pub(super) fn new(
+        id: String,
+        sandbox: SandboxOptions,
+        state_dir: PathBuf,
+        control: ControlThread,
+        app: Arc<App>,
+    ) -> Self {
+        let (vm_id, is_closed) = (VmId::random(), Rc::default());
+        Self { id, vm_id, sandbox, is_closed, state_dir, control, app }
+    }
+
+    /// Builds the guest of `config` with its open files, and runs it.
+    ///
+    /// # Errors
+    /// A part of the configuration cannot be honoured, or the machine cannot be built.
+    pub(super) fn start(
+        &self,
+        config: &MicroVmConfig,
+        files: &NamedFiles,
+    ) -> Result<StartedGuest, ApiFault> {
+        let GuestPlan { config, host } = plan(&self.id, config, files)?;
+        let _logged = guest_span(self.vm_id, &config.identity).entered();
+        let mut sandbox = self.sandbox.clone();
+        // Making a drive durable opens its file once more.
+        sandbox.write.extend(disks(&config.devices).map(|disk| disk.path.clone()));
+        sandbox.write.push(self.state_dir.clone());
+        if let SerialSink::File(path) = &host.serial {
+            sandbox.write.push(path.clone());
+        }
+        let failed = |e: &dyn ToString| StartFault::Machine(e.to_string());
+        let before_devices = self.close_sandbox(sandbox);
+        let vm = KvmMachine::launch_around(self.vm_id, config, &host, before_devices);
+        let vm: SharedVm = vm.map_err(|e| failed(&e))?;
+        let jobs = Jobs::new(vm.clone(), self.state_dir.clone());
+        vm.resume().map_err(|e| failed(&e))?;
+        tracing::info!("the guest runs");
+        self.app.provide(jobs.clone());
+        Ok(StartedGuest { vm, jobs, memory: host.memory })
+    }
+
+    /// Returns what restricts this thread and the control thread to `options`, once.
+    fn close_sandbox(&self, options: SandboxOptions) -> Box<dyn FnOnce() -> io::Result<()>> {
+        let (control, is_closed) = (self.control.clone(), self.is_closed.clone());
+        Box::new(move || {
+            if is_closed.get() {
+                return Ok(());
+            }
+            let theirs = options.clone();
+            control.run(move || sandbox::close(&theirs))?.map_err(io::Error::other)?;
+            sandbox::close(&options).map_err(io::Error::other)?;
+            is_closed.set(true);
+            Ok(())
+        })
+    }
+}

@@ -1,0 +1,257 @@
+//! `driftline serve` with a guest: its start, the requests that a started guest answers, and its
+//! end.
+
+use driftline_machine::testing::{Elf, kvm_or_skip};
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+use crate::common::serving::ServeProcess;
+use crate::common::{TestDir, fail, succeed, wait_for};
+
+const START: &str = r#"{"action_type": "InstanceStart"}"#;
+
+/// What a guest does once it has printed its command line.
+#[derive(Clone, Copy)]
+pub enum AfterPrint {
+    /// It waits for ever.
+    Wait,
+    /// It asks for a reset.
+    Reset,
+    /// It causes a triple fault.
+    Crash,
+}
+
+/// Returns a kernel that prints its command line and a line feed.
+pub fn printing_kernel(then: AfterPrint) -> Vec<u8> {
+    // mov esi, [ebx+24] (the command line); mov dx, 0x3f8
+    let mut code = vec![0x8b, 0x73, 24, 0x66, 0xba, 0xf8, 0x03];
+    // next: lodsb; test al, al; jz end; out dx, al; jmp next; end: mov al, 10; out dx, al
+    code.extend([0xac, 0x84, 0xc0, 0x74, 3, 0xee, 0xeb, 0xf8, 0xb0, 10, 0xee]);
+    code.extend(match then {
+        // hlt; jmp $-1
+        AfterPrint::Wait => [0xf4, 0xeb, 0xfd].to_vec(),
+        // mov al, 0xfe; out 0x64, al; hlt
+        AfterPrint::Reset => [0xb0, 0xfe, 0xe6, 0x64, 0xf4].to_vec(),
+        // ud2, without an IDT
+        AfterPrint::Crash => [0x0f, 0x0b].to_vec(),
+    });
+    Elf::new(&code).bytes()
+}
+
+/// Names a printing kernel, and a file for what it prints.
+pub fn configure(vmm: &ServeProcess, tmp: &TestDir, then: AfterPrint) {
+    std::fs::write(tmp.path("kernel"), printing_kernel(then)).unwrap();
+    let source = json!({ "kernel_image_path": tmp.text("kernel"), "boot_args": "quiet" });
+    vmm.done("PUT", "/boot-source", &source.to_string());
+    let serial = json!({ "serial_out_path": tmp.text("serial") });
+    vmm.done("PUT", "/serial", &serial.to_string());
+    vmm.done("PUT", "/machine-config", r#"{"vcpu_count": 1, "mem_size_mib": 32}"#);
+}
+
+fn drive(tmp: &TestDir, id: &str, more: Value) -> String {
+    let path = tmp.path(id);
+    std::fs::File::create(&path).unwrap().set_len(1 << 20).unwrap();
+    let mut drive = json!({ "drive_id": id, "is_root_device": false, "path_on_host": path });
+    drive.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    drive.to_string()
+}
+
+pub fn await_line(tmp: &TestDir) -> String {
+    wait_for("the guest's line", || Some(tmp.read("serial")).filter(|text| text.ends_with('\n')))
+}
+
+#[test]
+fn guest_boots_from_files_opened_when_named() {
+    if !kvm_or_skip("guest_boots_from_files_opened_when_named") {
+        return;
+    }
+    let tmp = TestDir::new();
+    let mut vmm = ServeProcess::start(&tmp, &["--id", "web-1"]);
+    configure(&vmm, &tmp, AfterPrint::Wait);
+    let data = drive(&tmp, "data", json!({ "cache_type": "Writeback" }));
+    vmm.done("PUT", "/drives/data", &data);
+    let root = json!({ "is_root_device": true, "is_read_only": true, "io_engine": "Sync" });
+    vmm.done("PUT", "/drives/root", &drive(&tmp, "root", root));
+    vmm.done("PUT", "/entropy", "{}");
+    let before = vmm.get("/vm/config");
+    for name in ["kernel", "root", "data"] {
+        std::fs::remove_file(tmp.path(name)).unwrap();
+    }
+    vmm.done("PUT", "/actions", START);
+    // The answer says that the guest runs.
+    assert_eq!(vmm.get("/")["state"], "Running");
+    let devices = "virtio_mmio.device=4K@0xd0000000:5 virtio_mmio.device=4K@0xd0001000:6 \
+                   virtio_mmio.device=4K@0xd0002000:7";
+    assert_eq!(await_line(&tmp), format!("quiet pci=off root=/dev/vda ro {devices}\n"));
+    let instance = vmm.get("/");
+    assert_eq!((&instance["id"], &instance["app_name"]), (&json!("web-1"), &json!("Driftline")));
+    assert_eq!(vmm.get("/vm/config"), before);
+    assert_eq!(vmm.get("/machine-config"), before["machine-config"]);
+    assert_eq!(vmm.get("/version")["firecracker_version"], instance["vmm_version"]);
+    succeed(&["stop", "--wait", "--api-sock", &vmm.socket]);
+    let (code, stderr) = vmm.wait();
+    assert_eq!(code, Some(0), "{stderr}");
+    assert!(stderr.contains("the guest was stopped: stopped over the API"), "{stderr}");
+}
+
+#[test]
+fn started_guest_is_paused_and_resumed() {
+    if !kvm_or_skip("started_guest_is_paused_and_resumed") {
+        return;
+    }
+    let tmp = TestDir::new();
+    let vmm = ServeProcess::start(&tmp, &[]);
+    configure(&vmm, &tmp, AfterPrint::Wait);
+    vmm.done("PUT", "/balloon", r#"{"amount_mib": 0, "deflate_on_oom": true}"#);
+    vmm.done("PUT", "/actions", START);
+    for (state, shown) in
+        [("Paused", "Paused"), ("Paused", "Paused"), ("Resumed", "Running"), ("Resumed", "Running")]
+    {
+        vmm.done("PATCH", "/vm", &json!({ "state": state }).to_string());
+        assert_eq!(vmm.get("/")["state"], shown);
+    }
+    vmm.done("PATCH", "/balloon", r#"{"amount_mib": 3}"#);
+    assert_eq!(vmm.get("/balloon")["amount_mib"], 3);
+    assert_eq!(vmm.get("/vm/config")["balloon"]["amount_mib"], 3);
+    let refusal = vmm.refusal("PATCH", "/balloon", r#"{"amount_mib": 33}"#);
+    let text = "Balloon update error: Balloon: Requested memory should be less than 32MiB";
+    assert_eq!(refusal, text);
+    vmm.done("PUT", "/actions", r#"{"action_type": "FlushMetrics"}"#);
+    // Driftline's own requests reach the same guest.
+    let info = succeed(&["info", "--json", "--api-sock", &vmm.socket]);
+    let info: Value = serde_json::from_str(&info).unwrap();
+    assert_eq!((&info["state"], &info["backend"]), (&json!("running"), &json!("kvm")));
+    let store = tmp.text("store");
+    succeed(&["checkpoint", "--store", &store, "--api-sock", &vmm.socket]);
+}
+
+#[test]
+fn started_guest_refuses_in_firecrackers_words() {
+    if !kvm_or_skip("started_guest_refuses_in_firecrackers_words") {
+        return;
+    }
+    let tmp = TestDir::new();
+    let vmm = ServeProcess::start(&tmp, &[]);
+    configure(&vmm, &tmp, AfterPrint::Wait);
+    vmm.done("PUT", "/mmds", "{}");
+    vmm.done("PUT", "/actions", START);
+    let after = "The requested operation is not supported after starting the microVM.";
+    let no_metadata = "MMDS error: The MMDS data store is not initialized.";
+    let built = |name: &str| {
+        format!("The requested operation is not supported: {name} is not built into Driftline yet.")
+    };
+    for (method, path, body, text) in [
+        ("PUT", "/actions", START, after),
+        ("PUT", "/boot-source", r#"{"kernel_image_path": "k"}"#, after),
+        ("PUT", "/machine-config", r#"{"vcpu_count": 1, "mem_size_mib": 8}"#, after),
+        ("PATCH", "/machine-config", r#"{"vcpu_count": 1}"#, after),
+        ("PUT", "/drives/a", r#"{"drive_id": "a", "is_root_device": false}"#, "PCI is not enabled"),
+        ("GET", "/balloon", "", "Balloon config error: No balloon device found."),
+        (
+            "PATCH",
+            "/balloon",
+            r#"{"amount_mib": 1}"#,
+            "Balloon update error: No balloon device found.",
+        ),
+        ("GET", "/mmds", "", no_metadata),
+        ("PUT", "/mmds", "{}", no_metadata),
+        (
+            "PUT",
+            "/actions",
+            r#"{"action_type": "SendCtrlAltDel"}"#,
+            &built("SendCtrlAltDel of PUT /actions"),
+        ),
+        ("PATCH", "/drives/a", r#"{"drive_id": "a"}"#, &built("PATCH /drives")),
+        (
+            "PUT",
+            "/snapshot/create",
+            r#"{"snapshot_path": "s", "mem_file_path": "m"}"#,
+            &built("PUT /snapshot/create"),
+        ),
+    ] {
+        assert_eq!(vmm.refusal(method, path, body), text, "{method} {path} {body}");
+    }
+    assert_eq!(vmm.get("/")["state"], "Running");
+}
+
+#[test]
+fn failed_start_is_retried_with_another_kernel() {
+    if !kvm_or_skip("failed_start_is_retried_with_another_kernel") {
+        return;
+    }
+    let tmp = TestDir::new();
+    let vmm = ServeProcess::start(&tmp, &[]);
+    std::fs::write(tmp.path("bad"), [0; 4096]).unwrap();
+    vmm.done("PUT", "/boot-source", &json!({ "kernel_image_path": tmp.text("bad") }).to_string());
+    let limited = json!({ "rate_limiter": { "ops": { "size": 1, "refill_time": 1 } } });
+    vmm.done("PUT", "/drives/a", &drive(&tmp, "a", limited));
+    let refusal = vmm.refusal("PUT", "/actions", START);
+    assert!(refusal.contains("rate_limiter of PUT /drives is not built"), "{refusal}");
+    vmm.done("PUT", "/drives/a", &drive(&tmp, "a", json!({})));
+    let refusal = vmm.refusal("PUT", "/actions", START);
+    let text = format!("Start microvm error: kernel \"{}\" ", tmp.text("bad"));
+    assert!(refusal.starts_with(&text), "{refusal}");
+    assert_eq!(vmm.get("/")["state"], "Not started");
+    configure(&vmm, &tmp, AfterPrint::Wait);
+    vmm.done("PUT", "/actions", START);
+    let line = "quiet pci=off virtio_mmio.device=4K@0xd0000000:5\n";
+    assert_eq!(await_line(&tmp), line);
+}
+
+#[test]
+fn sandbox_closes_with_the_start() {
+    if !kvm_or_skip("sandbox_closes_with_the_start") {
+        return;
+    }
+    // Part of the system, which a process with a guest may not write to.
+    let Ok(system) = tempfile::tempdir_in("/run") else { return };
+    let tmp = TestDir::new();
+    let vmm = ServeProcess::start(&tmp, &[]);
+    configure(&vmm, &tmp, AfterPrint::Wait);
+    let image = system.path().join("image");
+    std::fs::File::create(&image).unwrap().set_len(1 << 20).unwrap();
+    let body = json!({ "drive_id": "a", "is_root_device": false, "path_on_host": image });
+    vmm.done("PUT", "/drives/a", &body.to_string());
+    vmm.done("PUT", "/actions", START);
+    await_line(&tmp);
+    let store = system.path().join("store");
+    let checkpoint = ["checkpoint", "--store", store.to_str().unwrap(), "--api-sock", &vmm.socket];
+    let message = fail(4, &checkpoint);
+    assert!(message.contains("sandbox does not allow writes to"), "{message}");
+    assert!(!store.exists());
+}
+
+#[test]
+fn process_ends_with_its_configured_guest() {
+    if !kvm_or_skip("process_ends_with_its_configured_guest") {
+        return;
+    }
+    for (then, code, says) in [
+        (AfterPrint::Reset, 0, "the guest asked for a reset"),
+        (AfterPrint::Crash, 1, "the guest crashed: "),
+    ] {
+        let tmp = TestDir::new();
+        let mut vmm = ServeProcess::start(&tmp, &[]);
+        configure(&vmm, &tmp, then);
+        vmm.done("PUT", "/actions", START);
+        let (ended, stderr) = vmm.wait();
+        assert_eq!(ended, Some(code), "{stderr}");
+        assert!(stderr.contains(says), "{stderr}");
+        assert_eq!(tmp.read("serial"), "quiet pci=off\n");
+    }
+}
+
+#[test]
+fn signal_ends_a_configured_guest() {
+    if !kvm_or_skip("signal_ends_a_configured_guest") {
+        return;
+    }
+    let tmp = TestDir::new();
+    let mut vmm = ServeProcess::start(&tmp, &[]);
+    configure(&vmm, &tmp, AfterPrint::Wait);
+    vmm.done("PUT", "/actions", START);
+    vmm.signal(Signal::TERM);
+    let (code, stderr) = vmm.wait();
+    assert_eq!(code, Some(0), "{stderr}");
+    assert!(stderr.contains("the guest was stopped: interrupted by SIGTERM"), "{stderr}");
+}

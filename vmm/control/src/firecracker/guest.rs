@@ -1,0 +1,103 @@
+//! Answers of a guest that has been started. Unlike the rest of this module, they depend on the
+//! guest and may wait for it.
+
+use driftline_machine::devices::BalloonControl;
+
+use super::answer::Answer;
+use super::fault::{ApiFault, BalloonFault, BalloonUpdateFault};
+use super::model::{BalloonDeviceConfig, BalloonUpdateConfig};
+use super::operation::Operation;
+use super::state::{IMITATED_VERSION, MicroVm};
+use crate::jobs::Jobs;
+use crate::model::GuestState;
+
+impl<C> MicroVm<C> {
+    /// Answers a request to the started guest of `jobs`. Pausing the guest may wait for its
+    /// devices.
+    pub fn ask_guest(&self, operation: &Operation, jobs: &Jobs) -> Answer {
+        self.try_ask(operation, jobs).unwrap_or_else(Answer::Fault)
+    }
+
+    fn try_ask(&self, operation: &Operation, jobs: &Jobs) -> Result<Answer, ApiFault> {
+        match operation {
+            Operation::GetInstance => {
+                // Firecracker has two states for a started guest.
+                let runs = jobs.info().state == GuestState::Running;
+                Answer::page(&self.instance(if runs { "Running" } else { "Paused" }))
+            }
+            Operation::GetVersion => Ok(Answer::version(IMITATED_VERSION)),
+            Operation::GetMachine => Answer::page(&self.config().machine),
+            Operation::GetConfig => {
+                let mut shown = self.config().shown();
+                shown.balloon = jobs.vm().balloon().map(balloon_shown);
+                Answer::page(&shown)
+            }
+            Operation::GetBalloon => Answer::page(&balloon_shown(balloon(jobs)?)),
+            Operation::PatchBalloon(update) => resize(update, jobs),
+            Operation::Pause => done(jobs.pause()),
+            Operation::Resume => done(jobs.resume()),
+            // Without a file of the metrics there is nothing to write.
+            Operation::FlushMetrics if !self.has_metrics() => Ok(Answer::Done),
+            // No interface reaches the metadata.
+            Operation::GetMetadata | Operation::PatchMetadata(_) | Operation::PutMetadata(_)
+                if self.config().mmds.is_none() =>
+            {
+                Err(ApiFault::NoMetadata)
+            }
+            Operation::GetMemoryHotplug | Operation::PatchMemoryHotplug(_) => {
+                Err(ApiFault::NotInDriftline("memory hotplug"))
+            }
+            Operation::PatchPmem(_) => Err(ApiFault::NotInDriftline("pmem devices")),
+            other => Err(ApiFault::NotBuilt(name_of(other))),
+        }
+    }
+}
+
+/// Returns the name of a request that a started guest does not answer yet.
+fn name_of(operation: &Operation) -> &'static str {
+    match operation {
+        Operation::CreateSnapshot(_) => "PUT /snapshot/create",
+        Operation::FlushMetrics => "FlushMetrics of PUT /actions",
+        Operation::GetBalloonStatistics => "GET /balloon/statistics",
+        Operation::PatchBalloonStatistics(_) => "PATCH /balloon/statistics",
+        Operation::GetHinting => "GET /balloon/hinting/status",
+        Operation::StartHinting(_) => "PATCH /balloon/hinting/start",
+        Operation::StopHinting => "PATCH /balloon/hinting/stop",
+        Operation::PatchDrive(_) => "PATCH /drives",
+        Operation::PatchInterface(_) => "PATCH /network-interfaces",
+        Operation::SendCtrlAltDel => "SendCtrlAltDel of PUT /actions",
+        _ => "this request to a started guest",
+    }
+}
+
+fn done(result: Result<(), crate::jobs::OperatorError>) -> Result<Answer, ApiFault> {
+    result.map(|()| Answer::Done).map_err(|e| ApiFault::Guest(e.to_string()))
+}
+
+fn balloon(jobs: &Jobs) -> Result<&BalloonControl, BalloonFault> {
+    jobs.vm().balloon().ok_or(BalloonFault::None)
+}
+
+/// Returns what `GET /balloon` shows.
+fn balloon_shown(balloon: &BalloonControl) -> BalloonDeviceConfig {
+    let config = balloon.config();
+    let target_mib = balloon.stats().target_bytes >> 20;
+    BalloonDeviceConfig {
+        // At most the guest's memory, which was given as a number of MiB.
+        amount_mib: u32::try_from(target_mib).unwrap_or(u32::MAX),
+        deflate_on_oom: config.deflate_on_oom,
+        stats_polling_interval_s: 0,
+        free_page_hinting: false,
+        free_page_reporting: config.reporting,
+    }
+}
+
+fn resize(update: &BalloonUpdateConfig, jobs: &Jobs) -> Result<Answer, ApiFault> {
+    let balloon = jobs.vm().balloon().ok_or(BalloonUpdateFault::None)?;
+    let memory_mib = jobs.vm().machine_config().mem_bytes >> 20;
+    if u64::from(update.amount_mib) > memory_mib {
+        return Err(BalloonUpdateFault::TooLarge(memory_mib).into());
+    }
+    balloon.set_target(u64::from(update.amount_mib) << 20);
+    Ok(Answer::Done)
+}
