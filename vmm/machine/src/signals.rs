@@ -33,6 +33,20 @@ pub fn block_termination() {
     }
 }
 
+/// Ends the process by `signal`, which one of its threads may have handled until now. Callers see a
+/// process that was killed by it.
+pub fn end_by(signal: c_int) -> ! {
+    // SAFETY: the default action of a signal needs no handler.
+    unsafe { libc::signal(signal, libc::SIG_DFL) };
+    if let Ok(set) = create_sigset(&[signal]) {
+        change_mask(libc::SIG_UNBLOCK, &set);
+    }
+    // SAFETY: no thread of this process depends on what it interrupts.
+    unsafe { libc::raise(signal) };
+    // The default action of the signal is not to end the process.
+    crate::exit::now(1)
+}
+
 fn change_mask(how: c_int, set: &libc::sigset_t) {
     // SAFETY: the set is initialized, and the previous mask is not requested.
     unsafe { libc::pthread_sigmask(how, set, ptr::null_mut()) };

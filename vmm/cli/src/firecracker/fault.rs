@@ -11,6 +11,8 @@ enum FirecrackerExit {
     /// The value of an argument that configures the process is wrong.
     BadConfiguration = 152,
     Arguments = 153,
+    /// The process was ended by SIGHUP.
+    HangUp = 156,
 }
 
 /// Why the process ends with an error. `Debug` is part of the report, so the names are
@@ -69,6 +71,14 @@ impl FirecrackerFault {
             Self::RunWithApi(_) | Self::Driftline(_) => FirecrackerExit::Generic,
         }
     }
+}
+
+/// Reports the end by SIGHUP as Firecracker does. Returns the exit code.
+pub(super) fn hung_up() -> ExitCode {
+    let code = FirecrackerExit::HangUp as u8;
+    // If the output is closed, the exit code still reports it.
+    let _ = writeln!(io::stdout(), "Shutting down VM after intercepting signal 1, code {code}.");
+    ExitCode::from(code)
 }
 
 /// Reports a fault as Firecracker does: the log on stdout, which is where it goes by default, and

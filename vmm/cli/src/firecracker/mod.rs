@@ -11,15 +11,16 @@ use std::process::ExitCode;
 
 use driftline_control::firecracker::IMITATED_VERSION;
 use driftline_machine::socket::{ListeningSocket, SocketError};
+use rustix::process::Signal;
 use rustix::time::{ClockId, clock_gettime};
 use serde_json::Value;
 
 use super::args::{LogArgs, LogFormat};
 use super::failure::Failure;
 use super::log;
-use super::serve::{ServeOptions, serve_api};
+use super::serve::{ServeEnd, ServeOptions, serve_api};
 use args::{FirecrackerArgs, FirecrackerCommand, help, parse};
-use fault::{ApiServerFault, FirecrackerFault, report};
+use fault::{ApiServerFault, FirecrackerFault, hung_up, report};
 
 /// The name by which the program is called.
 const NAME: &str = "firecracker";
@@ -75,7 +76,16 @@ fn serve(args: FirecrackerArgs) -> Result<ExitCode, FirecrackerFault> {
         metadata_limit: args.mmds_limit,
         metadata,
     };
-    serve_api(socket, options).map_err(driftline)
+    let ServeEnd { result, signal } = serve_api(socket, options);
+    match signal {
+        None => result.map_err(driftline),
+        Some(signal) if signal == Signal::HUP.as_raw() => Ok(hung_up()),
+        // Clients of Firecracker see it killed by the signal.
+        Some(signal) => {
+            driftline_machine::log::flush();
+            driftline_machine::signals::end_by(signal)
+        }
+    }
 }
 
 /// Reads the first content of the metadata store. Firecracker panics if it cannot.

@@ -17,9 +17,11 @@ mod start;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::mpsc::Receiver;
 use std::thread::Builder;
 
-use driftline_control::api::{App, Listeners, Server};
+use driftline_control::api::{ApiEvent, App, Listeners, Server};
 use driftline_control::firecracker::MicroVm;
 use driftline_machine::config::guest_span;
 use driftline_machine::sandbox::SandboxOptions;
@@ -68,13 +70,29 @@ pub(super) fn serve(args: ServeArgs) -> Result<ExitCode, Failure> {
         metadata_limit: PAYLOAD_LIMIT,
         metadata: None,
     };
-    serve_api(socket, options)
+    serve_api(socket, options).result
 }
 
-/// Serves Firecracker's API on `socket` until the process is to end. Returns its exit code.
-pub(super) fn serve_api(
+/// How a process that serves Firecracker's API ends.
+pub(super) struct ServeEnd {
+    pub(super) result: Result<ExitCode, Failure>,
+    /// The signal that asked for the end.
+    pub(super) signal: Option<i32>,
+}
+
+/// Serves Firecracker's API on `socket` until the process is to end.
+pub(super) fn serve_api(socket: ListeningSocket, options: ServeOptions) -> ServeEnd {
+    let (app, events) = App::configuring(options.payload_limit);
+    let termination = app.termination().clone();
+    let result = serve_app(socket, options, app, events);
+    ServeEnd { result, signal: termination.signal() }
+}
+
+fn serve_app(
     socket: ListeningSocket,
     options: ServeOptions,
+    app: Arc<App>,
+    events: Receiver<ApiEvent>,
 ) -> Result<ExitCode, Failure> {
     notify::connect();
     let mut vm = MicroVm::new(options.id.clone(), options.app_name, options.metadata_limit);
@@ -90,7 +108,6 @@ pub(super) fn serve_api(
     };
     enter_sandbox(&SandboxOptions { write: vec!["/".into()], ..restricted.clone() })?;
     driftline_machine::log_thread::start()?;
-    let (app, events) = App::configuring(options.payload_limit);
     let listeners = Listeners { api: Some(socket), ..Listeners::default() };
     // Dropping the server sends the last answers.
     let server = Server::start(listeners, app.clone())?;

@@ -1,14 +1,16 @@
 //! The binary as `firecracker`: its command line, output, exit codes and socket.
 
 use std::os::unix::net::UnixStream;
-use std::os::unix::process::CommandExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Command, Stdio};
 
+use driftline_machine::testing::kvm_or_skip;
 use rustix::process::Signal;
 use serde_json::json;
 
 use crate::common::serving::ServeProcess;
 use crate::common::{TestDir, driftline, status_field, text};
+use crate::serve_guest::{AfterPrint, await_line, configure};
 
 /// Returns a command that runs the binary under Firecracker's name.
 fn command(args: &[&str]) -> Command {
@@ -229,4 +231,56 @@ fn start_times_of_a_jailer_are_logged() {
     };
     assert!(us(" us") > 0, "{stderr}");
     assert!(us(" us of processor time") >= 4_999_998, "{stderr}");
+}
+
+/// Ends a process, with a guest if `starts`, by `signal`. Returns the exit code, the signal by
+/// which it ended, and what it said.
+fn ended_by(signal: Signal, starts: bool) -> (Option<i32>, Option<i32>, String) {
+    let tmp = TestDir::new();
+    let mut vmm = serve(&tmp, &[]);
+    vmm.get("/");
+    if starts {
+        configure(&vmm, &tmp, AfterPrint::Wait);
+        vmm.done("PUT", "/actions", r#"{"action_type": "InstanceStart"}"#);
+        await_line(&tmp);
+    }
+    vmm.signal(signal);
+    let (status, stderr) = vmm.wait_status();
+    assert!(tmp.path("fc.sock").exists(), "clients remove it");
+    (status.code(), status.signal(), stderr)
+}
+
+#[test]
+fn signals_end_the_process_as_firecracker() {
+    let cases: &[bool] = if kvm_or_skip("signals_end_the_process_as_firecracker") {
+        &[false, true]
+    } else {
+        &[false]
+    };
+    for &starts in cases {
+        for signal in [Signal::TERM, Signal::INT] {
+            let (code, by, stderr) = ended_by(signal, starts);
+            assert_eq!((code, by), (None, Some(signal.as_raw())), "{starts}: {stderr}");
+        }
+        // A test that `nohup` has started leaves it ignored for its children.
+        if !driftline_machine::signals::ignores_hang_up() {
+            let (code, by, stderr) = ended_by(Signal::HUP, starts);
+            assert_eq!((code, by), (Some(156), None), "{starts}: {stderr}");
+        }
+    }
+}
+
+#[test]
+fn guest_decides_the_exit_code() {
+    if !kvm_or_skip("guest_decides_the_exit_code") {
+        return;
+    }
+    for (then, code) in [(AfterPrint::Reset, 0), (AfterPrint::Crash, 1)] {
+        let tmp = TestDir::new();
+        let mut vmm = serve(&tmp, &[]);
+        configure(&vmm, &tmp, then);
+        vmm.done("PUT", "/actions", r#"{"action_type": "InstanceStart"}"#);
+        let (ended, stderr) = vmm.wait();
+        assert_eq!(ended, Some(code), "{stderr}");
+    }
 }

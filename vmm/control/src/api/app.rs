@@ -13,6 +13,7 @@ use tokio::sync::oneshot;
 use tracing::Span;
 
 use super::event::ApiEvent;
+use super::termination::Termination;
 use crate::jobs::{JobError, Jobs};
 
 /// Ends the wait for a guest, for the reason in its argument. Returns `false` if it is too late.
@@ -66,6 +67,7 @@ pub struct App {
     source: GuestSource,
     /// Ends the wait for a guest.
     give_up: GiveUp,
+    termination: Termination,
 }
 
 /// Where the guest comes from.
@@ -142,6 +144,7 @@ impl App {
             stops: Mutex::default(),
             source,
             give_up,
+            termination: Termination::default(),
         })
     }
 
@@ -151,6 +154,11 @@ impl App {
         let _ = self.jobs.set(jobs);
         drop(is_over);
         self.changed.notify_all();
+    }
+
+    /// Returns the signal that asks the process to end.
+    pub fn termination(&self) -> &Termination {
+        &self.termination
     }
 
     /// Marks the process as ending: a guest that has not arrived yet will not arrive.

@@ -23,9 +23,11 @@ mod metrics;
 pub mod plan;
 mod routes;
 mod server;
+mod termination;
 mod transport;
 
 pub use app::{App, Arriving};
 pub use client::{Client, ClientError};
 pub use event::{ApiEvent, Caller};
 pub use server::{ControlThread, Listeners, Server};
+pub use termination::Termination;

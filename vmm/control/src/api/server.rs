@@ -184,7 +184,7 @@ async fn control(
 ) -> Option<ListeningSocket> {
     let serving = tokio::select! {
         serving = served => serving.ok()?,
-        why = signals.next() => {
+        EndRequest { why, .. } = signals.next() => {
             span.in_scope(|| tracing::error!("{why} before the guest ran"));
             exit::now(1);
         }
@@ -244,6 +244,14 @@ async fn serve_metrics(
     }
 }
 
+/// A signal's request to end.
+struct EndRequest {
+    /// The reason for the guest's end.
+    why: &'static str,
+    /// The signal's number, unless the operator caused it at the terminal.
+    signal: Option<i32>,
+}
+
 /// Signals that ask the process to end.
 struct Signals {
     interrupt: Signal,
@@ -264,21 +272,22 @@ impl Signals {
         })
     }
 
-    /// Waits for one of the signals. Returns the reason for the guest's end.
-    async fn next(&mut self) -> &'static str {
+    /// Waits for one of the signals.
+    async fn next(&mut self) -> EndRequest {
         let hang_up = async {
             match &mut self.hang_up {
                 Some(signal) => signal.recv().await,
                 None => std::future::pending().await,
             }
         };
+        let by = |why, kind: SignalKind| EndRequest { why, signal: Some(kind.as_raw_value()) };
         tokio::select! {
-            _ = self.interrupt.recv() => "interrupted by SIGINT",
+            _ = self.interrupt.recv() => by("interrupted by SIGINT", SignalKind::interrupt()),
             _ = self.terminate.recv() => match was_ctrl_a_x() {
-                true => "ended by Ctrl-A x",
-                false => "interrupted by SIGTERM",
+                true => EndRequest { why: "ended by Ctrl-A x", signal: None },
+                false => by("interrupted by SIGTERM", SignalKind::terminate()),
             },
-            _ = hang_up => "interrupted by SIGHUP",
+            _ = hang_up => by("interrupted by SIGHUP", SignalKind::hangup()),
         }
     }
 }
@@ -292,7 +301,7 @@ async fn forward(mut signals: Signals, app: Arc<App>) {
     // Number of refusals before the request under way.
     let mut before = 0;
     loop {
-        let why = signals.next().await;
+        let EndRequest { why, signal } = signals.next().await;
         if last_request.is_some_and(|since| since.elapsed() < SAME_REQUEST) {
             continue;
         }
@@ -302,6 +311,9 @@ async fn forward(mut signals: Signals, app: Arc<App>) {
             exit::now(1);
         }
         app.span().in_scope(|| tracing::info!("{why}"));
+        if let Some(signal) = signal {
+            app.termination().note(signal);
+        }
         (last_request, before) = (Some(Instant::now()), refused);
         let (app, refusals) = (app.clone(), refusals.clone());
         tokio::spawn(async move {

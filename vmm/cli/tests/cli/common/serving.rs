@@ -3,7 +3,7 @@
 use std::io::{Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
@@ -82,10 +82,16 @@ impl ServeProcess {
 
     /// Waits until the process ends. Returns its exit code and what it said.
     pub fn wait(&mut self) -> (Option<i32>, String) {
+        let (status, stderr) = self.wait_status();
+        (status.code(), stderr)
+    }
+
+    /// Waits until the process ends. Returns how it ended and what it said.
+    pub fn wait_status(&mut self) -> (ExitStatus, String) {
         let status = wait_for("the process to end", || self.child.try_wait().unwrap());
         let mut stderr = Vec::new();
         self.child.stderr.take().unwrap().read_to_end(&mut stderr).unwrap();
-        (status.code(), text(&stderr))
+        (status, text(&stderr))
     }
 }
 
