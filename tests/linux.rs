@@ -20,6 +20,8 @@
 mod clones;
 #[path = "linux/drives.rs"]
 mod drives;
+#[path = "linux/firecracker.rs"]
+mod firecracker;
 
 use std::fs::File;
 use std::path::{Path, PathBuf};

@@ -1,0 +1,157 @@
+//! A Linux guest that a client of Firecracker's API configures and starts.
+
+use std::fs::File;
+use std::io::{Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::{Value, json};
+use tests::{GuestConsole, LinuxImage, SOON, ScratchDir, assert_clean, driftline, wait_for};
+
+use super::{DISK_BYTES, text};
+
+/// Time limit of a boot, and of progress of the checkers.
+const BOOT: Duration = Duration::from_secs(240);
+/// As the harness boots its guests; without a network.
+const BOOT_ARGS: &str = "console=ttyS0 reboot=k panic=-1 quiet loglevel=5 noxsave tsc=reliable \
+     no_timer_check rodata=off clearcpuid=popcnt,smap,erms,fsrm,cx16 noreplace-smp \
+     driftline.check=mem,disk driftline.disk=path=/dev/vda,pause=50ms";
+
+/// A process named `firecracker`. Dropping it kills the process.
+struct FirecrackerProcess {
+    child: Child,
+    socket: PathBuf,
+    console: GuestConsole,
+}
+
+impl FirecrackerProcess {
+    fn start(scratch: &ScratchDir) -> Self {
+        let (socket, console) = (scratch.path("fc.sock"), scratch.path("fc.console"));
+        let child = Command::new(driftline())
+            .args(["firecracker", "--id", "linux-1", "--api-sock"])
+            .arg(&socket)
+            .stdin(Stdio::piped())
+            .stdout(File::create(&console).expect("a console file"))
+            .stderr(File::create(scratch.path("fc.log")).expect("a log file"))
+            .spawn()
+            .expect("driftline starts");
+        let process = Self { child, socket, console: GuestConsole::at(console) };
+        wait_for("API socket", SOON, || UnixStream::connect(&process.socket).ok());
+        process
+    }
+
+    /// Sends a request. Returns the status and the body.
+    fn ask(&self, method: &str, path: &str, body: &str) -> (u16, String) {
+        let mut stream = UnixStream::connect(&self.socket).expect("it listens");
+        let request =
+            format!("{method} {path} HTTP/1.1\r\nContent-Length: {}\r\n\r\n{body}", body.len());
+        stream.write_all(request.as_bytes()).expect("it reads");
+        stream.shutdown(Shutdown::Write).expect("it is connected");
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).expect("an answer in UTF-8");
+        let (head, body) = answer.split_once("\r\n\r\n").expect("an answer");
+        let status = head.split(' ').nth(1).and_then(|status| status.parse().ok());
+        (status.expect("a status"), body.to_owned())
+    }
+
+    fn done(&self, method: &str, path: &str, body: &Value) {
+        let (status, answer) = self.ask(method, path, &body.to_string());
+        assert_eq!(status, 204, "{method} {path}: {answer}");
+    }
+
+    fn state(&self) -> Value {
+        let page = self.ask("GET", "/", "").1;
+        serde_json::from_str::<Value>(&page).expect("a page")["state"].take()
+    }
+
+    /// Returns the last number of the guest's flushed records.
+    fn flushed(&self) -> Option<u64> {
+        let lines = self.console.lines();
+        let line = lines.iter().rev().find(|line| line.starts_with("check disk: flushed="))?;
+        line.split(['=', ' ']).nth(3)?.parse().ok()
+    }
+
+    fn await_flushed(&self, more_than: u64) -> u64 {
+        wait_for("flushed record", BOOT, || {
+            assert_clean(&self.console);
+            self.flushed().filter(|flushed| *flushed > more_than)
+        })
+    }
+
+    /// Returns what the guest's shell prints for a command.
+    fn shell(&mut self, command: &str) -> String {
+        let input = self.child.stdin.as_mut().expect("a pipe");
+        // The console shows the command, too.
+        writeln!(input, "echo; echo \"[out\"\"put] $({command})\"").expect("it reads");
+        wait_for("output of the shell", BOOT, || {
+            let lines = self.console.lines();
+            let mut found = lines.iter().rev().filter_map(|l| l.strip_prefix("[output] "));
+            found.next().map(str::to_owned)
+        })
+    }
+
+    fn signal(&self, signal: Signal) {
+        let pid = i32::try_from(self.child.id()).ok().and_then(Pid::from_raw);
+        kill_process(pid.expect("a process"), signal).expect("it is a child of ours");
+    }
+}
+
+impl Drop for FirecrackerProcess {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn configure(process: &FirecrackerProcess, linux: &LinuxImage, disk: &Path) {
+    process.done("PUT", "/machine-config", &json!({ "vcpu_count": 2, "mem_size_mib": 128 }));
+    let (kernel, initrd) = (linux.file("vmlinux"), linux.file("initramfs.cpio"));
+    let boot = json!({ "kernel_image_path": text(&kernel), "initrd_path": text(&initrd),
+        "boot_args": BOOT_ARGS });
+    process.done("PUT", "/boot-source", &boot);
+    let drive = json!({ "drive_id": "root", "is_root_device": true, "path_on_host": text(disk),
+        "cache_type": "Writeback" });
+    process.done("PUT", "/drives/root", &drive);
+    let other = disk.with_extension("other");
+    File::create(&other).and_then(|file| file.set_len(1 << 20)).expect("a file for a disk");
+    let drive = json!({ "drive_id": "other", "is_root_device": false, "is_read_only": true,
+        "path_on_host": text(&other) });
+    process.done("PUT", "/drives/other", &drive);
+    process.done("PUT", "/entropy", &json!({}));
+}
+
+#[test]
+fn client_of_firecracker_boots_linux() {
+    let _alone = tests::one_at_a_time();
+    let Some(linux) = LinuxImage::or_skip("client_of_firecracker_boots_linux") else { return };
+    let scratch = ScratchDir::new();
+    let disk = scratch.path("disk");
+    File::create(&disk).and_then(|file| file.set_len(DISK_BYTES)).expect("a file");
+    let mut process = FirecrackerProcess::start(&scratch);
+    assert_eq!(process.state(), "Not started");
+    configure(&process, &linux, &disk);
+    process.done("PUT", "/actions", &json!({ "action_type": "InstanceStart" }));
+    assert_eq!(process.state(), "Running");
+    process.await_flushed(0);
+    let of = |of: &str| format!("$(cat /sys/block/{of})");
+    let parts = ["vda/ro", "vdb/ro", "vda/queue/write_cache", "vdb/queue/write_cache"].map(of);
+    let seen = process.shell(&format!("echo {} $(cat /proc/cmdline)", parts.join(", ")));
+    assert!(seen.starts_with("0, 1, write back, write through "), "{seen}");
+    assert!(seen.contains(" pci=off root=/dev/vda rw virtio_mmio.device=4K@0x"), "{seen}");
+
+    process.done("PATCH", "/vm", &json!({ "state": "Paused" }));
+    assert_eq!(process.state(), "Paused");
+    process.done("PATCH", "/vm", &json!({ "state": "Resumed" }));
+    let paused = process.flushed().unwrap_or(0);
+    let flushed = process.await_flushed(paused);
+
+    process.signal(Signal::TERM);
+    let ended = process.child.wait().expect("a child of ours");
+    assert_eq!(ended.signal(), Some(Signal::TERM.as_raw()), "{ended:?}");
+    linux.verify_disk(&disk, flushed);
+}
