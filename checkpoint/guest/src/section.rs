@@ -22,6 +22,8 @@ impl SectionTag {
     pub const VIRTIO: Self = Self(6);
     /// What the VMM emulates beside the serial port: ACPI's registers, the generation ID.
     pub const PLATFORM: Self = Self(7);
+    /// The keyboard controller, if the machine has one.
+    pub const KEYBOARD: Self = Self(8);
 }
 
 impl fmt::Display for SectionTag {
@@ -34,6 +36,7 @@ impl fmt::Display for SectionTag {
             Self::THREAD_WORKER => "worker state",
             Self::VIRTIO => "virtio device",
             Self::PLATFORM => "platform state",
+            Self::KEYBOARD => "keyboard controller",
             Self(n) => return write!(f, "unknown section {n}"),
         };
         f.write_str(name)

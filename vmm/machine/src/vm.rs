@@ -86,6 +86,13 @@ pub trait Vm: Guest {
     /// The guest has ended, or its backend has no interrupts.
     fn send_nmi(&self) -> Result<(), GuestError>;
 
+    /// Presses Ctrl-Alt-Del, by which most guests shut down in order.
+    ///
+    /// # Errors
+    ///
+    /// The guest has no keyboard, or has not read what was pressed before.
+    fn press_ctrl_alt_del(&self) -> Result<(), GuestError>;
+
     /// Returns a snapshot of the guest's timings.
     fn timings(&self) -> Timings;
 

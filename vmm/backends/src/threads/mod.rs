@@ -436,6 +436,12 @@ impl Vm for ThreadMachine {
         Err(GuestError::Unsupported { what, why })
     }
 
+    fn press_ctrl_alt_del(&self) -> Result<(), GuestError> {
+        let what = "Ctrl-Alt-Del".to_owned();
+        let why = "the threads backend has no keyboard".to_owned();
+        Err(GuestError::Unsupported { what, why })
+    }
+
     fn timings(&self) -> Timings {
         Timings { collections: None, restore: self.memory.restore_figures() }
     }

@@ -79,6 +79,7 @@ pub(super) fn plan(
     let host = HostConfig {
         serial: config.serial.serial_out_path.as_deref().map_or(Ok(SerialSink::Stdio), sink)?,
         memory: MemoryOptions { huge_pages, ..MemoryOptions::default() },
+        keyboard: true,
         opened: files.for_machine(),
         ..HostConfig::default()
     };

@@ -155,12 +155,6 @@ fn started_guest_refuses_in_firecrackers_words() {
         ),
         ("GET", "/mmds", "", no_metadata),
         ("PUT", "/mmds", "{}", no_metadata),
-        (
-            "PUT",
-            "/actions",
-            r#"{"action_type": "SendCtrlAltDel"}"#,
-            &built("SendCtrlAltDel of PUT /actions"),
-        ),
         ("PATCH", "/drives/a", r#"{"drive_id": "a"}"#, &built("PATCH /drives")),
         (
             "PUT",
@@ -239,6 +233,39 @@ fn process_ends_with_its_configured_guest() {
         assert!(stderr.contains(says), "{stderr}");
         assert_eq!(tmp.read("serial"), "quiet pci=off\n");
     }
+}
+
+/// Returns a kernel that prints the next four bytes from its keyboard and then asks for a reset.
+fn listening_kernel() -> Vec<u8> {
+    // mov ecx, 4; next: in al, 0x64; test al, 1; jz next; in al, 0x60
+    let mut code = vec![0xb9, 4, 0, 0, 0, 0xe4, 0x64, 0xa8, 1, 0x74, 0xfa, 0xe4, 0x60];
+    // mov dx, 0x3f8; out dx, al; loop next; mov al, 0xfe; out 0x64, al; hlt
+    code.extend([0x66, 0xba, 0xf8, 0x03, 0xee, 0xe2, 0xf1, 0xb0, 0xfe, 0xe6, 0x64, 0xf4]);
+    Elf::new(&code).bytes()
+}
+
+#[test]
+fn guest_is_told_to_shut_down_by_its_keyboard() {
+    const CTRL_ALT_DEL: &str = r#"{"action_type": "SendCtrlAltDel"}"#;
+    if !kvm_or_skip("guest_is_told_to_shut_down_by_its_keyboard") {
+        return;
+    }
+    let tmp = TestDir::new();
+    let mut vmm = ServeProcess::start(&tmp, &[]);
+    configure(&vmm, &tmp, AfterPrint::Wait);
+    std::fs::write(tmp.path("kernel"), listening_kernel()).unwrap();
+    let source = json!({ "kernel_image_path": tmp.text("kernel") });
+    vmm.done("PUT", "/boot-source", &source.to_string());
+    vmm.done("PUT", "/actions", START);
+    vmm.done("PATCH", "/vm", r#"{"state": "Paused"}"#);
+    for _ in 0..4 {
+        vmm.done("PUT", "/actions", CTRL_ALT_DEL);
+    }
+    let full = "Internal VMM error: I8042 error: i8042 internal buffer full.";
+    assert_eq!(vmm.refusal("PUT", "/actions", CTRL_ALT_DEL), full);
+    vmm.done("PATCH", "/vm", r#"{"state": "Resumed"}"#);
+    assert_eq!(vmm.wait().0, Some(0));
+    assert_eq!(std::fs::read(tmp.path("serial")).unwrap(), [0x14, 0x11, 0xe0, 0x71]);
 }
 
 #[test]

@@ -1,7 +1,8 @@
 //! Answers of a guest that has been started. Unlike the rest of this module, they depend on the
 //! guest and may wait for it.
 
-use driftline_machine::devices::BalloonControl;
+use driftline_guest::GuestError;
+use driftline_machine::devices::{BalloonControl, KeyboardFull};
 
 use super::answer::Answer;
 use super::fault::{ApiFault, BalloonFault, BalloonUpdateFault};
@@ -36,6 +37,7 @@ impl<C> MicroVm<C> {
             Operation::PatchBalloon(update) => resize(update, jobs),
             Operation::Pause => done(jobs.pause()),
             Operation::Resume => done(jobs.resume()),
+            Operation::SendCtrlAltDel => press_ctrl_alt_del(jobs),
             // Without a file of the metrics there is nothing to write.
             Operation::FlushMetrics if !self.has_metrics() => Ok(Answer::Done),
             // No interface reaches the metadata.
@@ -65,13 +67,24 @@ fn name_of(operation: &Operation) -> &'static str {
         Operation::StopHinting => "PATCH /balloon/hinting/stop",
         Operation::PatchDrive(_) => "PATCH /drives",
         Operation::PatchInterface(_) => "PATCH /network-interfaces",
-        Operation::SendCtrlAltDel => "SendCtrlAltDel of PUT /actions",
         _ => "this request to a started guest",
     }
 }
 
 fn done(result: Result<(), crate::jobs::OperatorError>) -> Result<Answer, ApiFault> {
     result.map(|()| Answer::Done).map_err(|e| ApiFault::Guest(e.to_string()))
+}
+
+fn press_ctrl_alt_del(jobs: &Jobs) -> Result<Answer, ApiFault> {
+    let pressed = jobs.vm().press_ctrl_alt_del();
+    pressed.map(|()| Answer::Done).map_err(|e| {
+        ApiFault::Guest(match &e {
+            GuestError::System { cause, .. } if cause.is::<KeyboardFull>() => {
+                format!("I8042 error: {cause}")
+            }
+            other => other.to_string(),
+        })
+    })
 }
 
 fn balloon(jobs: &Jobs) -> Result<&BalloonControl, BalloonFault> {

@@ -5,7 +5,7 @@ use vm_memory::{Bytes, GuestAddress};
 
 use super::error::BootError;
 use super::loaded::Loaded;
-use super::platform::MmioSlot;
+use super::platform::DescribedMachine;
 use super::{acpi, map, mptable};
 use crate::memory::Memory;
 
@@ -13,13 +13,12 @@ use crate::memory::Memory;
 pub(super) fn write(
     memory: &Memory,
     kernel: &Loaded,
-    vcpus: u8,
-    devices: &[MmioSlot],
+    machine: DescribedMachine<'_>,
 ) -> Result<u64, BootError> {
     let rsdp = map::ACPI_TABLES.0;
-    let acpi = acpi::build(rsdp, vcpus, devices, map::GENERATION_ID.0);
+    let acpi = acpi::build(rsdp, machine, map::GENERATION_ID.0);
     let parts = [
-        ("the MP table", map::MP_TABLE, mptable::build(vcpus)),
+        ("the MP table", map::MP_TABLE, mptable::build(machine.vcpus)),
         ("ACPI tables", map::ACPI_TABLES, acpi),
         ("the generation ID", map::GENERATION_ID, fresh_generation_id().to_vec()),
     ];

@@ -8,11 +8,9 @@ use driftline_dirty_tracker::{FrameRun, Gfn};
 use vm_memory::{Bytes, GuestAddress};
 
 use super::loaded::Loaded;
-use super::platform::{Entry, MmioSlot};
+use super::platform::{DescribedMachine, Entry, MmioSlot};
 use super::{enter, kernel};
-use crate::config::{BackendKind, Boot, CpuConfig, DEFAULT_RING_ENTRIES, MachineConfig};
 use crate::memory::{Memory, MemoryOptions};
-use crate::tracking::TrackingMode;
 
 const MEM_BYTES: u64 = 64 << 20;
 /// Bytes of each segment that are compared.
@@ -39,7 +37,8 @@ pub fn kernel(bytes: &[u8]) {
         }
         let before = contents(memory, &loaded);
         let devices = [MmioSlot { base: 0xd000_0000, gsi: 5 }];
-        let Ok(entry) = enter(&config(), memory, &loaded, None, &line, &devices) else { return };
+        let machine = DescribedMachine { vcpus: 2, devices: &devices, has_keyboard: true };
+        let Ok(entry) = enter(machine, memory, &loaded, None, &line) else { return };
         let (Entry::Pvh { rip, .. } | Entry::Linux64 { rip, .. }) = entry;
         assert!(loaded.segments.iter().any(|s| (s.0..s.1).contains(&rip)), "{entry:?}");
         assert!(contents(memory, &loaded) == before, "boot information overwrites the kernel");
@@ -53,18 +52,4 @@ fn contents(memory: &Memory, loaded: &Loaded) -> Vec<Vec<u8>> {
         bytes
     };
     loaded.segments.iter().map(content).collect()
-}
-
-fn config() -> MachineConfig {
-    MachineConfig {
-        identity: Default::default(),
-        mem_bytes: MEM_BYTES,
-        vcpus: 2,
-        tracking: TrackingMode::None,
-        ring_entries: DEFAULT_RING_ENTRIES,
-        backend: BackendKind::Kvm,
-        boot: Boot::Payload(String::new()),
-        cpu: CpuConfig::default(),
-        devices: Vec::new(),
-    }
 }

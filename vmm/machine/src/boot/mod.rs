@@ -36,7 +36,7 @@ use loaded::{Loaded, Start};
 pub(crate) use cmdline::with_parameters;
 pub use error::BootError;
 pub(crate) use firmware::{generation_frame, renew_generation_id};
-use platform::GuestRange;
+use platform::{DescribedMachine, GuestRange};
 pub(crate) use platform::{Entry, MmioSlot};
 pub(crate) use registers::set_registers;
 
@@ -52,13 +52,14 @@ pub(crate) fn load(
     memory: &Memory,
     devices: &[MmioSlot],
 ) -> Result<Entry, BootError> {
+    let machine = DescribedMachine { vcpus: config.vcpus, devices, has_keyboard: host.keyboard };
     let OpenedFiles { kernel: opened_kernel, initrd: opened_initrd, .. } = &host.opened;
     match &config.boot {
         Boot::Payload(spec) => {
             let image = host.image.as_ref().ok_or_else(|| BootError::NoImage(spec.clone()))?;
             let mut elf = Cursor::new(image.elf);
             let kernel = kernel::load(&format!("guest \"{spec}\""), &mut elf, memory)?;
-            enter(config, memory, &kernel, None, &image.cmdline, devices)
+            enter(machine, memory, &kernel, None, &image.cmdline)
         }
         Boot::Kernel { kernel, initrd, cmdline, bare } => {
             let what = format!("kernel \"{}\"", kernel.display());
@@ -73,21 +74,20 @@ pub(crate) fn load(
                 None => None,
             };
             let cmdline = cmdline::assemble(cmdline, *bare, devices)?;
-            enter(config, memory, &loaded, initrd, &cmdline, devices)
+            enter(machine, memory, &loaded, initrd, &cmdline)
         }
     }
 }
 
 /// Writes the boot information in the kernel's protocol, and returns its entry.
 fn enter(
-    config: &MachineConfig,
+    machine: DescribedMachine<'_>,
     memory: &Memory,
     kernel: &Loaded,
     initrd: Option<GuestRange>,
     cmdline: &str,
-    devices: &[MmioSlot],
 ) -> Result<Entry, BootError> {
-    let rsdp = firmware::write(memory, kernel, config.vcpus, devices)?;
+    let rsdp = firmware::write(memory, kernel, machine)?;
     let segments = &kernel.segments;
     match &kernel.start {
         Start::Pvh { rip } => pvh::write(memory, *rip, segments, initrd, cmdline, rsdp),

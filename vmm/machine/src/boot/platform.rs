@@ -25,6 +25,15 @@ pub struct MmioSlot {
     pub gsi: u32,
 }
 
+/// The parts of a machine that the tables in its memory describe.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct DescribedMachine<'d> {
+    pub(super) vcpus: u8,
+    pub(super) devices: &'d [MmioSlot],
+    /// Whether there is a keyboard controller.
+    pub(super) has_keyboard: bool,
+}
+
 /// The entry of a loaded kernel, and the place of its boot information. All values are guest
 /// physical addresses.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -82,6 +82,8 @@ pub struct HostConfig {
     /// The image that a new guest boots, if its configuration names one that the program embeds
     /// ([`Boot::Payload`](super::Boot::Payload)).
     pub image: Option<Image>,
+    /// For a new guest: whether it has a keyboard controller, by which it is told to shut down.
+    pub keyboard: bool,
     /// For a new guest: its files that are open already.
     pub opened: OpenedFiles,
     /// For tests of the tests: one in this many frames that the guest writes is not reported.

@@ -2,12 +2,16 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use parking_lot::Mutex;
+
+use super::keyboard::{KEYBOARD_IRQ, Keyboard, KeyboardFull, KeyboardInterrupt};
 use super::power::PowerManagement;
 use super::serial::Com1;
 use super::set::DeviceSet;
 use super::virtio::Completion;
 use crate::end_reason::EndReason;
 
+const KEYBOARD_DATA: u16 = 0x60;
 pub(crate) const KEYBOARD_COMMAND: u16 = 0x64;
 pub(crate) const KEYBOARD_RESET: u8 = 0xfe;
 pub(crate) const COM1_PORTS: std::ops::RangeInclusive<u16> = 0x3f8..=0x3ff;
@@ -33,6 +37,8 @@ const CRASH_LOADED: u8 = 1 << 1;
 pub(crate) struct Bus {
     com1: Com1,
     power: PowerManagement,
+    /// `None` in a machine without a keyboard.
+    keyboard: Mutex<Option<Keyboard>>,
     virtio: DeviceSet,
     /// Whether the guest's crash kernel has already been logged.
     crash_logged: AtomicBool,
@@ -42,7 +48,8 @@ impl Bus {
     /// Returns a bus with these devices.
     pub(crate) fn new(com1: Com1, virtio: DeviceSet) -> Self {
         let power = PowerManagement::default();
-        Self { com1, power, virtio, crash_logged: AtomicBool::new(false) }
+        let (keyboard, crash_logged) = (Mutex::default(), AtomicBool::new(false));
+        Self { com1, power, keyboard, virtio, crash_logged }
     }
 
     /// Returns the virtio devices.
@@ -77,6 +84,29 @@ impl Bus {
         &self.power
     }
 
+    /// Returns the state of the keyboard controller, if the machine has one.
+    pub(crate) fn keyboard(&self) -> Option<Keyboard> {
+        self.keyboard.lock().clone()
+    }
+
+    /// Gives the machine a keyboard controller in this state, or none.
+    pub(crate) fn set_keyboard(&self, keyboard: Option<Keyboard>) {
+        *self.keyboard.lock() = keyboard;
+    }
+
+    /// Presses Ctrl-Alt-Del. Returns `None` in a machine without a keyboard.
+    pub(crate) fn press_ctrl_alt_del(&self) -> Option<Result<(), KeyboardFull>> {
+        let mut keyboard = self.keyboard.lock();
+        let pressed = keyboard.as_mut()?.press_ctrl_alt_del();
+        Some(pressed.map(|interrupt| self.raise_if(interrupt)))
+    }
+
+    fn raise_if(&self, interrupt: KeyboardInterrupt) {
+        if interrupt == KeyboardInterrupt::Raised {
+            self.com1.raise(KEYBOARD_IRQ);
+        }
+    }
+
     /// Handles a guest's port write: one access of `width` bytes, or, from a string instruction,
     /// several accesses to the same port. Returns the reason if the write ends the machine.
     ///
@@ -102,6 +132,16 @@ impl Bus {
                 tracing::warn!("the guest has panicked, and its crash kernel runs");
             }
             KEYBOARD_COMMAND if byte == KEYBOARD_RESET => return Some(EndReason::Reset),
+            KEYBOARD_COMMAND => {
+                if let Some(keyboard) = self.keyboard.lock().as_mut() {
+                    keyboard.command(byte);
+                }
+            }
+            KEYBOARD_DATA => {
+                if let Some(keyboard) = self.keyboard.lock().as_mut() {
+                    self.raise_if(keyboard.write(byte));
+                }
+            }
             port if COM1_PORTS.contains(&port) => {
                 self.com1.write((port - COM1_PORTS.start()) as u8, byte);
             }
@@ -129,8 +169,13 @@ impl Bus {
         match port {
             port if COM1_PORTS.contains(&port) => self.com1.read((port - COM1_PORTS.start()) as u8),
             PVPANIC => PANICKED | CRASH_LOADED,
-            // Status of the keyboard controller: both buffers are empty.
-            KEYBOARD_COMMAND => 0,
+            // Without a keyboard both buffers are empty.
+            KEYBOARD_COMMAND => self.keyboard.lock().as_ref().map_or(0, Keyboard::status),
+            KEYBOARD_DATA => self.keyboard.lock().as_mut().map_or(0xff, |keyboard| {
+                let (byte, interrupt) = keyboard.read();
+                self.raise_if(interrupt);
+                byte
+            }),
             _ => 0xff,
         }
     }

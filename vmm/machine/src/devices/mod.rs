@@ -1,7 +1,8 @@
 //! Devices that the VMM emulates itself, and the ports where the guest finds them.
 //!
 //! ```text
-//! 0x064          keyboard controller: 0xfe resets; also ACPI's reset register
+//! 0x060, 0x064   keyboard controller: 0xfe resets; also ACPI's reset register. Only some guests
+//!                have more of it, with interrupt 1
 //! 0x3f8..0x3ff   COM1, interrupt 4
 //! 0x505          pvpanic: the guest reports its panic, which ends the machine
 //! 0x600..0x605   ACPI's PM1 registers: sleep enable ends the machine; interrupt 9, never raised
@@ -18,6 +19,7 @@ mod bus;
 mod error;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzz;
+mod keyboard;
 mod latched_event;
 mod net;
 mod opener;
@@ -42,6 +44,8 @@ pub(crate) use bus::{
     PVPANIC, SCI,
 };
 pub use error::{DeviceError, StateError};
+pub(crate) use keyboard::Keyboard;
+pub use keyboard::KeyboardFull;
 pub use net::TapError;
 pub(crate) use placement::placement;
 pub(crate) use power::PowerState;

@@ -112,6 +112,15 @@ impl Com1 {
         self.uart.lock()
     }
 
+    /// Raises an interrupt for another device on the same bus.
+    pub(super) fn raise(&self, irq: u32) {
+        let fd = self.vm.fd();
+        let raised = fd.set_irq_line(irq, true).and_then(|()| fd.set_irq_line(irq, false));
+        if let Err(e) = raised {
+            tracing::debug!("interrupt {irq}: {e}");
+        }
+    }
+
     pub(super) fn write(&self, register: u8, value: u8) {
         if let Err(e) = self.uart().write(register, value) {
             tracing::debug!("COM1 register {register}: {e}");

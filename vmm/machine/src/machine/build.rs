@@ -24,8 +24,8 @@ use crate::boot::{self, BootError, Entry, MmioSlot};
 use crate::collector::{self, Collector};
 use crate::config::{BackendKind, CpuConfig, HostConfig, MachineConfig, SerialSink};
 use crate::devices::{
-    Bus, Com1, DeviceError, DeviceSet, SerialInput, SerialOutputThread, open_serial_output,
-    placement,
+    Bus, Com1, DeviceError, DeviceSet, Keyboard, SerialInput, SerialOutputThread,
+    open_serial_output, placement,
 };
 use crate::kvm::{Capabilities, ImmediateExit, KvmVm, register_kick_handler};
 use crate::measure::MeasureOptions;
@@ -223,14 +223,14 @@ impl KvmMachine {
         let holds = load || config.devices.is_empty();
         let parts =
             MachineParts { vm, vcpus, tracking, context, com1, devices, holds, serial_thread };
-        Self::start(vm_id, config, &host.serial, parts)
+        Self::start(vm_id, config, host, parts)
     }
 
     /// Starts the threads of a machine, all of whose parts exist.
     fn start(
         vm_id: VmId,
         config: MachineConfig,
-        serial: &SerialSink,
+        host: &HostConfig,
         parts: MachineParts,
     ) -> Result<Arc<Self>, MachineError> {
         let MachineParts { vm, vcpus, tracking, context, com1, devices, holds, serial_thread } =
@@ -241,6 +241,8 @@ impl KvmMachine {
             (devices.stats_handles().to_vec(), devices.balloon().cloned());
         let rate_limits = devices.rate_limits().to_vec();
         let bus = Arc::new(Bus::new(com1, devices));
+        // A restored guest's state says whether it has one.
+        bus.set_keyboard(host.keyboard.then(Keyboard::default));
         let collector_inbox = collector::inbox();
         let (to_collector, status) =
             (collector_inbox.0.clone(), Arc::new(MachineStatus::new(holds)));
@@ -252,7 +254,7 @@ impl KvmMachine {
         let handles = start_vcpus(vcpus.into_iter().zip(ring_full), &vm, &bus, &context, peer)?;
         let counters = handles.iter().map(|h| h.counters.clone()).collect();
         let throttles = handles.iter().map(VcpuHandle::throttle).collect();
-        let input = match serial {
+        let input = match &host.serial {
             SerialSink::Stdio => Some(SerialInput::new(&bus)),
             SerialSink::Null | SerialSink::File(_) => None,
         };

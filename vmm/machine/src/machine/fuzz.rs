@@ -8,7 +8,7 @@ use serde::de::DeserializeOwned;
 
 use super::state::{self, SavedPlatform, SavedVm};
 use crate::config::MachineConfig;
-use crate::devices::{SerialPortState, VirtioState, fuzz_serial};
+use crate::devices::{Keyboard, SerialPortState, VirtioState, fuzz_serial};
 use crate::vcpu::SavedVcpu;
 
 /// Reads the bytes after the first as the section kind that the first selects, or as a
@@ -23,7 +23,13 @@ pub fn sections(bytes: &[u8]) {
                 fuzz_serial(state);
             }
         }
-        3 => drop(section::<SavedPlatform>(SectionTag::PLATFORM, bytes)),
+        3 => {
+            _ = section::<SavedPlatform>(SectionTag::PLATFORM, bytes);
+            if let Some(keyboard) = section::<Keyboard>(SectionTag::KEYBOARD, bytes) {
+                // Either outcome is fine.
+                let _ = keyboard.check();
+            }
+        }
         4 => drop(VirtioState::decode("a section", bytes)),
         _ => match MachineConfig::decode(bytes) {
             Ok(config) => assert_eq!(MachineConfig::decode(&config.encode()).unwrap(), config),

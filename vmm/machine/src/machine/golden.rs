@@ -10,7 +10,7 @@ use std::path::Path;
 use driftline_guest::{Section, SectionTag};
 
 use super::state::{SavedMachine, SavedPlatform, SavedVm, decode, encode};
-use crate::devices::{PowerState, SerialPortState, VirtioState};
+use crate::devices::{Keyboard, PowerState, SerialPortState, VirtioState};
 use crate::vcpu::SavedVcpu;
 
 fn example() -> SavedMachine {
@@ -20,11 +20,18 @@ fn example() -> SavedMachine {
         com1: SerialPortState::example(),
         platform: SavedPlatform { power: PowerState::example() },
         virtio: vec![VirtioState::example()],
+        keyboard: Some(Keyboard::example()),
     }
 }
 
-const FILES: [(&str, u8); 5] =
-    [("kvm-vm", 0), ("kvm-vcpu", 1), ("serial", 2), ("platform", 3), ("virtio", 4)];
+const FILES: [(&str, u8); 6] = [
+    ("kvm-vm", 0),
+    ("kvm-vcpu", 1),
+    ("serial", 2),
+    ("platform", 3),
+    ("virtio", 4),
+    ("keyboard", 5),
+];
 
 fn hex(bytes: &[u8]) -> String {
     bytes.chunks(32).fold(String::new(), |mut out, line| {

@@ -398,6 +398,10 @@ impl Vm for KvmMachine {
         self.ask("send an NMI", |supervisor| supervisor.send_nmi())
     }
 
+    fn press_ctrl_alt_del(&self) -> Result<(), GuestError> {
+        self.ask("press Ctrl-Alt-Del", |supervisor| supervisor.press_ctrl_alt_del())
+    }
+
     fn timings(&self) -> Timings {
         Timings {
             collections: self.collector.as_ref().map(Collector::times),

@@ -1,6 +1,7 @@
 //! A machine's state as sections: `KVM_VM`, one `KVM_VCPU` per vCPU, `SERIAL`, `PLATFORM`, one
-//! `VIRTIO` per virtio device. Each section begins with its own version; the rest is postcard.
-//! Sections come from files and the network: this module or KVM checks every value before its use.
+//! `VIRTIO` per virtio device, `KEYBOARD` if there is a keyboard. Each section begins with its own
+//! version; the rest is postcard. Sections come from files and the network: this module or KVM
+//! checks every value before its use.
 
 use std::time::Duration;
 
@@ -9,7 +10,7 @@ use kvm_bindings::*;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::devices::{GENERATION_EVENT, PowerState, SerialPortState, VirtioState};
+use crate::devices::{GENERATION_EVENT, Keyboard, PowerState, SerialPortState, VirtioState};
 use crate::kvm::{KvmVm, ioapic_listens};
 use crate::vcpu::{CoreRegisters, SavedVcpu, StateContext};
 use crate::wall_clock::{away_ns, wall_ns};
@@ -26,6 +27,7 @@ pub(super) struct SavedMachine {
     pub(super) com1: SerialPortState,
     pub(super) platform: SavedPlatform,
     pub(super) virtio: Vec<VirtioState>,
+    pub(super) keyboard: Option<Keyboard>,
 }
 
 /// The state of the other emulated platform devices.
@@ -167,6 +169,9 @@ pub(super) fn encode(saved: &SavedMachine) -> Result<Vec<Section>, GuestError> {
     for (device, i) in saved.virtio.iter().zip(0u16..) {
         sections.push(Section::new(SectionTag::VIRTIO, i, device.encode().map_err(encoding)?));
     }
+    if let Some(keyboard) = &saved.keyboard {
+        sections.push(section(SectionTag::KEYBOARD, 0, keyboard)?);
+    }
     Ok(sections)
 }
 
@@ -191,7 +196,10 @@ pub(super) fn decode(
 ) -> Result<SavedMachine, GuestError> {
     for s in sections {
         let is_expected = match s.tag {
-            SectionTag::KVM_VM | SectionTag::SERIAL | SectionTag::PLATFORM => s.instance == 0,
+            SectionTag::KVM_VM
+            | SectionTag::SERIAL
+            | SectionTag::PLATFORM
+            | SectionTag::KEYBOARD => s.instance == 0,
             SectionTag::KVM_VCPU => s.instance < u16::from(vcpus),
             SectionTag::VIRTIO => usize::from(s.instance) < devices,
             // The configuration was used to build this machine.
@@ -218,7 +226,21 @@ pub(super) fn decode(
         com1: read(sections, SectionTag::SERIAL, 0)?,
         platform: read(sections, SectionTag::PLATFORM, 0)?,
         virtio: virtio.collect::<Result<_, GuestError>>()?,
+        keyboard: read_keyboard(sections)?,
     })
+}
+
+/// Reads the keyboard's section, which not every machine has.
+fn read_keyboard(sections: &[Section]) -> Result<Option<Keyboard>, GuestError> {
+    if !sections.iter().any(|section| section.tag == SectionTag::KEYBOARD) {
+        return Ok(None);
+    }
+    let keyboard: Keyboard = read(sections, SectionTag::KEYBOARD, 0)?;
+    keyboard.check().map_err(|e| GuestError::Malformed {
+        what: SectionTag::KEYBOARD.to_string(),
+        why: e.to_string(),
+    })?;
+    Ok(Some(keyboard))
 }
 
 pub(super) fn read<T: DeserializeOwned>(

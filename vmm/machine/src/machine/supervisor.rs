@@ -278,6 +278,7 @@ impl Supervisor {
         let vm = state::save_vm(&self.vm, &self.context)?;
         let com1 = self.bus.com1().state();
         let platform = state::SavedPlatform { power: self.bus.power().state() };
+        let keyboard = self.bus.keyboard();
         let virtio = device_result("saving a virtio device", self.bus.virtio().save())?;
         let mut vcpus = Vec::with_capacity(calls.len());
         for call in calls {
@@ -286,7 +287,7 @@ impl Supervisor {
         self.vcpus_are_busy = false;
         let vcpus = vcpus.into_iter().map(|saved| saved.map(|saved| *saved));
         let vcpus = vcpus.collect::<Result<_, GuestError>>()?;
-        state::encode(&SavedMachine { vm, vcpus, com1, platform, virtio })
+        state::encode(&SavedMachine { vm, vcpus, com1, platform, virtio, keyboard })
     }
 
     /// Sends every vCPU a non-maskable interrupt. A paused vCPU takes it when it resumes.
@@ -300,6 +301,18 @@ impl Supervisor {
         let calls: Vec<_> = self.vcpus.iter().map(send).collect();
         let failed = call_failed("sending an NMI");
         calls.into_iter().try_for_each(|call| call.wait().map_err(&failed)?)
+    }
+
+    /// Presses Ctrl-Alt-Del. A paused guest sees it when it resumes.
+    pub(super) fn press_ctrl_alt_del(&self) -> Result<(), GuestError> {
+        let what = "pressing Ctrl-Alt-Del";
+        match self.bus.press_ctrl_alt_del() {
+            Some(pressed) => pressed.map_err(|e| GuestError::System { what, cause: Box::new(e) }),
+            None => Err(GuestError::Unsupported {
+                what: "Ctrl-Alt-Del".to_owned(),
+                why: "the guest has no keyboard controller".to_owned(),
+            }),
+        }
     }
 
     /// Releases what only one host may hold.
@@ -389,6 +402,7 @@ impl Supervisor {
             cause: Box::new(e),
         })?;
         self.bus.power().restore(saved.platform.power);
+        self.bus.set_keyboard(saved.keyboard);
         // Many guests may be restored from one checkpoint; a migrated guest keeps its identity.
         if clock == Clock::Continue {
             state::renew_generation(&self.vm, &saved.vm, RESTORE_LIMIT)?;

@@ -13,7 +13,7 @@ use acpi_tables::gas::{AccessSize, AddressSpace, GAS};
 use acpi_tables::rsdp::Rsdp;
 use acpi_tables::sdt::Sdt;
 
-use super::platform::{IOAPIC, LOCAL_APIC, MmioSlot, ioapic_id};
+use super::platform::{DescribedMachine, IOAPIC, LOCAL_APIC, ioapic_id};
 use crate::devices::{KEYBOARD_COMMAND, KEYBOARD_RESET, PM1A_CONTROL, PM1A_EVENT, SCI};
 
 const OEM: [u8; 6] = *b"DRFTLN";
@@ -24,8 +24,9 @@ const XSDT_REVISION: u8 = 1;
 const DSDT_REVISION: u8 = 2;
 const MADT_REVISION: u8 = 4;
 
-/// IA-PC boot architecture flags: there is no VGA and no real-time clock. Bit 1, a keyboard
-/// controller, stays clear: port 0x64 knows one command, which resets.
+/// IA-PC boot architecture flags: there is no VGA and no real-time clock. Without a keyboard, the
+/// flag of its controller stays clear: port 0x64 then knows one command, which resets.
+const KEYBOARD: u16 = 1 << 1;
 const NO_VGA: u16 = 1 << 2;
 const NO_RTC: u16 = 1 << 5;
 
@@ -36,13 +37,14 @@ const ACTIVE_HIGH_LEVEL: u16 = 0b1101;
 const ALL_PROCESSORS: u8 = 0xff;
 
 /// Returns the bytes of all tables, to be written at address `at`, where the RSDP lies. They
-/// describe `vcpus` processors, these virtio devices and a generation ID at `generation_id`.
-pub(super) fn build(at: u64, vcpus: u8, devices: &[MmioSlot], generation_id: u64) -> Vec<u8> {
+/// describe `machine` and a generation ID at `generation_id`.
+pub(super) fn build(at: u64, machine: DescribedMachine<'_>, generation_id: u64) -> Vec<u8> {
+    let DescribedMachine { vcpus, devices, has_keyboard } = machine;
     let mut area = Area { at, bytes: Vec::new() };
     area.bytes.resize(Rsdp::len(), 0);
     let facs = area.put(&FACS::new());
     let dsdt = area.put(&table(*b"DSDT", DSDT_REVISION, &dsdt::body(devices, generation_id)));
-    let fadt = area.put(&fadt(facs as u32, dsdt as u32));
+    let fadt = area.put(&fadt(facs as u32, dsdt as u32, has_keyboard));
     let madt = area.put(&table(*b"APIC", MADT_REVISION, &madt_body(vcpus)));
     let entries = [fadt, madt].map(u64::to_le_bytes).concat();
     let xsdt = area.put(&table(*b"XSDT", XSDT_REVISION, &entries));
@@ -75,7 +77,7 @@ fn table(signature: [u8; 4], revision: u8, body: &[u8]) -> Sdt {
     sdt
 }
 
-fn fadt(facs: u32, dsdt: u32) -> impl Aml {
+fn fadt(facs: u32, dsdt: u32, has_keyboard: bool) -> impl Aml {
     let mut fadt = FADTBuilder::new(OEM, OEM_TABLE, OEM_REVISION)
         .firmware_ctrl_32(facs)
         // Caches are coherent, HLT works, buttons are not fixed hardware (there are none).
@@ -96,7 +98,8 @@ fn fadt(facs: u32, dsdt: u32) -> impl Aml {
     // Latencies too long for use: processors have no deeper sleep states.
     fadt.p_lvl2_lat = 0xffff.into();
     fadt.p_lvl3_lat = 0xffff.into();
-    fadt.iapc_boot_arch = (NO_VGA | NO_RTC).into();
+    let keyboard = if has_keyboard { KEYBOARD } else { 0 };
+    fadt.iapc_boot_arch = (NO_VGA | NO_RTC | keyboard).into();
     fadt.reset_reg = port(KEYBOARD_COMMAND, 8, AccessSize::ByteAccess);
     fadt.reset_value = KEYBOARD_RESET;
     fadt.hypervisor_vendor_identity = u64::from_le_bytes(*b"DRIFTLN\0").into();
@@ -137,7 +140,7 @@ fn madt_body(vcpus: u8) -> Vec<u8> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::boot::map;
+    use crate::boot::{MmioSlot, map};
     use crate::limits::MAX_VCPUS;
 
     fn sum(bytes: &[u8]) -> u8 {
@@ -184,7 +187,8 @@ mod tests {
             .map(|i| MmioSlot { base: 0xd000_0000 + i * 0x1000, gsi: 5 + i as u32 })
             .collect();
         for (vcpus, devices) in [(1, &devices[..0]), (MAX_VCPUS, &devices[..])] {
-            let all = build(at, vcpus, devices, map::GENERATION_ID.0);
+            let machine = DescribedMachine { vcpus, devices, has_keyboard: true };
+            let all = build(at, machine, map::GENERATION_ID.0);
             assert!(at + all.len() as u64 <= end, "{} bytes", all.len());
             let tables = walk(&all, at);
             let names: Vec<&str> = tables.iter().map(|t| t.0.as_str()).collect();
@@ -202,8 +206,14 @@ mod tests {
 
     #[test]
     fn fadt_names_the_ports_of_the_bus() {
-        let all = build(map::ACPI_TABLES.0, 1, &[], map::GENERATION_ID.0);
-        let fadt = &walk(&all, map::ACPI_TABLES.0)[1].1;
+        let fadt = |has_keyboard| {
+            let machine = DescribedMachine { vcpus: 1, devices: &[], has_keyboard };
+            let all = build(map::ACPI_TABLES.0, machine, map::GENERATION_ID.0);
+            walk(&all, map::ACPI_TABLES.0)[1].1.clone()
+        };
+        // The flags of the boot architecture.
+        assert_eq!([fadt(false)[109], fadt(true)[109]], [0b10_0100, 0b10_0110]);
+        let fadt = &fadt(false)[..];
         assert_eq!((u32_at(fadt, 56), u32_at(fadt, 64)), (0x600, 0x604));
         // A system I/O port of eight bits, accessed by bytes, and the value to write there.
         assert_eq!(fadt[116..120], [1, 8, 0, 1]);
