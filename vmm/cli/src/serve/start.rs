@@ -71,7 +71,10 @@ impl GuestStarter {
         let _logged = guest_span(self.vm_id, &config.identity).entered();
         let mut sandbox = self.sandbox.clone();
         // Making a drive durable opens its file once more.
-        sandbox.write.extend(disks(&config.devices).map(|disk| disk.path.clone()));
+        for disk in disks(&config.devices) {
+            let places = if disk.readonly { &mut sandbox.read } else { &mut sandbox.write };
+            places.push(disk.path.clone());
+        }
         sandbox.write.push(self.state_dir.clone());
         if let SerialSink::File(path) = &host.serial {
             sandbox.write.push(path.clone());
