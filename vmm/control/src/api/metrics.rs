@@ -23,8 +23,14 @@ pub(super) fn route() -> Router<Arc<App>> {
 async fn show(State(app): AppState, headers: HeaderMap) -> Result<Response, Fault> {
     let accepted = headers.get_all(ACCEPT).iter().filter_map(|header| header.to_str().ok());
     let format = Format::accepted(&accepted.collect::<Vec<_>>().join(","));
+    // A thread that is started before the sandbox closes keeps its rights, and would serve later
+    // requests, too. Without a guest nothing blocks.
+    let is_configuring = app.payload_limit().is_some() && app.guest().is_none();
     let read = move || Scrape::read(app.guest().map(|jobs| &**jobs), app.received()).write(format);
-    let page = tokio::task::spawn_blocking(read).await;
+    let page = match is_configuring {
+        true => Ok(read()),
+        false => tokio::task::spawn_blocking(read).await,
+    };
     match page {
         Ok(Ok(page)) => {
             Ok(([(CONTENT_TYPE, format.content_type()), (VARY, "Accept")], page).into_response())
