@@ -16,6 +16,9 @@ use crate::signals;
 /// threads of the pool.
 pub(crate) const SHARED_FROM: u64 = 32 << 30;
 
+/// The outcome of starting the pool, once that was tried.
+static POOL: OnceLock<Result<(), ThreadPoolBuildError>> = OnceLock::new();
+
 /// Starts the pool unless it exists: as many threads as the caller may use processors. They have
 /// the caller's restrictions and own nothing.
 ///
@@ -23,8 +26,7 @@ pub(crate) const SHARED_FROM: u64 = 32 << 30;
 ///
 /// A thread cannot be started.
 pub(crate) fn start() -> io::Result<()> {
-    static STARTED: OnceLock<Result<(), ThreadPoolBuildError>> = OnceLock::new();
-    let started = STARTED.get_or_init(|| {
+    let started = POOL.get_or_init(|| {
         let pool = ThreadPoolBuilder::new()
             .thread_name(|index| format!("pool-{index}"))
             .start_handler(|_| signals::block());
@@ -37,5 +39,17 @@ pub(crate) fn start() -> io::Result<()> {
     match started {
         Ok(()) => Ok(()),
         Err(e) => Err(io::Error::other(e)),
+    }
+}
+
+/// Calls `work` on each thread of the pool, if it was started, and waits. Returns the first error.
+///
+/// # Errors
+///
+/// Those of `work`.
+pub(crate) fn on_each_thread<E: Send>(work: impl Fn() -> Result<(), E> + Sync) -> Result<(), E> {
+    match POOL.get() {
+        Some(Ok(())) => rayon::broadcast(|_| work()).into_iter().collect(),
+        Some(Err(_)) | None => Ok(()),
     }
 }

@@ -90,7 +90,7 @@ impl GuestStarter {
         Ok(StartedGuest { vm, jobs, memory: host.memory })
     }
 
-    /// Returns what restricts this thread and the control thread to `options`, once.
+    /// Returns what restricts this thread, the control thread and the pool to `options`, once.
     fn close_sandbox(&self, options: SandboxOptions) -> Box<dyn FnOnce() -> io::Result<()>> {
         let (control, is_closed) = (self.control.clone(), self.is_closed.clone());
         Box::new(move || {
@@ -99,6 +99,7 @@ impl GuestStarter {
             }
             let theirs = options.clone();
             control.run(move || sandbox::close(&theirs))?.map_err(io::Error::other)?;
+            sandbox::close_pool(&options).map_err(io::Error::other)?;
             sandbox::close(&options).map_err(io::Error::other)?;
             is_closed.set(true);
             Ok(())

@@ -47,7 +47,7 @@ pub use self::class::Class;
 pub(crate) use self::landlock::offered as landlock_offered;
 pub use self::options::{SandboxOptions, StartError};
 use crate::fail_point;
-use crate::{schedule, signals};
+use crate::{pool, schedule, signals};
 use seccomp::Filters;
 
 /// The restrictions that this process has applied.
@@ -120,6 +120,19 @@ pub fn close(options: &SandboxOptions) -> Result<(), StartError> {
     landlock::enter_process(options)?;
     *started.allowed.write() = allowed_places(options);
     Ok(())
+}
+
+/// Does as [`close`] for the threads of the process's pool, which the memory of a large guest
+/// starts.
+///
+/// # Errors
+///
+/// See [`StartError`].
+pub fn close_pool(options: &SandboxOptions) -> Result<(), StartError> {
+    match STARTED.get().is_some_and(|started| started.landlock) {
+        true => pool::on_each_thread(|| landlock::enter_process(options).map(drop)),
+        false => Ok(()),
+    }
 }
 
 /// Starts a thread of `class`. If the process is restricted, the thread restricts itself before it

@@ -202,15 +202,23 @@ fn write_outside() {
     }
 }
 
-/// Writes anywhere until the sandbox closes, and then to the allowed directory.
+/// Writes anywhere until the sandbox closes, and then to the allowed directory. So does the pool.
 fn close_and_write_outside() {
     let file = std::env::temp_dir().join("driftline-sandbox-open");
     std::fs::write(&file, "").unwrap();
     std::fs::remove_file(&file).unwrap();
     check_allowed(Path::new("/etc/driftline-was-here")).unwrap();
     let allowed = vec![std::env::temp_dir().join("driftline-sandbox-allowed")];
-    close(&SandboxOptions { allowed, ..SandboxOptions::default() }).unwrap();
+    let options = SandboxOptions { allowed, ..SandboxOptions::default() };
+    crate::pool::start().unwrap();
+    close_pool(&options).unwrap();
+    close(&options).unwrap();
     write_outside();
+    let on_pool = crate::pool::on_each_thread(|| {
+        write_outside();
+        Ok::<(), io::Error>(())
+    });
+    on_pool.unwrap();
 }
 
 /// Does what every thread does: memory, small and large, messages, time, text on standard error.
