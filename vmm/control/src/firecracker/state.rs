@@ -278,7 +278,11 @@ impl<C> MicroVm<C> {
             Operation::PutMetadata(value) => config.metadata.put(value)?,
             Operation::PatchMetadata(patch) => config.metadata.patch(&patch)?,
             Operation::PutMmds(mmds) => config.put_mmds(mmds)?,
-            Operation::PutSerial(serial) => config.serial = serial,
+            Operation::PutSerial(mut serial) => {
+                let limit = serial.rate_limiter.take();
+                serial.rate_limiter = limit.and_then(|limit| limit.in_effect());
+                config.serial = serial;
+            }
             Operation::UpdateMachine(update) => config.update_machine(&update)?,
             // All others need a guest.
             _ => return Err(ApiFault::BeforeStart),

@@ -17,7 +17,7 @@ impl TokenBucketConfig {
     /// Returns the bucket as `GET /vm/config` shows it: a bucket without capacity or refill time
     /// does not exist, nor does an empty burst, nor a bucket whose refill time in ns exceeds 64
     /// bits.
-    fn in_effect(self) -> Option<Self> {
+    pub(crate) fn in_effect(self) -> Option<Self> {
         let one_time_burst = self.one_time_burst.filter(|&burst| burst != 0);
         let refill_ns = self.refill_time.checked_mul(1_000_000)?;
         (self.size != 0 && refill_ns != 0).then_some(Self { one_time_burst, ..self })
