@@ -1,7 +1,7 @@
 //! `driftline serve` with a guest: its start, the requests that a started guest answers, and its
 //! end.
 
-use driftline_machine::testing::{Elf, kvm_or_skip};
+use driftline_machine::testing::{Elf, kvm_or_skip, skip};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
@@ -193,12 +193,39 @@ fn failed_start_is_retried_with_another_kernel() {
 }
 
 #[test]
+fn failed_start_is_retried_with_another_drive() {
+    if !kvm_or_skip("failed_start_is_retried_with_another_drive") {
+        return;
+    }
+    let (tmp, own) = (TestDir::new(), TestDir::new());
+    let holder = ServeProcess::start(&tmp, &[]);
+    configure(&holder, &tmp, AfterPrint::Wait);
+    let held = drive(&tmp, "a", json!({}));
+    holder.done("PUT", "/drives/a", &held);
+    holder.done("PUT", "/actions", START);
+    let vmm = ServeProcess::start(&own, &[]);
+    configure(&vmm, &own, AfterPrint::Wait);
+    vmm.done("PUT", "/drives/a", &held);
+    // The first failure comes after the sandbox has closed.
+    for _ in 0..2 {
+        let refusal = vmm.refusal("PUT", "/actions", START);
+        assert!(refusal.contains("in use"), "{refusal}");
+        assert_eq!(vmm.get("/")["state"], "Not started");
+    }
+    vmm.done("PUT", "/drives/a", &drive(&own, "a", json!({})));
+    vmm.done("PUT", "/actions", START);
+    await_line(&own);
+}
+
+#[test]
 fn sandbox_closes_with_the_start() {
     if !kvm_or_skip("sandbox_closes_with_the_start") {
         return;
     }
     // Part of the system, which a process with a guest may not write to.
-    let Ok(system) = tempfile::tempdir_in("/run") else { return };
+    let Ok(system) = tempfile::tempdir_in("/run") else {
+        return skip("sandbox_closes_with_the_start", "this user may not write to /run");
+    };
     let tmp = TestDir::new();
     let vmm = ServeProcess::start(&tmp, &[]);
     configure(&vmm, &tmp, AfterPrint::Wait);
