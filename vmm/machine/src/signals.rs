@@ -36,6 +36,8 @@ pub fn block_termination() {
 /// Ends the process by `signal`, which one of its threads may have handled until now. Callers see a
 /// process that was killed by it.
 pub fn end_by(signal: c_int) -> ! {
+    // A stuck thread may still have the terminal. A failure cannot be reported any more.
+    let _ = crate::terminal::restore();
     // SAFETY: the default action of a signal needs no handler.
     unsafe { libc::signal(signal, libc::SIG_DFL) };
     if let Ok(set) = create_sigset(&[signal]) {
