@@ -7,11 +7,12 @@ use std::path::{Path, PathBuf};
 
 use driftline_control::firecracker::{
     ApiFault, BalloonDeviceConfig, BlockDeviceConfig, DriveFault, HugePageConfig, MicroVmConfig,
-    StartFault,
+    RateLimiterConfig, StartFault, TokenBucketConfig,
 };
 use driftline_machine::config::{
     BackendKind, BalloonConfig, Boot, CpuConfig, DEFAULT_RING_ENTRIES, DeviceConfig, DiskConfig,
-    HostConfig, Identity, MAX_SERIAL_BYTES, MachineConfig, OpenedFile, SerialSink,
+    HostConfig, Identity, MAX_SERIAL_BYTES, MachineConfig, OpenedFile, RateLimit, RateLimits,
+    RngConfig, SerialSink,
 };
 use driftline_machine::devices::probe_opened_disk;
 use driftline_machine::machine::command_line;
@@ -90,13 +91,9 @@ pub(super) fn plan(
 fn refuse_unbuilt(config: &MicroVmConfig) -> Result<(), ApiFault> {
     let template = config.cpu_template.as_ref();
     let has_template = template.is_some_and(|template| *template != Default::default());
-    let limits_drive = config.drives.iter().any(|drive| drive.rate_limiter.is_some());
-    let limits_entropy = config.entropy.as_ref().is_some_and(|e| e.rate_limiter.is_some());
     let balloon = |has: fn(&BalloonDeviceConfig) -> bool| config.balloon.as_ref().is_some_and(has);
     let unbuilt = [
         (has_template, "a CPU template of PUT /cpu-config"),
-        (limits_drive, "rate_limiter of PUT /drives"),
-        (limits_entropy, "rate_limiter of PUT /entropy"),
         (config.serial.rate_limiter.is_some(), "rate_limiter of PUT /serial"),
         (balloon(|b| b.stats_polling_interval_s > 0), "stats_polling_interval_s of PUT /balloon"),
         (balloon(|b| b.free_page_hinting), "free_page_hinting of PUT /balloon"),
@@ -137,7 +134,12 @@ fn devices(config: &MicroVmConfig, files: &NamedFiles) -> Result<Vec<DeviceConfi
     for drive in &config.drives {
         devices.push(DeviceConfig::Disk(disk(drive, files)?));
     }
-    devices.extend(config.entropy.as_ref().map(|_| DeviceConfig::Rng));
+    devices.extend(
+        config
+            .entropy
+            .as_ref()
+            .map(|entropy| DeviceConfig::Rng(RngConfig { limits: limits(entropy.rate_limiter) })),
+    );
     Ok(devices)
 }
 
@@ -156,6 +158,21 @@ fn disk(drive: &BlockDeviceConfig, files: &NamedFiles) -> Result<DiskConfig, Api
         block_bytes: BLOCK_BYTES,
         // Recorded once the disk is open.
         identity: None,
+        limits: limits(drive.rate_limiter),
+    })
+}
+
+/// Returns the limits of a device. Buckets that are off were left out when the device was
+/// configured.
+fn limits(limiter: Option<RateLimiterConfig>) -> RateLimits {
+    let limit = |bucket: TokenBucketConfig| RateLimit {
+        size: bucket.size,
+        refill_ms: bucket.refill_time,
+        one_time_burst: bucket.one_time_burst.unwrap_or(0),
+    };
+    limiter.map_or_else(RateLimits::default, |RateLimiterConfig { bandwidth, ops }| RateLimits {
+        bandwidth: bandwidth.map(limit),
+        operations: ops.map(limit),
     })
 }
 

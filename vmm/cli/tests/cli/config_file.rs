@@ -187,7 +187,7 @@ fn wrong_device_is_refused_by_its_field() {
         (drive(json!({ "path_on_host": disk, "drive_id": "a b" })), "\"a b\" is no name"),
         (
             drive(json!({ "path_on_host": disk, "rate_limiter": { "iops": 1 } })),
-            "drives[0].rate_limiter: unknown field `iops`",
+            "drives[0].rate_limiter.iops: unknown field `iops`",
         ),
         (with("entropy", json!({})), "entropy: the embedded guest has no driver"),
         (with("balloon", json!({})), "balloon: the embedded guest has no driver"),

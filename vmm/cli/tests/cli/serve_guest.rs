@@ -177,11 +177,13 @@ fn failed_start_is_retried_with_another_kernel() {
     let vmm = ServeProcess::start(&tmp, &[]);
     std::fs::write(tmp.path("bad"), [0; 4096]).unwrap();
     vmm.done("PUT", "/boot-source", &json!({ "kernel_image_path": tmp.text("bad") }).to_string());
-    let limited = json!({ "rate_limiter": { "ops": { "size": 1, "refill_time": 1 } } });
-    vmm.done("PUT", "/drives/a", &drive(&tmp, "a", limited));
+    let limited = json!({ "rate_limiter": { "size": 1, "refill_time": 1 } }).to_string();
+    vmm.done("PUT", "/serial", &limited);
     let refusal = vmm.refusal("PUT", "/actions", START);
-    assert!(refusal.contains("rate_limiter of PUT /drives is not built"), "{refusal}");
-    vmm.done("PUT", "/drives/a", &drive(&tmp, "a", json!({})));
+    assert!(refusal.contains("rate_limiter of PUT /serial is not built"), "{refusal}");
+    vmm.done("PUT", "/serial", "{}");
+    let limited = json!({ "rate_limiter": { "ops": { "size": 9, "refill_time": 1 } } });
+    vmm.done("PUT", "/drives/a", &drive(&tmp, "a", limited));
     let refusal = vmm.refusal("PUT", "/actions", START);
     let text = format!("Start microvm error: kernel \"{}\" ", tmp.text("bad"));
     assert!(refusal.starts_with(&text), "{refusal}");

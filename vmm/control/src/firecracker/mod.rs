@@ -20,7 +20,7 @@ pub use config::MicroVmConfig;
 pub use fault::{ApiFault, BootFault, DriveFault, StartFault};
 pub use model::{
     BalloonDeviceConfig, BlockDeviceConfig, BootSourceConfig, CacheType, FileEngineType,
-    HugePageConfig, MachineConfiguration,
+    HugePageConfig, MachineConfiguration, RateLimiterConfig, TokenBucketConfig,
 };
 pub(crate) use operation::Operation;
 pub(crate) use parse::{ParsedCall, parse};

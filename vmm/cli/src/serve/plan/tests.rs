@@ -145,9 +145,26 @@ fn serial_output_goes_to_a_regular_file() {
 }
 
 #[test]
+fn devices_have_the_limits_of_their_rate_limiters() {
+    let mut test = TestConfig::new(None);
+    let bandwidth = json!({ "size": 4096, "refill_time": 100, "one_time_burst": 7 });
+    test.add_drive("a", json!({ "rate_limiter": { "bandwidth": bandwidth } }));
+    let entropy = json!({ "rate_limiter": { "ops": { "size": 1, "refill_time": 2 } } });
+    test.config.entropy = serde_json::from_value(entropy).unwrap();
+    let limit =
+        |size, refill_ms, one_time_burst| Some(RateLimit { size, refill_ms, one_time_burst });
+    let devices = test.plan().unwrap().config.devices;
+    let [DeviceConfig::Disk(disk), DeviceConfig::Rng(rng)] = &devices[..] else {
+        panic!("{devices:?}");
+    };
+    let expected = RateLimits { bandwidth: limit(4096, 100, 7), operations: None };
+    assert_eq!(disk.limits, expected);
+    assert_eq!(rng.limits, RateLimits { bandwidth: None, operations: limit(1, 2, 0) });
+}
+
+#[test]
 fn unbuilt_part_is_refused_by_name() {
     let bucket = json!({ "size": 1, "refill_time": 1 });
-    let limits = json!({ "ops": bucket });
     let refusal = |change: &dyn Fn(&mut TestConfig)| {
         let mut test = TestConfig::new(None);
         change(&mut test);
@@ -158,17 +175,6 @@ fn unbuilt_part_is_refused_by_name() {
         serde_json::from_str(&json).unwrap()
     };
     for (refusal, part) in [
-        (
-            refusal(&|t| t.add_drive("a", json!({ "rate_limiter": limits }))),
-            "rate_limiter of PUT /drives",
-        ),
-        (
-            refusal(&|t| {
-                let entropy = json!({ "rate_limiter": limits });
-                t.config.entropy = serde_json::from_value(entropy).unwrap();
-            }),
-            "rate_limiter of PUT /entropy",
-        ),
         (
             refusal(&|t| {
                 let serial = json!({ "rate_limiter": bucket });

@@ -23,7 +23,7 @@ pub use balloon::{
 pub use boot::{BootSourceConfig, SerialConfig, VsockDeviceConfig};
 pub use cpu::CustomCpuTemplate;
 pub use drive::{BlockDeviceConfig, BlockDeviceUpdateConfig, CacheType, FileEngineType};
-pub use limits::EntropyDeviceConfig;
+pub use limits::{EntropyDeviceConfig, RateLimiterConfig, TokenBucketConfig};
 pub use log::{LoggerConfig, MetricsConfig};
 pub use machine::{HugePageConfig, MachineConfigUpdate, MachineConfiguration, StaticCpuTemplate};
 pub use mmds::{MmdsConfig, MmdsVersion};
