@@ -14,14 +14,14 @@ use driftline_machine::config::{DiskCache, DiskEngine, OpenedDisk, OpenedFile, O
 
 /// The open files.
 #[derive(Default, Debug)]
-pub(super) struct NamedFiles {
+pub(super) struct ClientFiles {
     kernel: Option<OpenedFile>,
     initrd: Option<OpenedFile>,
     /// The drives' files, by name.
     drives: HashMap<String, OpenedDisk>,
 }
 
-impl NamedFiles {
+impl ClientFiles {
     /// Opens the kernel and the initial RAM disk, in place of earlier ones.
     ///
     /// # Errors

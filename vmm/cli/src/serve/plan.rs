@@ -19,7 +19,7 @@ use driftline_machine::machine::command_line;
 use driftline_machine::memory::{HugePages, MemoryOptions};
 use driftline_machine::tracking::TrackingMode;
 
-use super::opened::NamedFiles;
+use super::opened::ClientFiles;
 
 /// Firecracker's command line for a client that gives none.
 const DEFAULT_BOOT_ARGS: &str = "reboot=k panic=1 nomodule 8250.nr_uarts=0 i8042.noaux \
@@ -44,7 +44,7 @@ pub(super) struct GuestPlan {
 pub(super) fn plan(
     id: &str,
     config: &MicroVmConfig,
-    files: &NamedFiles,
+    files: &ClientFiles,
 ) -> Result<GuestPlan, ApiFault> {
     refuse_unbuilt(config)?;
     let source = config.boot_source.as_ref().ok_or(StartFault::NoKernel)?;
@@ -121,7 +121,7 @@ fn parameters(root: Option<&BlockDeviceConfig>) -> Vec<String> {
 }
 
 /// Returns the devices in Firecracker's order.
-fn devices(config: &MicroVmConfig, files: &NamedFiles) -> Result<Vec<DeviceConfig>, ApiFault> {
+fn devices(config: &MicroVmConfig, files: &ClientFiles) -> Result<Vec<DeviceConfig>, ApiFault> {
     let mut devices: Vec<DeviceConfig> = Vec::new();
     devices.extend(config.balloon.as_ref().map(|balloon| {
         DeviceConfig::Balloon(BalloonConfig {
@@ -143,7 +143,7 @@ fn devices(config: &MicroVmConfig, files: &NamedFiles) -> Result<Vec<DeviceConfi
     Ok(devices)
 }
 
-fn disk(drive: &BlockDeviceConfig, files: &NamedFiles) -> Result<DiskConfig, ApiFault> {
+fn disk(drive: &BlockDeviceConfig, files: &ClientFiles) -> Result<DiskConfig, ApiFault> {
     let path = drive.path_on_host.as_deref().ok_or(DriveFault::NoBackend)?;
     let opened = files.drive(&drive.drive_id).ok_or(DriveFault::NoBackend)?;
     let readonly = drive.is_read_only == Some(true);

@@ -7,7 +7,7 @@ use std::sync::mpsc::Receiver;
 use driftline_control::api::{ApiEvent, Caller};
 use driftline_control::firecracker::{ApiFault, MicroVm, MicroVmAction, MicroVmEvent, Task};
 
-use super::opened::NamedFiles;
+use super::opened::ClientFiles;
 use super::start::{GuestStarter, StartedGuest};
 use crate::failure::Failure;
 
@@ -38,7 +38,7 @@ impl ApiRequests {
     /// # Errors
     /// The API has ended.
     pub(super) fn configure(&mut self, starter: GuestStarter) -> Result<ConfigurationEnd, Failure> {
-        let mut files = NamedFiles::default();
+        let mut files = ClientFiles::default();
         let mut next = VecDeque::new();
         let mut started = None;
         loop {
@@ -108,7 +108,7 @@ impl ApiRequests {
 }
 
 /// Performs a task other than the start.
-fn perform(task: &Task, files: &mut NamedFiles) -> Result<(), ApiFault> {
+fn perform(task: &Task, files: &mut ClientFiles) -> Result<(), ApiFault> {
     match task {
         Task::OpenBootSource(source) => files.open_boot_source(source),
         Task::OpenDrive(drive) => files.open_drive(drive),

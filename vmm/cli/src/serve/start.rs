@@ -21,7 +21,7 @@ use driftline_machine::memory::MemoryOptions;
 use driftline_machine::sandbox::{self, SandboxOptions};
 use driftline_machine::vm::SharedVm;
 
-use super::opened::NamedFiles;
+use super::opened::ClientFiles;
 use super::plan::{GuestPlan, plan};
 
 /// A guest that runs.
@@ -65,7 +65,7 @@ impl GuestStarter {
     pub(super) fn start(
         &self,
         config: &MicroVmConfig,
-        files: &NamedFiles,
+        files: &ClientFiles,
     ) -> Result<StartedGuest, ApiFault> {
         let GuestPlan { config, host } = plan(&self.id, config, files)?;
         let _logged = guest_span(self.vm_id, &config.identity).entered();

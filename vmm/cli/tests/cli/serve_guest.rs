@@ -274,9 +274,9 @@ fn listening_kernel() -> Vec<u8> {
 }
 
 #[test]
-fn guest_is_told_to_shut_down_by_its_keyboard() {
+fn keyboard_tells_the_guest_to_shut_down() {
     const CTRL_ALT_DEL: &str = r#"{"action_type": "SendCtrlAltDel"}"#;
-    if !kvm_or_skip("guest_is_told_to_shut_down_by_its_keyboard") {
+    if !kvm_or_skip("keyboard_tells_the_guest_to_shut_down") {
         return;
     }
     let tmp = TestDir::new();

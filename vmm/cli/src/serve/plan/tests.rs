@@ -10,13 +10,13 @@ use super::*;
 struct TestConfig {
     dir: TempDir,
     config: MicroVmConfig,
-    files: NamedFiles,
+    files: ClientFiles,
 }
 
 impl TestConfig {
     fn new(boot_args: Option<&str>) -> Self {
         let dir = tempfile::tempdir().unwrap();
-        let (config, files) = (MicroVmConfig::new(64), NamedFiles::default());
+        let (config, files) = (MicroVmConfig::new(64), ClientFiles::default());
         let mut test = Self { dir, config, files };
         let kernel = test.file("kernel", 512);
         let source = json!({ "kernel_image_path": kernel, "boot_args": boot_args });
