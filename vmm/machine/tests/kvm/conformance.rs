@@ -297,34 +297,52 @@ fn payload_detects_lost_frames() {
         false => "payload,ws=4M,rate=64M,pattern=random",
     };
     for mode in modes() {
-        let console = SerialLog::new();
-        let config = MachineConfig { tracking: mode, vcpus: 2, ..payload(spec) };
-        let mut machine = boot(config, &losing(&console, one_in)).unwrap();
-        machine.resume().unwrap();
-        console.wait_for("start", |text| text.contains("payload ready"));
-        let begun = Instant::now();
-        // For a lost frame the new machine has older content. The guest's check of each page
-        // detects it.
-        let found = |text: &str| {
-            text.lines().any(|line| match PayloadMessage::parse(line) {
-                Some(PayloadMessage::Report(report)) => report.errors > 0,
-                Some(PayloadMessage::Ready { .. }) | None => false,
-                Some(_) => true,
-            })
-        };
-        let mut moves = 0;
-        while !found(&console.text()) {
-            assert!(
-                begun.elapsed() < limit,
-                "{mode}: nothing found in {moves} moves:\n{}",
-                console.text()
-            );
-            std::thread::sleep(between);
-            let new = move_to_new_on(&machine, losing(&console, one_in), Clock::Advance);
-            new.resume().unwrap();
-            (machine, moves) = (new, moves + 1);
+        let (begun, mut moves) = (Instant::now(), 0);
+        while !loss_is_found(mode, spec, (one_in, between), &mut moves) {
+            assert!(begun.elapsed() < limit, "{mode}: nothing found in {moves} moves");
         }
         println!("{mode}: found after {moves} moves, {:?}", begun.elapsed());
-        machine.stop("it has shown enough");
+    }
+}
+
+/// Time without a report after which a guest counts as hung.
+const HUNG: Duration = Duration::from_secs(20);
+
+/// Moves a guest to new machines, each of which lacks one in `one_in` frames, every `between`, until
+/// the guest detects that. Returns whether it does: the guest may also lose what it needs to run,
+/// and then it hangs.
+fn loss_is_found(
+    mode: TrackingMode,
+    spec: &str,
+    (one_in, between): (u64, Duration),
+    moves: &mut u32,
+) -> bool {
+    let console = SerialLog::new();
+    let config = MachineConfig { tracking: mode, vcpus: 2, ..payload(spec) };
+    let mut machine = boot(config, &losing(&console, one_in)).unwrap();
+    machine.resume().unwrap();
+    console.wait_for("start", |text| text.contains("payload ready"));
+    // For a lost frame the new machine has older content. The guest's check of each page detects
+    // it.
+    let finds = |line: &str| match PayloadMessage::parse(line) {
+        Some(PayloadMessage::Report(report)) => report.errors > 0,
+        Some(PayloadMessage::Ready { .. }) | None => false,
+        Some(_) => true,
+    };
+    let (mut length, mut since) = (0, Instant::now());
+    loop {
+        let text = console.text();
+        if text.len() > length {
+            (length, since) = (text.len(), Instant::now());
+        }
+        let found = text.lines().any(finds);
+        if found || since.elapsed() > HUNG {
+            machine.stop("it has shown enough");
+            return found;
+        }
+        std::thread::sleep(between);
+        let new = move_to_new_on(&machine, losing(&console, one_in), Clock::Advance);
+        new.resume().unwrap();
+        (machine, *moves) = (new, *moves + 1);
     }
 }
