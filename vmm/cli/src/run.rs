@@ -6,7 +6,7 @@ use std::time::Instant;
 use driftline_backends::LaunchError;
 use driftline_control::api::{App, Server};
 use driftline_control::jobs::{Jobs, ShadowError, ShadowMode};
-use driftline_guest::VmId;
+use driftline_guest::{GuestError, RunState, VmId};
 use driftline_machine::config::{
     BackendKind, Boot, DEFAULT_RING_ENTRIES, DeviceConfig, DiskConfig, DiskSpec, Identity,
     MAX_SERIAL_BYTES, MacAddr, MachineConfig, NetConfig, NetSpec, RngConfig, VsockConfig,
@@ -14,6 +14,7 @@ use driftline_machine::config::{
 };
 use driftline_machine::devices::probe_disk;
 use driftline_machine::tracking::TrackingMode;
+use driftline_machine::vm::Vm;
 
 use super::args::{DeviceArgs, OnOff, RunArgs};
 use super::config_file;
@@ -54,12 +55,22 @@ pub(super) fn run(args: RunArgs, started: Instant) -> Result<ExitCode, Failure> 
         jobs.start_shadow(mode).map_err(shadow_failure)?;
     }
     server.serve(listeners, App::new(jobs.clone()))?;
-    vm.resume()?;
-    // The vCPU threads have just been notified. All that remains before the guest's first
-    // instruction is the wake-up of one thread.
-    tracing::info!(boot_us = started.elapsed().as_micros(), "the guest runs");
-    notify::ready(format_args!("guest {vm_id} runs"));
+    if resume(&*vm)? {
+        // The vCPU threads have just been notified. All that remains before the guest's first
+        // instruction is the wake-up of one thread.
+        tracing::info!(boot_us = started.elapsed().as_micros(), "the guest runs");
+        notify::ready(format_args!("guest {vm_id} runs"));
+    }
     run_to_end(vm, jobs, server, None)
+}
+
+/// Resumes the guest. Returns whether it runs: a client or a signal may have ended it already.
+fn resume(vm: &dyn Vm) -> Result<bool, GuestError> {
+    match vm.resume() {
+        Ok(()) => Ok(true),
+        Err(GuestError::State { state: RunState::Stopped, .. }) => Ok(false),
+        Err(e) => Err(e),
+    }
 }
 
 fn machine_config(args: RunArgs) -> Result<MachineConfig, Failure> {
