@@ -9,7 +9,7 @@ use std::io::{self, Write};
 use std::path::Path;
 use std::process::ExitCode;
 
-use driftline_control::firecracker::IMITATED_VERSION;
+use driftline_control::firecracker::{IMITATED_VERSION, MicroVm};
 use driftline_machine::socket::{ListeningSocket, SocketError};
 use rustix::process::Signal;
 use rustix::time::{ClockId, clock_gettime};
@@ -62,19 +62,21 @@ fn serve(args: FirecrackerArgs) -> Result<ExitCode, FirecrackerFault> {
     let log_args = LogArgs { verbose: 0, log: None, log_format: LogFormat::Text, log_file: None };
     log::start(&log_args).map_err(driftline)?;
     log_start_up(&args);
-    let metadata = args.metadata.as_deref().map(read_metadata).transpose()?;
+    let mut vm = MicroVm::new(args.id.clone(), "Firecracker", args.mmds_limit);
+    if let Some(path) = &args.metadata {
+        vm.set_metadata(read_metadata(path)?).map_err(|e| driftline(e.into()))?;
+    }
+    // After all checks of the arguments: the socket stays behind, as Firecracker's does.
     let socket = ListeningSocket::bind_new(&args.api_sock).map_err(|e| match e {
         SocketError::Exists(path) => ApiServerFault::FailedToBindSocket(path.display().to_string()),
         e => ApiServerFault::FailedToBindAndRunHttpServer(e.to_string()),
     })?;
     let options = ServeOptions {
         id: args.id,
-        app_name: "Firecracker",
+        vm,
         api_sock: args.api_sock,
         seccomp: !args.no_seccomp,
         payload_limit: args.payload_limit,
-        metadata_limit: args.mmds_limit,
-        metadata,
     };
     let ServeEnd { result, signal } = serve_api(socket, options);
     match signal {

@@ -21,12 +21,11 @@ use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 use std::thread::Builder;
 
-use driftline_control::api::{ApiEvent, App, Listeners, Server};
+use driftline_control::api::{ApiEvent, App, Caller, Listeners, Server};
 use driftline_control::firecracker::MicroVm;
 use driftline_machine::config::guest_span;
 use driftline_machine::sandbox::SandboxOptions;
 use driftline_machine::socket::ListeningSocket;
-use serde_json::Value;
 
 use super::args::ServeArgs;
 use super::end::{run_to_end, stop_reason};
@@ -44,31 +43,25 @@ const PAYLOAD_LIMIT: usize = 51_200;
 pub(super) struct ServeOptions {
     /// Id of the instance.
     pub(super) id: String,
-    /// The name that `GET /` shows.
-    pub(super) app_name: &'static str,
     /// Path of the API's socket.
     pub(super) api_sock: PathBuf,
     /// Whether to filter system calls.
     pub(super) seccomp: bool,
     /// The largest body of a request, in bytes.
     pub(super) payload_limit: usize,
-    /// The longest metadata, in bytes.
-    pub(super) metadata_limit: usize,
-    /// The first metadata.
-    pub(super) metadata: Option<Value>,
+    /// The machine to be configured.
+    pub(super) vm: MicroVm<Caller>,
 }
 
 /// `driftline serve`.
 pub(super) fn serve(args: ServeArgs) -> Result<ExitCode, Failure> {
     let socket = ListeningSocket::bind(&args.api_sock)?;
     let options = ServeOptions {
+        vm: MicroVm::new(args.id.clone(), "Driftline", PAYLOAD_LIMIT),
         id: args.id,
-        app_name: "Driftline",
         api_sock: args.api_sock,
         seccomp: true,
         payload_limit: PAYLOAD_LIMIT,
-        metadata_limit: PAYLOAD_LIMIT,
-        metadata: None,
     };
     serve_api(socket, options).result
 }
@@ -95,10 +88,6 @@ fn serve_app(
     events: Receiver<ApiEvent>,
 ) -> Result<ExitCode, Failure> {
     notify::connect();
-    let mut vm = MicroVm::new(options.id.clone(), options.app_name, options.metadata_limit);
-    if let Some(metadata) = options.metadata {
-        vm.set_metadata(metadata)?;
-    }
     // Clients may name any file until the guest starts.
     let restricted = SandboxOptions {
         seccomp: options.seccomp,
@@ -116,7 +105,7 @@ fn serve_app(
     let state_dir = values::state_dir();
     let starter =
         GuestStarter::new(options.id, restricted, state_dir, server.control_thread(), app);
-    let mut requests = ApiRequests::new(vm, events);
+    let mut requests = ApiRequests::new(options.vm, events);
     let guest = match requests.configure(starter)? {
         ConfigurationEnd::Exit(code) => return Ok(code),
         ConfigurationEnd::Stopped(why) => return Err(stopped(&why)),

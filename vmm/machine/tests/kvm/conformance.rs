@@ -308,9 +308,9 @@ fn payload_detects_lost_frames() {
 /// Time without a report after which a guest counts as hung.
 const HUNG: Duration = Duration::from_secs(20);
 
-/// Moves a guest to new machines, each of which lacks one in `one_in` frames, every `between`, until
-/// the guest detects that. Returns whether it does: the guest may also lose what it needs to run,
-/// and then it hangs.
+/// Moves a guest to new machines, each of which lacks one in `one_in` frames, every `between`,
+/// until the guest detects that. Returns whether it does: the guest may also lose what it needs to
+/// run, and then it hangs.
 fn loss_is_found(
     mode: TrackingMode,
     spec: &str,
