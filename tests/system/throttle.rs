@@ -49,10 +49,14 @@ fn per_ms(from: &PayloadReport, to: &PayloadReport, figure: impl Fn(&PayloadRepo
     (figure(to) - figure(from)) as f64 / (to.t_ms - from.t_ms) as f64
 }
 
-/// Returns the last report of each vCPU now, and after two seconds of reports of each.
-fn two_reports(vm: &Driftline, vcpus: u32) -> (Vec<PayloadReport>, Vec<PayloadReport>) {
+/// Returns the last report of each vCPU now, and after `more` reports of each.
+fn two_reports(
+    vm: &Driftline,
+    vcpus: u32,
+    more: usize,
+) -> (Vec<PayloadReport>, Vec<PayloadReport>) {
     let from = vm.console().last_reports(vcpus).expect("all have reported");
-    (from, vm.console().wait_reports(vcpus, 10, REPORT_LIMIT))
+    (from, vm.console().wait_reports(vcpus, more, REPORT_LIMIT))
 }
 
 #[test]
@@ -122,7 +126,8 @@ fn only_writing_vcpu_is_throttled_until_cancel() {
     let link = MigrationProxy::slow(&address, DELAY, RATE / 6);
     let mut send_command = send_in_background(&source, &link);
     wait_for("a throttled vCPU", REPORT_LIMIT, || (throttled_ms(&source)?[0] > 1000).then_some(()));
-    let (from, to) = two_reports(&source, 2);
+    // A throttled vCPU reports once in seconds.
+    let (from, to) = two_reports(&source, 2, 3);
     let writes_throttled = per_ms(&from[0], &to[0], |r| r.pages);
     let throttled = throttled_ms(&source).expect("it answers");
     assert!(throttled[1] * 20 <= throttled[0], "the reader is not throttled: {throttled:?} ms");
@@ -133,7 +138,7 @@ fn only_writing_vcpu_is_throttled_until_cancel() {
     wait_for("end of send-migration", SOON, || send_command.try_wait().expect("our child"));
     destination.wait_for_another();
     let throttled = throttled_ms(&source);
-    let (from, to) = two_reports(&source, 2);
+    let (from, to) = two_reports(&source, 2, 10);
     assert_eq!(throttled_ms(&source), throttled, "no vCPU is throttled any more");
     let writes_free = per_ms(&from[0], &to[0], |r| r.pages);
     assert!(
