@@ -120,7 +120,7 @@ fn only_writing_vcpu_is_throttled_until_cancel() {
     let _alone = one_at_a_time();
     let scratch = ScratchDir::new();
     // The second vCPU writes its share once and then only reads it.
-    let source = start(&scratch, "payload,ws=64M,rate=max,writers=1", 2, "dirty-ring");
+    let source = start(&scratch, "payload,ws=32M,rate=max,writers=1", 2, "dirty-ring");
     let (destination, address) = Driftline::receive(&scratch, "destination");
     // Slow enough for one pass to last until the end of the test.
     let link = MigrationProxy::slow(&address, DELAY, RATE / 6);
