@@ -79,7 +79,8 @@ impl GuestConsole {
     }
 
     /// Waits until every vCPU has visited, and so checked, all its pages since its first report on
-    /// this console, and none has found an error. The pass of the first report does not count,
+    /// this console, and none has found an error. With a random pattern it has made as many visits
+    /// as it has pages, and has swept a part in order. The pass of the first report does not count,
     /// because a part of it may precede this console.
     pub fn wait_pass(&self, vcpus: u32, limit: Duration) {
         let what = format!("a pass of {vcpus} vCPUs on {}", self.path.display());

@@ -64,10 +64,11 @@ pub(super) fn run(args: RunArgs, started: Instant) -> Result<ExitCode, Failure> 
     run_to_end(vm, jobs, server, None)
 }
 
-/// Resumes the guest. Returns whether it runs: a client or a signal may have ended it already.
+/// Resumes the guest. Returns whether it runs: a client may have resumed it already, or a client or
+/// a signal has ended it.
 fn resume(vm: &dyn Vm) -> Result<bool, GuestError> {
     match vm.resume() {
-        Ok(()) => Ok(true),
+        Ok(()) | Err(GuestError::State { state: RunState::Running, .. }) => Ok(true),
         Err(GuestError::State { state: RunState::Stopped, .. }) => Ok(false),
         Err(e) => Err(e),
     }

@@ -30,7 +30,14 @@ pub fn sections(bytes: &[u8]) {
                 let _ = keyboard.check();
             }
         }
-        4 => drop(VirtioState::decode("a section", bytes)),
+        4 => match VirtioState::decode("a section", bytes) {
+            Ok(device) => {
+                let written = device.encode().unwrap();
+                let again = VirtioState::decode("a section", &written).unwrap();
+                assert_eq!(again.encode().unwrap(), written);
+            }
+            Err(e) => assert!(!e.to_string().is_empty()),
+        },
         _ => match MachineConfig::decode(bytes) {
             Ok(config) => assert_eq!(MachineConfig::decode(&config.encode()).unwrap(), config),
             Err(e) => assert!(!e.to_string().is_empty()),
