@@ -15,7 +15,7 @@ mod stolen;
 
 pub use driftline_guest::testing::repeats;
 pub use guest::GuestConsole;
-pub use linux::{CheckerProgress, EchoClient, LinuxImage, assert_clean};
+pub use linux::{CheckerProgress, EchoClient, LinuxImage, assert_clean, has_booted};
 pub use load::GuestLoad;
 pub use network::{GUEST, Namespace, Network, PEER};
 pub use process::{Driftline, ScratchDir, driftline, json_of, run_cli};

@@ -169,6 +169,11 @@ pub(crate) fn value(line: &str, key: &str) -> Option<u64> {
     words.find(|(k, _)| *k == key)?.1.parse().ok()
 }
 
+/// Returns whether the guest of `console` has booted there.
+pub fn has_booted(console: &GuestConsole) -> bool {
+    console.lines().iter().any(|line| line.contains(SHELL))
+}
+
 /// Fails the test if a checker or the kernel has reported a problem on `console`.
 pub fn assert_clean(console: &GuestConsole) {
     let lines = console.lines();
