@@ -162,8 +162,7 @@ fn disk(drive: &BlockDeviceConfig, files: &ClientFiles) -> Result<DiskConfig, Ap
     })
 }
 
-/// Returns the limits of a device. Buckets that are off were left out when the device was
-/// configured.
+/// Returns the limits of a device. The configuration has no bucket that is off: `PUT` drops those.
 fn limits(limiter: Option<RateLimiterConfig>) -> RateLimits {
     let limit = |bucket: TokenBucketConfig| RateLimit {
         size: bucket.size,

@@ -202,7 +202,8 @@ fn write_outside() {
     }
 }
 
-/// Writes anywhere until the sandbox closes, and then to the allowed directory. So does the pool.
+/// Writes anywhere until the sandbox closes, and then only to the allowed directory. Threads of the
+/// pool do the same.
 fn close_and_write_outside() {
     let file = std::env::temp_dir().join("driftline-sandbox-open");
     std::fs::write(&file, "").unwrap();
