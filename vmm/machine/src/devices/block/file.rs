@@ -5,7 +5,8 @@ use std::io::{self, Seek, SeekFrom};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Instant;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use driftline_format::range_lock::RangeLock;
 use driftline_guest::VmId;
@@ -17,6 +18,12 @@ use super::identity;
 use super::lock;
 use super::request::SECTOR;
 use crate::config::{DiskConfig, DiskIdentity, OpenedFile};
+
+/// Time for which a lock of another process is waited for. The kernel closes the files of a killed
+/// process's io_uring only after the process has ended: some 10 ms later, and later on a busy host.
+const LOCK_WAIT: Duration = Duration::from_secs(1);
+/// Time between two tries.
+const LOCK_POLL: Duration = Duration::from_millis(5);
 
 /// An open disk.
 #[derive(Debug)]
@@ -121,11 +128,11 @@ impl DiskFile {
         }
         let flusher = Flusher::new(id, path, &file, *readonly)?;
         let file = Self { file, path: path.clone(), readonly: *readonly, holder, flusher };
-        match lock::is_locked_by_another(&file.file, file.kind_of_lock(), holder) {
-            Ok(false) => file.require_identity(disk),
-            Ok(true) => Err(DiskError::InUse(path.clone())),
-            Err(e) => Err(file.lock_error("locked")(e)),
-        }
+        file.wait_for_lock(|| {
+            let locked = lock::is_locked_by_another(&file.file, file.kind_of_lock(), holder)?;
+            Ok(!locked)
+        })?;
+        file.require_identity(disk)
     }
 
     /// Refuses a file that is known to be another disk than the guest's.
@@ -173,11 +180,19 @@ impl DiskFile {
 
     /// Locks the file against all others, or, if it is read-only, against writers.
     pub(super) fn lock(&self) -> Result<(), DiskError> {
-        match lock::set(&self.file, self.kind_of_lock(), self.holder) {
-            Ok(true) => Ok(()),
-            Ok(false) => Err(DiskError::InUse(self.path.clone())),
-            Err(e) => Err(self.lock_error("locked")(e)),
+        self.wait_for_lock(|| lock::set(&self.file, self.kind_of_lock(), self.holder))
+    }
+
+    /// Tries until `has_it` returns true, for [`LOCK_WAIT`].
+    fn wait_for_lock(&self, has_it: impl Fn() -> io::Result<bool>) -> Result<(), DiskError> {
+        let end = Instant::now() + LOCK_WAIT;
+        while !has_it().map_err(self.lock_error("locked"))? {
+            if Instant::now() >= end {
+                return Err(DiskError::InUse(self.path.clone()));
+            }
+            thread::sleep(LOCK_POLL);
         }
+        Ok(())
     }
 
     fn lock_error(&self, what: &'static str) -> impl Fn(io::Error) -> DiskError {

@@ -1,6 +1,7 @@
 //! The block device driven through its queues, over real files, with io_uring and without.
 
 mod in_flight;
+mod killed;
 mod limits;
 mod opened;
 mod storage;

@@ -1,0 +1,55 @@
+//! A disk whose process was killed in the middle of its work.
+
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use super::*;
+
+const TEST: &str = "devices::block::tests::killed::disk_of_a_killed_process_is_free";
+/// Environment variable that names the disk for the process that is killed.
+const DISK: &str = "KILLED_DISK";
+
+/// Writes and flushes 16 requests at a time until the process is killed. Prints a line when the
+/// first are done.
+fn work_until_killed(path: &Path) -> ! {
+    let config = crate::testing::disk("d", path, BYTES);
+    let mut block = BlockDevice::open(&config, 2, VmId::random(), None).unwrap();
+    block.acquire().unwrap();
+    let mut driver = Driver::started(Box::new(block));
+    let data = driver.readable(&[1; 64 << 10]);
+    let (out, flush) = (VIRTIO_BLK_T_OUT, VIRTIO_BLK_T_FLUSH);
+    let (out, flush) = (header(&mut driver, out, 0), header(&mut driver, flush, 0));
+    let status = driver.writable(1);
+    loop {
+        let heads = [0; 16].map(|_| driver.post(0, &[out, data, status]));
+        let flush = driver.post(0, &[flush, status]);
+        driver.kick(0);
+        for head in heads.into_iter().chain([flush]) {
+            driver.wait_used(0, head);
+        }
+        eprintln!("busy");
+    }
+}
+
+/// The kernel closes the files of a killed process's io_uring a little after the process has ended.
+/// Whoever starts the guest again at once gets its disk.
+#[test]
+fn disk_of_a_killed_process_is_free() {
+    if let Some(path) = std::env::var_os(DISK) {
+        work_until_killed(path.as_ref());
+    }
+    let disk = Disk::new();
+    for _ in 0..5 {
+        let mut child = Command::new(std::env::current_exe().unwrap());
+        child.args(["--exact", TEST, "--nocapture"]).env(DISK, disk.file.path());
+        let mut child = child.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
+        let busy = lines.by_ref().filter(|line| line.as_ref().unwrap() == "busy");
+        assert_eq!(busy.take(20).count(), 20);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        let file = DiskFile::open(&disk.config, VmId::random()).unwrap();
+        file.lock().unwrap();
+    }
+}
