@@ -35,7 +35,8 @@ use tests::{
 /// The checkers print a line every other second, because a line takes the guest a tenth of a second
 /// where ring 0 is emulated.
 const CHECKERS: &str = "driftline.check=mem,disk,tcp,clock driftline.mem=every=2s \
-     driftline.disk=path=/dev/vda,pause=50ms,every=2s driftline.tcp=every=2s driftline.clock=every=2s";
+     driftline.disk=path=/dev/vda,pause=50ms,every=2s driftline.tcp=every=2s \
+     driftline.clock=every=2s";
 const DISK_BYTES: u64 = 32 << 20;
 /// Longest time without an answer that a migration may cause.
 const SILENCE_MS: u64 = 200;
@@ -162,8 +163,8 @@ impl<'t> CheckedGuest<'t> {
         echo.wait_answers(20);
         let silence = echo.silence_since(mark);
         eprintln!(
-            "{name}: moved in {:.0} ms, {} bytes of its disk, downtime {:.1} ms, longest silence {silence} ms, {resting} ms \
-             before; {progress:?}",
+            "{name}: moved in {:.0} ms, {} bytes of its disk, downtime {:.1} ms, longest silence \
+             {silence} ms, {resting} ms before; {progress:?}",
             report["total_time_ms"].as_f64().unwrap_or(f64::NAN),
             report["disk_bytes"],
             report["downtime_ms"].as_f64().unwrap_or(f64::NAN),
@@ -373,7 +374,8 @@ fn a_connection_survives_moves_with_little_silence() {
         let (silence, stolen) = (echo.silence_since(mark), stolen.percent());
         echo.finish();
         eprintln!(
-            "{name}: downtime {:.1} ms, longest silence {silence} ms, {before} ms before; stolen {stolen:.1} %",
+            "{name}: downtime {:.1} ms, longest silence {silence} ms, {before} ms before; stolen \
+             {stolen:.1} %",
             report["downtime_ms"].as_f64().unwrap_or(f64::NAN),
         );
         let which = if stolen <= UNDISTURBED { &mut silences } else { &mut disturbed };
@@ -394,8 +396,9 @@ fn a_connection_survives_moves_with_little_silence() {
 
 /// CPU features without which a distribution's kernel runs longest where ring 0 is emulated.
 const STOCK_CPU: &str = "host,-cx16,-popcnt,-smap,-erms,-fsrm";
-const STOCK_CMDLINE: &str = "console=ttyS0 earlyprintk=ttyS0 reboot=k panic=-1 noxsave tsc=reliable no_timer_check \
-     rodata=off clearcpuid=popcnt,smap,erms,fsrm,cx16 noreplace-smp nokaslr mitigations=off";
+const STOCK_CMDLINE: &str = "console=ttyS0 earlyprintk=ttyS0 reboot=k panic=-1 noxsave \
+    tsc=reliable no_timer_check rodata=off clearcpuid=popcnt,smap,erms,fsrm,cx16 noreplace-smp \
+    nokaslr mitigations=off";
 /// Time limit of the boot, which takes minutes where ring 0 is emulated.
 const STOCK_BOOT: Duration = Duration::from_secs(1200);
 

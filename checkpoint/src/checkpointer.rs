@@ -269,7 +269,7 @@ impl Checkpointer {
 
     /// Takes one epoch and hands it to the commit thread. [`land`](Self::land) returns the outcome.
     pub(crate) fn launch(&mut self) {
-        let span = tracing::info_span!("epoch", epoch = self.next);
+        let span = tracing::info_span!("checkpoint", number = self.next);
         let _entered = span.enter();
         let ready = self.make_ready();
         let epoch = self.next;
@@ -327,7 +327,7 @@ impl Checkpointer {
             Ok(published) => {
                 changed.into_iter().for_each(DirtySet::commit);
                 let (frames, pause_us) = (published.frames, taken.pause.as_micros() as u64);
-                tracing::info!(epoch, full, frames, pause_us, "stored");
+                tracing::info!(checkpoint = epoch, full, frames, pause_us, "stored");
                 let write = answer.at.saturating_duration_since(taken.resumed);
                 Ok(EpochReport {
                     epoch,
@@ -345,7 +345,7 @@ impl Checkpointer {
             Err(cause) => {
                 drop(changed);
                 let cause = cause.into();
-                tracing::warn!(epoch, full, %cause, "not stored");
+                tracing::warn!(checkpoint = epoch, full, %cause, "not stored");
                 // After a failed sync, what reached the disk is unknown: the next epoch copies all
                 // of memory.
                 self.note_failure(&cause, full || answer.lost);

@@ -142,6 +142,7 @@ fn next_has_it(guest: RunState) -> &'static str {
 #[derive(Clone, Copy, PartialEq, Debug, Serialize)]
 pub struct EpochReport {
     /// Its number.
+    #[serde(rename = "checkpoint")]
     pub epoch: u64,
     /// Frames of memory in it.
     pub frames: u64,

@@ -35,7 +35,7 @@ pub enum Cause {
         cause: Box<Cause>,
     },
     /// A joined connection failed.
-    #[error("a connection that had joined: {cause}")]
+    #[error("a joined connection failed: {cause}")]
     Joined {
         /// Why it failed.
         cause: Box<WireError>,

@@ -80,7 +80,8 @@ fn idle_write_protection(time: Duration) {
         with.push(rate(&guest, || std::thread::sleep(time)) / 1e3);
     }
     println!(
-        "thousand page writes a second: {without:.0?} unregistered, {with:.0?} registered for write protection"
+        "thousand page writes a second: {without:.0?} unregistered, {with:.0?} registered for \
+         write protection"
     );
 }
 
@@ -141,9 +142,10 @@ fn checkpointed(guest: &BenchGuest, way: &str, background_from: Option<u64>, tim
     print_row("durable after", a.write);
     let of = |sum: u64| sum as f64 / a.epochs.max(1) as f64;
     println!(
-        "\n{} epochs of {:.0} frames, {:.0} of them copied after the pause, with {:.1} waits of {:.0} µs in total, {} early, {} skipped; the store has {} MiB, and had {} half-way; \
-         {writes:.0} page writes a second ({:.1} % of those of a tracked guest: {before:.0} before, {after:.0} after); \
-         {stolen:.1} % of processor time was stolen",
+        "\n{} epochs of {:.0} frames, {:.0} of them copied after the pause, with {:.1} waits of \
+         {:.0} µs in total, {} early, {} skipped; the store has {} MiB, and had {} half-way; \
+         {writes:.0} page writes a second ({:.1} % of those of a tracked guest: {before:.0} \
+         before, {after:.0} after); {stolen:.1} % of processor time was stolen",
         a.epochs,
         of(frames),
         of(copied_after),

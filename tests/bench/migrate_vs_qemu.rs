@@ -115,7 +115,8 @@ fn main() {
     let loads: Vec<&BenchLoad> = LOADS.iter().filter(|load| load.name.contains(&wanted)).collect();
     if !loads.is_empty() {
         println!(
-            "\n| migration, ms | total | QEMU | ratio | reported downtime | QEMU | downtime p50 | p90 | QEMU p50 | p90 | ratio of p50 | longest gap | QEMU |"
+            "\n| migration, ms | total | QEMU | ratio | reported downtime | QEMU | downtime p50 | \
+             p90 | QEMU p50 | p90 | ratio of p50 | longest gap | QEMU |"
         );
         println!("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |");
     }
@@ -129,7 +130,8 @@ fn main() {
         let (reported, gap) = (cell(|s| s.downtime_ms), cell(|s| s.gap_ms));
         let p90 = |samples: &[MigrationSample]| quantile(samples, 0.9, |s| s.measured_downtime_ms);
         println!(
-            "| {} | {:.0} | {:.0} | {:.2} | {:.2} | {:.0} | {:.2} | {:.2} | {:.2} | {:.2} | {:.2} | {:.1} | {:.1} |",
+            "| {} | {:.0} | {:.0} | {:.2} | {:.2} | {:.0} | {:.2} | {:.2} | {:.2} | {:.2} | {:.2} \
+             | {:.1} | {:.1} |",
             load.name,
             total.0,
             total.1,
@@ -158,7 +160,8 @@ fn throughput(qemu: bool, count: usize) {
     let pass0 = median(&ours, |s| s.pass0.unwrap_or(f64::NAN));
     let gib = |s: &MigrationSample| s.sent_bytes / f64::from(1u32 << 30);
     println!(
-        "\n| throughput of incompressible memory | MB/s | of a plain copy | CPU s a GiB, source | destination |"
+        "\n| throughput of incompressible memory | MB/s | of a plain copy | CPU s a GiB, source | \
+         destination |"
     );
     println!("| --- | --- | --- | --- | --- |");
     println!(

@@ -31,8 +31,9 @@ fn main() {
     let epochs = usize::from(counts.next().unwrap_or(100));
     let vcpus = counts.next().unwrap_or(2);
     println!(
-        "| frames written | way | frames | pause p50, ms | pause p99, ms | durable p50, ms | MiB/epoch | copied after p50 | \
-         waits p50 | gap p50, ms | gap max, ms | full: pause, ms | stolen, % |"
+        "| frames written | way | frames | pause p50, ms | pause p99, ms | durable p50, ms | \
+         MiB/epoch | copied after p50 | waits p50 | gap p50, ms | gap max, ms | full: pause, ms | \
+         stolen, % |"
     );
     println!("|{}", " ---: |".repeat(13));
     for frames in FRAMES {
@@ -73,7 +74,8 @@ fn row(frames: u64, way: &str, background_from: Option<u64>, epochs: usize, vcpu
         percentile(&mut taken.iter().map(figure).collect::<Vec<_>>(), p)
     };
     println!(
-        "| {frames} | {way} | {:.0} | {:.2} | {:.2} | {:.1} | {:.1} | {:.0} | {:.0} | {:.1} | {:.1} | {:.2} | {stolen:.1} |",
+        "| {frames} | {way} | {:.0} | {:.2} | {:.2} | {:.1} | {:.1} | {:.0} | {:.0} | {:.1} | \
+         {:.1} | {:.2} | {stolen:.1} |",
         of(|r| r.frames as f64, 0.5),
         of(|r| r.pause_us as f64 / 1e3, 0.5),
         of(|r| r.pause_us as f64 / 1e3, 0.99),

@@ -12,13 +12,14 @@ use super::{CHECKERS, CheckedGuest, linux_and_network, text};
 
 /// As `CHECKERS`, with a disk checker that writes without a pause and waits only for its flushes.
 const BUSY: &str = "driftline.check=mem,disk,tcp,clock driftline.mem=every=2s \
-     driftline.disk=path=/dev/vda,pause=0ms,every=2s driftline.tcp=every=2s driftline.clock=every=2s";
+     driftline.disk=path=/dev/vda,pause=0ms,every=2s driftline.tcp=every=2s \
+     driftline.clock=every=2s";
 
 /// Returns the epochs in the output of `checkpoint --json`.
 fn epochs_of(taken: &Output) -> Vec<Value> {
     let lines = String::from_utf8_lossy(&taken.stdout).into_owned();
     let lines = lines.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
-    lines.filter(|line| line["epoch"].is_u64()).collect()
+    lines.filter(|line| line["checkpoint"].is_u64()).collect()
 }
 
 /// Takes checkpoints every 20 ms while the checkers write to memory and disk. In a guest restored
@@ -49,9 +50,9 @@ fn restored_disk_matches_memory(test: &str, checkers: &str, restored: usize) {
     for epoch in retained.iter().rev().step_by(RETAINED / restored) {
         tests::assert_clean(&guest.process.console());
         guest.process.kill();
-        let (name, number) = (guest.next_name(), epoch["epoch"].to_string());
+        let (name, number) = (guest.next_name(), epoch["checkpoint"].to_string());
         let disk = format!("path={}", text(&guest.disk));
-        let from = ["restore", "--same-id", "--store", text(&store), "--epoch", &number];
+        let from = ["restore", "--same-id", "--store", text(&store), "--checkpoint", &number];
         let args = [&from[..], &["--disk", &disk, "--net", "tap=tap0"]].concat();
         guest.process = Driftline::start_at(&network.hosts[0], &scratch, &name, &args);
         guest.process.wait_state("running");
@@ -59,8 +60,9 @@ fn restored_disk_matches_memory(test: &str, checkers: &str, restored: usize) {
         eprintln!("{name}: from epoch {number}; {progress:?}");
     }
     // The same from an archive outside the store.
-    let (archive, number) = (scratch.path("archive"), retained[RETAINED / 2]["epoch"].to_string());
-    let args = ["--format", "driftline-zstd", "--epoch", &number, "--output", text(&archive)];
+    let (archive, number) =
+        (scratch.path("archive"), retained[RETAINED / 2]["checkpoint"].to_string());
+    let args = ["--format", "driftline-zstd", "--checkpoint", &number, "--output", text(&archive)];
     let packed = tests::run_cli(&[&["store", "export", text(&store)], &args[..]].concat());
     assert_eq!(packed.status.code(), Some(0), "{}", String::from_utf8_lossy(&packed.stderr));
     std::fs::remove_dir_all(&store).expect("the store is ours");

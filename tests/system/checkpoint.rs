@@ -15,7 +15,7 @@ fn restores_whole(scratch: &ScratchDir, store: &str, epoch: Option<u64>) {
     let number = epoch.map(|epoch| epoch.to_string());
     let mut args = vec!["restore", "--same-id", "--store", store];
     if let Some(number) = &number {
-        args.extend(["--epoch", number]);
+        args.extend(["--checkpoint", number]);
     }
     let name = format!("of{}", number.as_deref().unwrap_or("latest"));
     let copy = Driftline::start(scratch, &name, &args);
@@ -47,7 +47,7 @@ fn every_epoch_restores(load: GuestLoad, epochs: usize) {
         text.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
     assert_eq!(lines.len(), epochs + 1);
     let achieved = &lines[epochs]["achieved"];
-    assert_eq!(achieved["epochs"], epochs, "{achieved}");
+    assert_eq!(achieved["checkpoints"], epochs, "{achieved}");
     assert!(achieved["pause"]["p99_us"].as_u64() > Some(0), "{achieved}");
     let copied_after: u64 =
         lines[..epochs].iter().filter_map(|l| l["copied_after_frames"].as_u64()).sum();
@@ -59,7 +59,7 @@ fn every_epoch_restores(load: GuestLoad, epochs: usize) {
     source.console().assert_clean();
     drop(source);
     for line in &lines[..epochs] {
-        restores_whole(&scratch, store, line["epoch"].as_u64());
+        restores_whole(&scratch, store, line["checkpoint"].as_u64());
     }
     assert_eq!(run_cli(&["store", "verify", store]).status.code(), Some(0));
 }
@@ -97,7 +97,7 @@ fn checkpoints_during_a_migration_restore_whole() {
         let reader = thread::spawn(move || {
             for line in out.lines().map_while(Result::ok) {
                 let line: serde_json::Value = serde_json::from_str(&line).expect("JSON");
-                if let Some(epoch) = line["epoch"].as_u64() {
+                if let Some(epoch) = line["checkpoint"].as_u64() {
                     let _ = epochs.send(epoch);
                 }
             }

@@ -102,7 +102,8 @@ fn most_plans_are_within_a_factor_of_two() {
         let both = near("total_time_ms", 1.0) && near("downtime_ms", SHORT_MS);
         accurate += usize::from(both);
         println!(
-            "{}: planned {:.0} ms, downtime {:.1}; made {:.0} ms, downtime {:.1} (setup {:.0}); passes {} and {}: {}",
+            "{}: planned {:.0} ms, downtime {:.1}; made {:.0} ms, downtime {:.1} (setup {:.0}); \
+             passes {} and {}: {}",
             case.guest,
             figure(forecast, "total_time_ms"),
             figure(forecast, "downtime_ms"),

@@ -79,7 +79,8 @@ fn repeated_migrations_leak_nothing() {
     let few = (hops / 10).max(3);
     let (first, last) = (median(&usage[..few]), median(&usage[hops - few..]));
     eprintln!(
-        "{hops} moves, downtime {:.1} ms in the middle, {:.1} ms at most; at first {first:?}, at last {last:?}",
+        "{hops} moves, downtime {:.1} ms in the middle, {:.1} ms at most; at first {first:?}, at \
+         last {last:?}",
         downtimes[hops / 2],
         downtimes[hops - 1],
     );

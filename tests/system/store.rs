@@ -100,15 +100,15 @@ fn flipped_bit_is_reported_with_its_place() {
 /// Returns the epoch's number from a line of `checkpoint --json` if the epoch is durable.
 fn epoch_of(line: &str) -> Option<u64> {
     let report: Value = serde_json::from_str(line).ok()?;
-    if report.get("durable")? == true { report.get("epoch")?.as_u64() } else { None }
+    if report.get("durable")? == true { report.get("checkpoint")?.as_u64() } else { None }
 }
 
 /// Returns the epochs that `store ls --json` lists.
 fn listed(store: &str) -> Vec<u64> {
     let out = run_cli(&["store", "ls", "--json", store]);
     let listing = tests::json_of(&out);
-    let epochs = listing["epochs"].as_array().expect("a list of epochs");
-    epochs.iter().filter_map(|e| e["epoch"].as_u64()).collect()
+    let epochs = listing["checkpoints"].as_array().expect("a list of epochs");
+    epochs.iter().filter_map(|e| e["checkpoint"].as_u64()).collect()
 }
 
 #[test]
@@ -216,7 +216,7 @@ fn any_archived_checkpoint_restores() {
     // Paths on the command line are accessible even if --allow-path restricts all others.
     let narrow = ["--allow-path", elsewhere.to_str().expect("UTF-8")];
     for (life, epoch, more) in [(1, "2", &[][..]), (2, "3", &narrow)] {
-        let done = export(&["--epoch", epoch, "--json", "--force"]);
+        let done = export(&["--checkpoint", epoch, "--json", "--force"]);
         assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
         let report = tests::json_of(&done);
         let frames = report["frames"].as_u64().expect("frames");
@@ -242,7 +242,7 @@ fn any_archived_checkpoint_restores() {
     let stderr = String::from_utf8_lossy(&exists.stderr);
     assert!(exists.status.code() == Some(1) && stderr.contains("it exists; --force"), "{stderr}");
     refused(&["restore", "--store", file, "--lazy"], "so leave out --lazy");
-    refused(&["restore", "--store", file, "--epoch", "2"], "has no checkpoint 2");
+    refused(&["restore", "--store", file, "--checkpoint", "2"], "has no checkpoint 2");
     refused(&["store", "export", file, "--output", path], "an archive is not exported again");
     refused(&["store", "compact", file], "archive");
     damaged_archive_is_refused(file);

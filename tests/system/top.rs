@@ -135,7 +135,7 @@ fn checkpoints_are_complete_while_top_watches() {
     let taken = vm.cli("checkpoint", &["--store", store, "--every", "200ms", "--count", "8"]);
     assert_eq!(taken.status.code(), Some(0), "{}", String::from_utf8_lossy(&taken.stderr));
     // Waits until each watch has shown the end of the checkpoint run.
-    let of_run = |page: &Value| page["checkpoints"]["achieved"]["epochs"].as_u64();
+    let of_run = |page: &Value| page["checkpoints"]["achieved"]["checkpoints"].as_u64();
     for (_, output) in &watches {
         wait_for("the end of the run in a watch", SOON, || {
             let text = fs::read_to_string(output).ok()?;
@@ -161,8 +161,11 @@ fn checkpoints_are_complete_while_top_watches() {
     assert_eq!(run_cli(&["store", "verify", store]).status.code(), Some(0));
     for epoch in ["1", "4", "8"] {
         let name = format!("of{epoch}");
-        let copy =
-            Driftline::start(&scratch, &name, &["restore", "--store", store, "--epoch", epoch]);
+        let copy = Driftline::start(
+            &scratch,
+            &name,
+            &["restore", "--store", store, "--checkpoint", epoch],
+        );
         copy.console().wait_pass(2, SOON);
     }
 }

@@ -22,10 +22,10 @@ impl VmId {
 #[non_exhaustive]
 pub enum VmIdError {
     /// It is the nil UUID.
-    #[error("the nil UUID is no guest's id")]
+    #[error("a guest's id cannot be the nil UUID")]
     Nil,
     /// It is not a UUID.
-    #[error("\"{text}\" is no UUID: {cause}")]
+    #[error("\"{text}\" is not a UUID: {cause}")]
     Malformed {
         /// The text.
         text: String,

@@ -135,7 +135,7 @@ impl RestoredDrives<'_> {
         let names: Vec<String> = self.heads.iter().map(|head| format!("\"{}\"", head.id)).collect();
         let epoch = self.epoch;
         self.check(&mut blocks)?;
-        tracing::info!(epoch, disks = names.join(", "), "overwriting disks");
+        tracing::info!(checkpoint = epoch, disks = names.join(", "), "overwriting disks");
         self.write(&mut blocks).map_err(|PartialRestore(why)| RestoreError::Drives {
             epoch,
             why,

@@ -32,12 +32,14 @@ const AT_ONCE: u64 = 256;
 #[derive(Clone, Copy, PartialEq, Debug, Serialize)]
 pub struct RestoreReport {
     /// The epoch restored.
+    #[serde(rename = "checkpoint")]
     pub epoch: u64,
     /// The guest that the checkpoint is of.
     pub vm_id: VmId,
     /// Time at which it was taken: milliseconds since 1970, by that host's clock.
     pub created_unix_ms: u64,
     /// Epochs whose records say where its frames are: itself and those that it builds on.
+    #[serde(rename = "checkpoints")]
     pub epochs: u64,
     /// Frames that are not zeros, read or still to be fetched.
     pub frames: u64,
@@ -226,7 +228,7 @@ fn finish<G: Lifecycle + ?Sized>(
         return Err(e);
     }
     report.time_ms = since.elapsed().as_micros() as f64 / 1000.0;
-    tracing::info!(epochs = report.epochs, frames = report.frames, ms = report.time_ms, "end");
+    tracing::info!(checkpoints = report.epochs, frames = report.frames, ms = report.time_ms, "end");
     Ok((guest, report))
 }
 

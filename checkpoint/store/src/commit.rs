@@ -211,7 +211,7 @@ impl Committer {
     fn begin_drop(&mut self, epoch: u64) -> Result<usize, StoreError> {
         if !self.lock(epoch)? {
             // The process that locked it finds that there is no such epoch yet.
-            tracing::debug!(epoch, "another process has locked it already");
+            tracing::debug!(checkpoint = epoch, "another process has locked it already");
         }
         let Some(keep) = self.bounds.keep else { return Ok(0) };
         let keep = usize::try_from(keep).unwrap_or(usize::MAX).max(1);

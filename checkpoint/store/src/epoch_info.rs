@@ -7,6 +7,7 @@ use serde::Serialize;
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 pub struct EpochInfo {
     /// Number of the epoch, from 1 on, ascending in time.
+    #[serde(rename = "checkpoint")]
     pub epoch: u64,
     /// Guest whose epoch it is.
     pub vm_id: VmId,

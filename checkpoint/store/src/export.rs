@@ -18,6 +18,7 @@ use crate::store::Store;
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 pub struct ExportReport {
     /// Number of the epoch.
+    #[serde(rename = "checkpoint")]
     pub epoch: u64,
     /// Guest whose epoch it is.
     pub vm_id: VmId,

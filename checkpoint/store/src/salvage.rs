@@ -31,6 +31,7 @@ const ATTEMPTS: u32 = 10;
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct CheckpointState {
     /// Number of the checkpoint; `None` if that cannot be read.
+    #[serde(rename = "checkpoint")]
     pub epoch: Option<u64>,
     /// Last number of a range of checkpoints that the damage may have cost; `None` for a single
     /// one.

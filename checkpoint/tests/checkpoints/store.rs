@@ -297,10 +297,10 @@ fn report_has_the_documented_fields() {
     let line = serde_json::to_value(checkpointer.take().unwrap()).unwrap();
     let names: Vec<&String> = line.as_object().unwrap().keys().collect();
     let promised = [
+        "checkpoint",
         "copied_after_frames",
         "disk_blocks",
         "durable",
-        "epoch",
         "frames",
         "pause_us",
         "waited_us",

@@ -45,9 +45,9 @@ enum SessionState {
 /// Why a source, or a channel that joins, is refused.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum SessionRefusal {
-    #[error("busy with vm {0}")]
+    #[error("busy with guest {0}")]
     Busy(VmId),
-    #[error("this receiver has taken over vm {0}")]
+    #[error("this receiver has taken over guest {0}")]
     TakenOver(VmId),
     #[error("it joins a migration that is not in progress here")]
     NotInProgress,

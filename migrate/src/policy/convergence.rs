@@ -46,7 +46,7 @@ pub enum UnknownStrategy {
     )]
     Postcopy,
     /// Any other name.
-    #[error("there is no timeout strategy \"{0}\"; there are cancel and switchover")]
+    #[error("unknown timeout strategy \"{0}\": use cancel or switchover")]
     Unknown(String),
 }
 

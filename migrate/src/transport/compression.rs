@@ -36,7 +36,7 @@ pub enum Compression {
 
 /// The name of a compression that does not exist.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("there is no compression \"{0}\"; there are none, lz4 and zstd")]
+#[error("unknown compression \"{0}\": use none, lz4 or zstd")]
 pub struct UnknownCompression(String);
 
 impl FromStr for Compression {

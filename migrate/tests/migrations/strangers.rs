@@ -200,7 +200,7 @@ fn first_config_gets_the_session() {
     let sender = Sender::start(&guest, &proxy.to, &without_timeouts(&hosts));
     let error = second_sender.result().unwrap_err();
     drop(release);
-    let busy = format!("busy with vm {}", guest.vm_id());
+    let busy = format!("busy with guest {}", guest.vm_id());
     assert!(error.to_string().contains(&busy), "{error}");
     second.verify().unwrap();
     let sent = sender.result();
@@ -248,7 +248,7 @@ fn second_source_is_refused_promptly() {
     let error = Sender::start(&second, &there.to, &quick_send(&other)).result().unwrap_err();
     assert_eq!(there.control.progress().phase, Phase::Precopy, "the first migration continues");
     drop(release);
-    let busy = format!("busy with vm {}", guest.vm_id());
+    let busy = format!("busy with guest {}", guest.vm_id());
     assert!(error.to_string().contains(&busy), "{error}");
     second.verify().unwrap();
     let sent = sender.result();
@@ -267,7 +267,7 @@ fn receiver_with_a_guest_takes_no_other() {
     let other = HostPair::new();
     let second = other.start(MemoryConfig::still());
     let error = Sender::start(&second, &to, &quick_send(&other)).result().unwrap_err();
-    assert!(error.to_string().contains("has taken over vm"), "{error}");
+    assert!(error.to_string().contains("has taken over guest"), "{error}");
     assert_eq!(arrived.responder.address().to_string(), to);
 }
 

@@ -22,12 +22,13 @@ const TIMEOUT_S: &str = "60";
 const SHELL: &str = "driftline-linux: shell";
 
 /// Works around hosts whose KVM emulates the guest's ring 0; harmless elsewhere. See images/linux.
-const CMDLINE: &str = "console=ttyS0 reboot=k panic=-1 quiet noxsave tsc=reliable no_timer_check rodata=off \
-    clearcpuid=popcnt,smap,erms,fsrm driftline.ip=10.0.0.2/24";
+const CMDLINE: &str = "console=ttyS0 reboot=k panic=-1 quiet noxsave tsc=reliable no_timer_check \
+    rodata=off clearcpuid=popcnt,smap,erms,fsrm driftline.ip=10.0.0.2/24";
 
 /// QEMU's command line up to the kernel's.
-const MICROVM: &str = "qemu-system-x86_64 -M microvm,x-option-roms=off -accel kvm -cpu host,-arch-capabilities,-cx16 \
-    -nodefaults -no-user-config -display none -no-reboot -serial stdio";
+const MICROVM: &str = "qemu-system-x86_64 -M microvm,x-option-roms=off -accel kvm -cpu \
+    host,-arch-capabilities,-cx16 -nodefaults -no-user-config -display none -no-reboot -serial \
+    stdio";
 
 fn main() {
     if let Err(why) = driftline_machine::doctor::usable_kvm() {
@@ -68,7 +69,8 @@ fn first_instruction(dir: &Path) {
         }
     }
     println!(
-        "\n| start of the process to the first byte of a guest of 1 GiB, ms | median | least | most |"
+        "\n| start of the process to the first byte of a guest of 1 GiB, ms | median | least | \
+         most |"
     );
     println!("| --- | --- | --- | --- |");
     for ((name, _), samples) in programs.iter().zip(samples) {
@@ -82,7 +84,8 @@ fn linux(guest: &Path, dir: &Path) {
     std::fs::File::create(&disk).unwrap().set_len(64 << 20).unwrap();
     let (guest, disk) = (guest.to_str().unwrap(), disk.to_str().unwrap());
     println!(
-        "\n| start of the process to the shell of Linux, disk and network, 256 MiB, ms | median | least | most |"
+        "\n| start of the process to the shell of Linux, disk and network, 256 MiB, ms | median | \
+         least | most |"
     );
     println!("| --- | --- | --- | --- |");
     for vcpus in [1, 2] {
@@ -91,13 +94,14 @@ fn linux(guest: &Path, dir: &Path) {
         let image = format!("{guest}/vmlinux");
         let initrd = format!("{guest}/initramfs.cpio");
         let driftline = format!(
-            "{DRIFTLINE} run --kernel {image} --initrd {initrd} --mem 256M --vcpus {vcpus} --disk path={disk} \
-            --net tap=tap0 --cmdline '{cmdline}'"
+            "{DRIFTLINE} run --kernel {image} --initrd {initrd} --mem 256M --vcpus {vcpus} --disk \
+             path={disk} --net tap=tap0 --cmdline '{cmdline}'"
         );
         let qemu = format!(
-            "{MICROVM} -m 256M -smp {vcpus} -kernel {image} -initrd {initrd} \
-            -drive id=d,file={disk},format=raw,if=none -device virtio-blk-device,drive=d \
-            -netdev tap,id=n,ifname=tap0,script=no,downscript=no -device virtio-net-device,netdev=n -append '{cmdline}'"
+            "{MICROVM} -m 256M -smp {vcpus} -kernel {image} -initrd {initrd} -drive \
+            id=d,file={disk},format=raw,if=none -device virtio-blk-device,drive=d -netdev \
+            tap,id=n,ifname=tap0,script=no,downscript=no -device virtio-net-device,netdev=n \
+            -append '{cmdline}'"
         );
         let programs = [("Driftline", driftline), ("QEMU microvm", qemu)];
         let mut samples = vec![Vec::new(); programs.len()];

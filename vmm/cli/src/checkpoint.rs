@@ -23,8 +23,9 @@ use super::output::{self, print, print_json, print_message};
 /// How long the server may delay an answer until there is news, in ms.
 const WAIT_MS: u64 = 10_000;
 /// Instruction for users of `--disks=external`.
-const EXTERNAL: &str = "disks are yours to keep: each checkpoint can only be restored with copies of them as they were in its pause \
-                        (driftline pause, checkpoint, copy them or snapshot their storage, driftline resume)";
+const EXTERNAL: &str = "disks are yours to keep: each checkpoint can only be restored with copies \
+    of them as they were in its pause (driftline pause, checkpoint, copy them or snapshot their \
+    storage, driftline resume)";
 
 /// `driftline checkpoint`.
 pub(super) fn checkpoint(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
@@ -49,8 +50,8 @@ async fn stop(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
         Ok(()) => {}
         Err(ClientError::Silent { .. }) => {
             return Err(Failure::error(format_args!(
-                "the checkpoint run (job {job}) has not ended within {timeout:?}: the checkpoint in progress \
-                 may wait for its storage or a disk; --timeout waits longer"
+                "the checkpoint run (job {job}) has not ended within {timeout:?}: the checkpoint \
+                 in progress may wait for its storage or a disk; --timeout waits longer"
             )));
         }
         Err(e) => return Err(e.into()),

@@ -54,7 +54,8 @@ impl CheckpointSource {
         }
         if lazy {
             return Err(Failure::error(format_args!(
-                "{} is an archive: it is unpacked as a whole before its guest runs, so leave out --lazy",
+                "{} is an archive: it is unpacked as a whole before its guest runs, so leave out \
+                 --lazy",
                 dir.display()
             )));
         }

@@ -180,7 +180,8 @@ impl VmmProcess {
         let found = block_on(api.client().process())??;
         let pid = found.and_then(Pid::from_raw).ok_or_else(|| {
             Failure::error(format_args!(
-                "the process behind {} cannot be seen from here, so its end cannot be waited for: stop without --wait",
+                "the process behind {} cannot be seen from here, so its end cannot be waited for: \
+                 stop without --wait",
                 api.api_sock.display()
             ))
         })?;
@@ -198,8 +199,8 @@ impl VmmProcess {
             match poll(&mut [PollFd::new(&self.fd, PollFlags::IN)], Some(&left)) {
                 Ok(0) => {
                     return Err(Failure::error(format_args!(
-                        "the VMM on {} (process {}) has not ended within {:?}: its storage may be stuck; \
-                         --timeout waits longer",
+                        "the VMM on {} (process {}) has not ended within {:?}: its storage may be \
+                         stuck; --timeout waits longer",
                         api.api_sock.display(),
                         self.pid,
                         api.timeout

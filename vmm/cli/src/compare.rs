@@ -77,7 +77,8 @@ pub(super) fn compare(args: CompareArgs) -> Result<ExitCode, Failure> {
     let (cells, settings) = (args.cells(), args.settings());
     if settings.interval.is_zero() || settings.per_run() < settings.interval * 4 {
         return Err(Failure::usage(format_args!(
-            "a run of {} ms ({} of them share --duration) has no room for four epochs of {} ms: make --duration longer, or --interval shorter",
+            "a run of {} ms ({} of them share --duration) has no room for four epochs of {} ms: \
+             make --duration longer, or --interval shorter",
             settings.per_run().as_millis(),
             settings.repeat,
             settings.interval.as_millis()
@@ -164,7 +165,7 @@ impl ReportFile {
         let destination = match fs::metadata(path) {
             Ok(there) if there.is_dir() => return Err(refused(&"it is a directory")),
             // A rename would replace a device or pipe with a regular file.
-            Ok(there) if !there.is_file() => return Err(refused(&"it is no regular file")),
+            Ok(there) if !there.is_file() => return Err(refused(&"it is not a regular file")),
             Ok(_) => path.canonicalize(),
             Err(e) if e.kind() == ErrorKind::NotFound && path.is_symlink() => {
                 return Err(refused(&"it is a link to nothing"));
@@ -265,6 +266,6 @@ mod tests {
         let why = |path: &Path| ReportFile::new(path).err().unwrap().message().to_owned();
         assert!(why(&dir.path().join("dangling")).contains("a link to nothing"));
         assert!(why(dir.path()).contains("it is a directory"));
-        assert!(why(Path::new("/dev/null")).contains("it is no regular file"));
+        assert!(why(Path::new("/dev/null")).contains("it is not a regular file"));
     }
 }

@@ -33,7 +33,8 @@ fn read(path: &Path) -> Result<VmConfig, Failure> {
     let bytes = contents(path).map_err(Failure::error)?;
     if bytes.len() as u64 > MAX_BYTES {
         let most = MAX_BYTES >> 20;
-        return Err(Failure::usage(format_args!("it is larger than {most} MiB; is it the file?")));
+        let why = "is it really a configuration?";
+        return Err(Failure::usage(format_args!("it has more than {most} MiB: {why}")));
     }
     let mut json = serde_json::Deserializer::from_slice(&bytes);
     let config = serde_path_to_error::deserialize(&mut json).map_err(Failure::usage)?;

@@ -70,7 +70,8 @@ pub(super) fn end_in_bounded_time(mem_bytes: u64, outcome: &'static str) {
     let end = move || {
         std::thread::sleep(limit);
         print_message(format_args!(
-            "storage or a reader of the serial port is stuck for {} s: ending without it; {outcome}",
+            "storage or a reader of the serial port is stuck for {} s: ending without it; \
+             {outcome}",
             limit.as_secs()
         ));
         driftline_machine::exit::now(1);

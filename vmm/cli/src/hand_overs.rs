@@ -55,7 +55,8 @@ impl PendingHandOvers {
         let (_, Pending { records, unreadable }) = pending(dir)?;
         if let Some(record) = records.into_iter().find(|record| record.vm_id == vm_id) {
             return Err(Failure::error(format_args!(
-                "{}; resolve it with `driftline resolve --state-dir {} --vm {vm_id} --run` or `--discard`; {clone}",
+                "{}; resolve it with `driftline resolve --state-dir {} --vm {vm_id} --run` or \
+                 `--discard`; {clone}",
                 describe(&record),
                 dir.display()
             )));
@@ -63,8 +64,8 @@ impl PendingHandOvers {
         match unreadable.into_iter().next() {
             None => Ok(()),
             Some(e) => Err(Failure::error(format_args!(
-                "{e}; it may say that guest {vm_id} runs on another host: repair it, or remove it if you know \
-                 that no other host runs this guest; {clone}"
+                "{e}; it may say that guest {vm_id} runs on another host: repair it, or remove it \
+                 if you know that no other host runs this guest; {clone}"
             ))),
         }
     }
@@ -147,8 +148,9 @@ pub(super) fn resolve(dir: &Path, args: &ResolveArgs) -> Result<ExitCode, Failur
         print_message(describe(record));
         if action == Resolution::Run {
             print_message(format_args!(
-                "run: `driftline restore` may run the guest here. You assert that {} does not run it \
-                 and never will, and that no driftline here still has it; if one does, two run",
+                "run: `driftline restore` may run the guest here. You assert that {} does not run \
+                 it and never will, and that no driftline here still has it; if one does, two \
+                 run",
                 record.peer
             ));
         } else {

@@ -82,7 +82,8 @@ fn filter(args: &LogArgs) -> Result<EnvFilter, Failure> {
     };
     EnvFilter::try_new(&filter).map_err(|e| {
         Failure::usage(format_args!(
-            "{from}: '{filter}' is not a log filter ({e}); use one such as debug or driftline_machine=trace,info"
+            "{from}: '{filter}' is not a log filter ({e}); use one such as debug or \
+             driftline_machine=trace,info"
         ))
     })
 }

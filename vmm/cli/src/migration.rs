@@ -192,8 +192,8 @@ pub(super) fn resolve(args: &ResolveArgs) -> Result<ExitCode, Failure> {
     let page: MigrationPage = ask(&api, Method::GET, "/migration", None::<&()>)?;
     let action = if args.action.run {
         print_message(format_args!(
-            "run: the guest continues here. You assert that {} does not run it and never will; if it \
-             does, two run",
+            "run: the guest continues here. You assert that {} does not run it and never will; if \
+             it does, two run",
             page.to
         ));
         Resolution::Run

@@ -113,10 +113,11 @@ fn headline(plan: &Plan) -> String {
     match (converges, plan.verdict) {
         (false, _) => format!("A migration would not converge: {reason}"),
         (true, PlanVerdict::ConvergesThrottled) => format!(
-            "A migration would converge with throttled vCPUs: {total_time_ms:.0} ms in all, {downtime_ms:.0} ms downtime"
+            "A migration would converge with throttled vCPUs: {total_time_ms:.0} ms in total, \
+             {downtime_ms:.0} ms downtime"
         ),
         (true, _) => format!(
-            "A migration would converge: {total_time_ms:.0} ms in all, {downtime_ms:.0} ms downtime"
+            "A migration would converge: {total_time_ms:.0} ms in total, {downtime_ms:.0} ms downtime"
         ),
     }
 }

@@ -61,7 +61,8 @@ pub(super) fn progress_line(p: &Progress) -> String {
             )
         }
         Phase::InDoubt => format!(
-            "in doubt: the guest is paused here and may run there; {}; resolve it with `driftline resolve --run` or `--discard`",
+            "in doubt: the guest is paused here and may run there; {}; resolve it with `driftline \
+             resolve --run` or `--discard`",
             p.doubt.as_deref().unwrap_or("the destination is being asked")
         ),
         phase => format!("{phase}: {sent} sent"),

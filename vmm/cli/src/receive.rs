@@ -111,7 +111,8 @@ fn receive_failure(e: ReceiveError, stopped: Option<&str>) -> Failure {
             Failure::error(format_args!("{stopped} before a guest arrived"))
         }
         Cause::Cancelled => Failure::error(format_args!(
-            "the receiver was stopped before its guest had arrived ({}): the guest stays at its source",
+            "the receiver was stopped before its guest had arrived ({}): the guest stays at its \
+             source",
             e.phase
         )),
         Cause::Guest(ref cause) => guest_failure(cause, &e),

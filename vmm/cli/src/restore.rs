@@ -30,7 +30,8 @@ use super::setup::{NamedFiles, confine, guest_failure, host_config, log_machine}
 pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, Failure> {
     if args.devices.disks.iter().any(|disk| disk.copy) {
         return Err(Failure::usage(
-            "'copy' of --disk is only for receive-migration; restore writes a disk's content to a file that exists",
+            "'copy' of --disk is only for receive-migration; restore writes a disk's content to a \
+             file that exists",
         ));
     }
     let mut named = NamedFiles::of_devices(&args.devices.disks, args.devices.vsock.as_ref());
@@ -44,7 +45,7 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
     driftline_machine::exit::set_lost_memory(end_without_memory);
     let mut server = Server::begin()?;
     let source = CheckpointSource::open(&args.store)?;
-    source.check(args.epoch, args.lazy)?;
+    source.check(args.checkpoint, args.lazy)?;
     let pending_hand_overs = check_hand_overs(&args, &source)?;
     let copies = !args.devices.disks.is_empty();
     let host = host_config(&args.host, args.devices)?;
@@ -53,7 +54,7 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
     let host = HostConfig { disks_are_copies: true, restored, ..host };
     let factory =
         CheckedFactory { inner: Factory::new(host).with_early(early), pending_hand_overs };
-    let restored = source.restore(args.epoch, args.lazy, &factory);
+    let restored = source.restore(args.checkpoint, args.lazy, &factory);
     schedule::short_slices();
     let (vm, report) = restored.map_err(|e| restore_failure(e, &source))?;
     let _logged = guest_span(vm.vm_id(), &vm.machine_config().identity).entered();
@@ -102,8 +103,8 @@ fn warn_of_current_disks(vm: &dyn Vm, epoch: u64) {
     let disks = driftline_machine::config::disks(&vm.machine_config().devices);
     for disk in disks.filter(|disk| !disk.readonly) {
         tracing::warn!(
-            "disk \"{}\" is used as {} is now; if that was written to after checkpoint {epoch}, give a \
-             copy from then (--disk path=COPY), or the guest will damage it",
+            "disk \"{}\" is used as {} is now; if that was written to after checkpoint {epoch}, \
+             give a copy from then (--disk path=COPY), or the guest will damage it",
             disk.id,
             disk.path.display()
         );
@@ -180,7 +181,8 @@ fn after_restore(report: &RestoreReport, why: Failure) -> Failure {
     match report.drives {
         0 => why.prefixed("nothing was started: "),
         _ => why.prefixed(format_args!(
-            "the guest does not run, but its disks were overwritten with their content at checkpoint {epoch}: "
+            "the guest does not run, but its disks were overwritten with their content at \
+             checkpoint {epoch}: "
         )),
     }
 }

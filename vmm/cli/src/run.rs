@@ -194,8 +194,8 @@ fn check_shadow(shadow: Option<ShadowMode>, tracking: TrackingMode) -> Result<()
             "--shadow {shadow} has nothing to compare with: --tracking none reports no pages"
         ))),
         (Some(ShadowMode::UserfaultWp), TrackingMode::UserfaultWp) => Err(Failure::usage(
-            "--shadow userfault-wp cannot be used with --tracking userfault-wp: guest memory has at most one \
-             userfaultfd; use --shadow compare",
+            "--shadow userfault-wp cannot be used with --tracking userfault-wp: guest memory has \
+             at most one userfaultfd; use --shadow compare",
         )),
         _ => Ok(()),
     }

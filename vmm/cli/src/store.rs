@@ -76,11 +76,11 @@ fn export(args: &ExportArgs) -> Result<ExitCode, Failure> {
     // The file receives its name only once it is complete.
     let file = tempfile::NamedTempFile::new_in(dir).map_err(refused)?;
     let report = match args.format {
-        ExportFormat::Raw => store.export_raw(args.epoch, file.as_file(), path),
+        ExportFormat::Raw => store.export_raw(args.checkpoint, file.as_file(), path),
         ExportFormat::ElfCore => {
-            driftline_machine::export::elf_core(&store, args.epoch, file.as_file(), path)
+            driftline_machine::export::elf_core(&store, args.checkpoint, file.as_file(), path)
         }
-        ExportFormat::DriftlineZstd => store.export_archive(args.epoch, file.as_file(), path),
+        ExportFormat::DriftlineZstd => store.export_archive(args.checkpoint, file.as_file(), path),
     };
     let report = report.map_err(|e| store_failure(&args.store, e))?;
     let renamed = if args.force { file.persist(path) } else { file.persist_noclobber(path) };
@@ -119,7 +119,7 @@ fn list(args: &StoreArgs) -> Result<ExitCode, Failure> {
             "vm_id": listing.epochs.last().map(|last| last.vm_id),
             "name": identity.as_ref().and_then(|identity| identity.name.as_ref()),
             "lineage": identity.as_ref().and_then(|identity| identity.lineage),
-            "epochs": listing.epochs,
+            "checkpoints": listing.epochs,
             "damaged": damaged,
             "unfinished": listing.unfinished,
             "foreign": listing.foreign,
@@ -219,7 +219,7 @@ fn verify(args: &StoreArgs) -> Result<ExitCode, Failure> {
     let source = CheckpointSource::open(&args.store)?;
     let report = source.verify(|epoch, outcome| {
         if let Ok(info) = outcome {
-            tracing::info!(epoch, pages = info.frames, "sound");
+            tracing::info!(checkpoint = epoch, pages = info.frames, "sound");
         }
     });
     let report = match (report, &source) {

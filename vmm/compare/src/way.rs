@@ -127,7 +127,7 @@ impl fmt::Display for TrackingWay {
 
 /// There is no way of tracking of this name.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
-#[error("there is no way to track called \"{name}\"; there are {}", all_names())]
+#[error("unknown way to track \"{name}\": use one of {}", all_names())]
 pub struct UnknownWay {
     name: String,
 }

@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 /// assert_eq!("dirty-bitmap".parse(), Ok(TrackingMode::DirtyBitmap));
 /// assert_eq!(TrackingMode::default().name(), "dirty-ring");
 /// let unknown = "dirty".parse::<TrackingMode>().unwrap_err();
-/// assert!(unknown.to_string().starts_with("there is no tracking mode \"dirty\""));
+/// assert!(unknown.to_string().starts_with("unknown tracking mode \"dirty\""));
 /// assert!(TrackingMode::ALL.iter().all(|mode| mode.to_string().parse() == Ok(*mode)));
 /// ```
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Hash, Serialize, Deserialize)]
@@ -67,8 +67,8 @@ impl fmt::Display for TrackingMode {
 /// The error for a name that is no tracking mode, with that name.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "there is no tracking mode \"{0}\"; there are dirty-ring, dirty-bitmap, dirty-bitmap-manual, \
-     userfault-wp and none"
+    "unknown tracking mode \"{0}\": use dirty-ring, dirty-bitmap, dirty-bitmap-manual, \
+     userfault-wp or none"
 )]
 pub struct UnknownMode(pub String);
 

@@ -47,7 +47,7 @@ Examples:
 pub(super) const RESTORE: &str = "\
 Examples:
   driftline restore --store backup --same-id --api-sock a.sock
-  driftline restore --store backup --epoch 3 --lazy --name clone-1 --disk path=copy.img";
+  driftline restore --store backup --checkpoint 3 --lazy --name clone-1 --disk path=copy.img";
 pub(super) const RECEIVE: &str = "\
 Examples:
   driftline receive-migration tcp:10.0.0.2:7000 --api-sock b.sock
@@ -98,4 +98,4 @@ Example:
 pub(super) const STORE_EXPORT: &str = "\
 Examples:
   driftline store export backup --output memory.core --format elf-core
-  driftline store export backup --epoch 3 --output guest.zst --format driftline-zstd";
+  driftline store export backup --checkpoint 3 --output guest.zst --format driftline-zstd";

@@ -233,12 +233,13 @@ pub(crate) struct DeviceArgs {
 fn describe_restored_disk(arg: Arg) -> Arg {
     arg.help("File for a disk: path=FILE[,readonly][,id=NAME][,identity=any]").long_help(
         "File for a disk: path=FILE[,readonly][,id=NAME][,identity=any]\n\n\
-         id=NAME selects the guest's disk; without it FILE is for the next disk in the guest's order. \
-         A disk without this option has the path that it had when the checkpoint was taken, and that \
-         path must lead to the same disk. A checkpoint that has the disk's content overwrites FILE \
-         with it. A new guest cannot have its parent's disk; identity=any states that a file with the \
-         inode and birth time of that disk is a copy in a snapshot of its file system. For a \
-         checkpoint of --disks external, give a copy of the disk from the checkpoint's pause.",
+         id=NAME selects the guest's disk; without it FILE is for the next disk in the guest's \
+         order. A disk without this option has the path that it had when the checkpoint was taken, \
+         and that path must lead to the same disk. A checkpoint that has the disk's content \
+         overwrites FILE with it. A new guest cannot have its parent's disk; identity=any states \
+         that a file with the inode and birth time of that disk is a copy in a snapshot of its \
+         file system. For a checkpoint of --disks external, give a copy of the disk from the \
+         checkpoint's pause.",
     )
 }
 
@@ -251,9 +252,9 @@ pub(crate) struct RestoreArgs {
     #[arg(long, value_name = "PATH", help_heading = headings::CHECKPOINT)]
     pub(crate) store: PathBuf,
     /// The checkpoint's number; the latest by default
-    #[arg(long, visible_alias = "checkpoint", value_name = "N", value_parser = values::checkpoint,
+    #[arg(long, value_name = "N", value_parser = values::checkpoint,
           help_heading = headings::CHECKPOINT)]
-    pub(crate) epoch: Option<u64>,
+    pub(crate) checkpoint: Option<u64>,
     /// Run the guest at once and read its memory on demand
     ///
     /// A background copy reads the rest of the memory. An archive does not support this option.

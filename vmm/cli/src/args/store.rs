@@ -33,13 +33,13 @@ pub(crate) struct CheckpointArgs {
     /// Direct I/O takes less processor time and leaves the page cache to others.
     #[arg(long, help_heading = headings::STORE)]
     pub(crate) direct_io: bool,
-    /// Writable disks in checkpoints: epoch or external
+    /// Writable disks in checkpoints: include or external
     ///
-    /// With epoch, each checkpoint includes the disk blocks that changed up to its pause, and
+    /// With include, each checkpoint includes the disk blocks that changed up to its pause, and
     /// restore writes them back. With external, a checkpoint has memory and devices only. For each
     /// one you keep copies of the disks as they were in its pause: copies made while the guest is
     /// paused, or a snapshot of the storage from that moment.
-    #[arg(long, value_name = "POLICY", default_value = "epoch", help_heading = headings::STORE)]
+    #[arg(long, value_name = "POLICY", default_value = "include", help_heading = headings::STORE)]
     pub(crate) disks: DisksPolicy,
     /// Interval between checkpoints, such as 200ms; without it, one is taken
     #[arg(long, value_name = "TIME", value_parser = values::interval,
@@ -110,9 +110,9 @@ pub(crate) struct ExportArgs {
     #[arg(value_name = "DIR")]
     pub(crate) store: PathBuf,
     /// The checkpoint's number; the latest by default
-    #[arg(long, visible_alias = "checkpoint", value_name = "N", value_parser = values::checkpoint,
+    #[arg(long, value_name = "N", value_parser = values::checkpoint,
           help_heading = headings::CHECKPOINT)]
-    pub(crate) epoch: Option<u64>,
+    pub(crate) checkpoint: Option<u64>,
     /// The file to write
     #[arg(long, value_name = "FILE", help_heading = headings::FILE)]
     pub(crate) output: PathBuf,

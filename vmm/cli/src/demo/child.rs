@@ -187,7 +187,8 @@ mod tests {
     fn last_whole_line_of_each_vcpu_counts() {
         let line = |vcpu, pages, errors| {
             format!(
-                "payload vcpu={vcpu} t_ms=1 passes=1 pages={pages} errors={errors} max_gap_us=5 gap_us=5\n"
+                "payload vcpu={vcpu} t_ms=1 passes=1 pages={pages} errors={errors} max_gap_us=5 \
+                 gap_us=5\n"
             )
         };
         let log = [line(1, 5, 0), line(0, 7, 0), line(1, 9, 0)].concat() + "payload vcpu=0 t_";

@@ -190,7 +190,7 @@ fn sink(path: &Path) -> Result<SerialSink, ApiFault> {
     match std::fs::metadata(path) {
         // Opening a FIFO would wait for its other end.
         Ok(of) if !of.is_file() => {
-            return Err(ApiFault::NotBuilt("serial_out_path of PUT /serial that is no file"));
+            return Err(ApiFault::NotBuilt("serial_out_path of PUT /serial that is not a file"));
         }
         Ok(_) => {}
         Err(_) => {

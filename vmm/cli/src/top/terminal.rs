@@ -151,7 +151,8 @@ impl RawTerminal {
     fn new() -> Result<Self, Failure> {
         if matches!(ratatui::crossterm::terminal::size(), Ok((0, _) | (_, 0))) {
             return Err(Failure::error(
-                "this terminal says that it has no room (0 rows or columns): set that (stty rows 24 columns 80), or use --once",
+                "this terminal says that it has no room (0 rows or columns): set that (stty rows \
+                 24 columns 80), or use --once",
             ));
         }
         ratatui::try_init().map(Self).map_err(|e| {

@@ -90,14 +90,14 @@ fn wrong_usage_exits_2_with_a_hint() {
         );
     }
     for (cpu, why) in [
-        ("max", "there is no processor \"max\"; there are host and baseline"),
-        ("host,-warp", "there is no processor feature \"warp\""),
+        ("max", "unknown processor \"max\": use host or baseline"),
+        ("host,-warp", "unknown processor feature \"warp\""),
     ] {
         let stderr = fail(2, &["run", "--guest", "payload", "--cpu", cpu]);
         assert!(stderr.contains(why), "{stderr}");
     }
     let stderr = fail(2, &["run", "--guest", "payload", "--tracking", "magic"]);
-    assert!(stderr.contains("there is no tracking mode \"magic\""), "{stderr}");
+    assert!(stderr.contains("unknown tracking mode \"magic\""), "{stderr}");
     fail(2, &["run", "--guest", "payload", "--shiny"]);
     fail(2, &["fly"]);
     fail(2, &["info"]);

@@ -52,13 +52,13 @@ fn killed_guest_is_restored_without_errors() {
     let achieved = epochs.pop().unwrap();
     assert_eq!(epochs.len(), 10, "{json}");
     let achieved = &achieved["achieved"];
-    assert_eq!((&achieved["epochs"], &achieved["failed"]), (&10.into(), &0.into()), "{json}");
+    assert_eq!((&achieved["checkpoints"], &achieved["failed"]), (&10.into(), &0.into()), "{json}");
     for what in ["pause", "interval", "write"] {
         let [p50, p99, max] = ["p50_us", "p99_us", "max_us"].map(|p| achieved[what][p].as_u64());
         assert!(Some(0) < p50 && p50 <= p99 && p99 <= max, "{json}");
     }
     for (i, e) in epochs.iter().enumerate() {
-        assert_eq!((&e["epoch"], &e["durable"]), (&(i + 1).into(), &true.into()));
+        assert_eq!((&e["checkpoint"], &e["durable"]), (&(i + 1).into(), &true.into()));
         assert!(e["pause_us"].as_u64().unwrap() > 0 && e["write_ms"].as_f64().unwrap() > 0.0);
         assert!(e["frames"].as_u64().unwrap() > 0 && e["written_bytes"].as_u64().unwrap() > 4096);
     }
@@ -66,7 +66,7 @@ fn killed_guest_is_restored_without_errors() {
 
     let listing: Value =
         serde_json::from_str(&succeed(&["store", "ls", "--json", &store])).unwrap();
-    assert_eq!(listing["epochs"].as_array().unwrap().len(), 10);
+    assert_eq!(listing["checkpoints"].as_array().unwrap().len(), 10);
     assert!(succeed(&["store", "ls", &store]).contains("full"));
     let sound = succeed(&["store", "verify", &store]);
     let verdict = "10 of 10 checkpoints are sound; the latest sound one is 10\n";
@@ -79,11 +79,14 @@ fn killed_guest_is_restored_without_errors() {
     second.await_progress(2, &before);
     // A restored guest can be checkpointed into the same store.
     let json = second.tell(&["checkpoint", "--store", &store, "--json"]);
-    assert_eq!(lines(&json)[0]["epoch"], 11);
+    assert_eq!(lines(&json)[0]["checkpoint"], 11);
     second.kill();
 
-    let mut third =
-        Vmm::start(&tmp, "third", &["restore", "--same-id", "--store", &store, "--epoch", "4"]);
+    let mut third = Vmm::start(
+        &tmp,
+        "third",
+        &["restore", "--same-id", "--store", &store, "--checkpoint", "4"],
+    );
     third.await_api();
     let resumed = || third.stderr().contains("resumed from checkpoint 4 after ").then_some(());
     wait_for("the guest to be resumed", resumed);
@@ -165,7 +168,7 @@ fn damage_and_absence_are_explained() {
     assert!(stderr.contains("a duration is digits and ms or s"), "{stderr}");
     vmm.tell(&["stop"]);
     vmm.wait();
-    let stderr = fail(1, &["restore", "--store", &store, "--epoch", "7"]);
+    let stderr = fail(1, &["restore", "--store", &store, "--checkpoint", "7"]);
     assert!(stderr.contains("has no checkpoint 7"), "{stderr}");
 
     // A byte of every frame, and the middle of the files that locate the frames.
@@ -224,8 +227,8 @@ fn store_is_retained_compacted_and_exported() {
     let epochs = || -> Vec<u64> {
         let listing: Value =
             serde_json::from_str(&succeed(&["store", "ls", "--json", &store])).unwrap();
-        let epochs = listing["epochs"].as_array().unwrap();
-        epochs.iter().filter_map(|e| e["epoch"].as_u64()).collect()
+        let epochs = listing["checkpoints"].as_array().unwrap();
+        epochs.iter().filter_map(|e| e["checkpoint"].as_u64()).collect()
     };
     assert_eq!(epochs(), [10, 11, 12]);
     // Without `--keep` no checkpoint is dropped.
@@ -235,17 +238,18 @@ fn store_is_retained_compacted_and_exported() {
     vmm.wait();
     let compacted: Value =
         serde_json::from_str(&succeed(&["store", "compact", "--json", &store])).unwrap();
-    assert_eq!(compacted["epochs"], 4);
+    assert_eq!(compacted["checkpoints"], 4);
     assert!(compacted["after_bytes"].as_u64() < compacted["before_bytes"].as_u64(), "{compacted}");
     assert_eq!(epochs(), [10, 11, 12, 13]);
     let stderr = fail(1, &["store", "compact", &tmp.text("nowhere")]);
     assert!(stderr.contains("opening the store") && !tmp.path("nowhere").exists(), "{stderr}");
 
     let (file, path) = (tmp.text("memory"), tmp.path("memory"));
-    let export = ["store", "export", &store, "--format", "raw", "--epoch", "11", "--output", &file];
+    let export =
+        ["store", "export", &store, "--format", "raw", "--checkpoint", "11", "--output", &file];
     let exported: Value =
         serde_json::from_str(&succeed(&[&export[..], &["--json"]].concat())).unwrap();
-    assert_eq!((&exported["epoch"], path.metadata().unwrap().len()), (&11.into(), 64 << 20));
+    assert_eq!((&exported["checkpoint"], path.metadata().unwrap().len()), (&11.into(), 64 << 20));
     assert!(exported["frames"].as_u64() >= Some(2 * SHARE), "{exported}");
     let stderr = fail(1, &export);
     assert!(stderr.contains("it exists; --force overwrites it"), "{stderr}");
@@ -256,7 +260,8 @@ fn store_is_retained_compacted_and_exported() {
     assert!(stderr.contains(&format!("cannot write {nowhere}: the directory ")), "{stderr}");
     let stderr = to(&dir);
     assert!(stderr.contains(&format!("cannot write {dir}: is a directory")), "{stderr}");
-    let stderr = fail(1, &["store", "export", &store, "--epoch", "2", "--output", &tmp.text("no")]);
+    let stderr =
+        fail(1, &["store", "export", &store, "--checkpoint", "2", "--output", &tmp.text("no")]);
     assert!(stderr.contains("has no checkpoint 2") && !tmp.path("no").exists(), "{stderr}");
 }
 
@@ -293,7 +298,7 @@ fn a_run_ends_with_its_client_unless_detached() {
     let before = status();
     assert_eq!((&before["attached"], &before["keep"]), (&false.into(), &3.into()));
     wait_for("more checkpoints", || {
-        (status()["achieved"]["epochs"].as_u64() > Some(3)).then_some(())
+        (status()["achieved"]["checkpoints"].as_u64() > Some(3)).then_some(())
     });
     let shown = status();
     assert_eq!(shown["store"], json!(store));

@@ -12,7 +12,7 @@ use serde_json::Value;
 fn unknown_tracking_is_refused_with_the_known() {
     for wrong in ["bogus", "dirty-ring+bogus", "none+tree"] {
         let stderr = fail(2, &["compare", "--modes", &format!("dirty-ring,{wrong}")]);
-        assert!(stderr.contains(&format!("no way to track called \"{wrong}\"")), "{stderr}");
+        assert!(stderr.contains(&format!("unknown way to track \"{wrong}\"")), "{stderr}");
         assert!(stderr.contains("dirty-ring+tree, dirty-ring+list, dirty-ring+flat"), "{stderr}");
     }
     fail(2, &["compare", "--guest", "paperload"]);
@@ -33,7 +33,7 @@ fn unknown_tracking_is_refused_with_the_known() {
 fn unusable_report_files_are_refused_first() {
     let tmp = TestDir::new();
     let stderr = fail(1, &["compare", "--svg", "/dev/null"]);
-    assert!(stderr.contains("/dev/null cannot be written: it is no regular file"), "{stderr}");
+    assert!(stderr.contains("/dev/null cannot be written: it is not a regular file"), "{stderr}");
     std::fs::write(tmp.path("page"), "as it was").unwrap();
     std::os::unix::fs::symlink("page", tmp.path("link")).unwrap();
     let stderr = fail(1, &["compare", "--html", &tmp.text("page"), "--svg", &tmp.text("link")]);

@@ -164,7 +164,7 @@ fn wrong_machine_is_refused_by_its_field() {
         (json!({ "mem_size_mib": 64, "mem_bytes": 1 << 20 }), "leave one out"),
         (json!({ "smt": true }), "machine-config.smt: no two vCPUs"),
         (json!({ "ring_entries": 1000 }), "machine-config.ring_entries: it must be a power"),
-        (json!({ "cpu": "host,-warp" }), "machine-config.cpu: there is no processor feature"),
+        (json!({ "cpu": "host,-warp" }), "machine-config.cpu: unknown processor feature"),
         (
             json!({ "tracking": "none", "track_dirty_pages": true }),
             "machine-config.track_dirty_pages: it is true, and tracking is none",
@@ -184,7 +184,7 @@ fn wrong_device_is_refused_by_its_field() {
         (drive(json!({ "is_read_only": true })), "drives[0]: missing field `path_on_host`"),
         (drive(json!({ "path_on_host": disk, "is_root_device": true })), "root=/dev/vda"),
         (drive(json!({ "path_on_host": disk, "bytes": 1 })), "drives[0].bytes: it is 1, and"),
-        (drive(json!({ "path_on_host": disk, "drive_id": "a b" })), "\"a b\" is no name"),
+        (drive(json!({ "path_on_host": disk, "drive_id": "a b" })), "\"a b\" is not a valid name"),
         (
             drive(json!({ "path_on_host": disk, "rate_limiter": { "iops": 1 } })),
             "drives[0].rate_limiter.iops: unknown field `iops`",
@@ -193,7 +193,7 @@ fn wrong_device_is_refused_by_its_field() {
         (with("balloon", json!({})), "balloon: the embedded guest has no driver"),
         (
             with("network-interfaces", json!([{ "host_dev_name": "t", "guest_mac": "x" }])),
-            "network-interfaces[0].guest_mac: \"x\" is no Ethernet address",
+            "network-interfaces[0].guest_mac: \"x\" is not a valid Ethernet address",
         ),
     ];
     refuse_each(&tmp, &[], &cases);
@@ -206,7 +206,7 @@ fn wrong_boot_source_is_refused_by_its_field() {
     let both = json!({ "kernel_image_path": "/vmlinux", "guest": "payload" });
     let cases = [
         (json!({}), "boot-source: neither kernel_image_path nor guest is there"),
-        (with("name", json!("a b")), "name: \"a b\" is no name of a guest"),
+        (with("name", json!("a b")), "name: \"a b\" is not a valid name of a guest"),
         (boot(both), "boot-source.guest: the embedded guest has no kernel"),
         (boot(json!({ "guest": "payload,colour=red" })), "boot-source.guest: "),
     ];
@@ -222,7 +222,7 @@ fn unreadable_configuration_file_is_refused() {
     let run = ["run", "--config-file", &tmp.text("config.json")];
     assert!(fail(2, &run).contains("trailing characters"));
     std::fs::write(tmp.path("config.json"), vec![b' '; (1 << 20) + 1]).unwrap();
-    assert!(fail(2, &run).contains("larger than 1 MiB"));
+    assert!(fail(2, &run).contains("more than 1 MiB"));
     let stderr = fail(1, &["run", "--config-file", &tmp.text("none")]);
     assert!(stderr.contains("No such file"), "{stderr}");
 }

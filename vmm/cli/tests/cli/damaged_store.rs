@@ -68,7 +68,7 @@ fn repair_that_loses_checkpoints_ends_with_1() {
     let report: Value = serde_json::from_slice(&repaired.stdout).unwrap();
     assert_eq!(repaired.status.code(), Some(1), "{report}");
     assert_eq!((&report["repaired"], &report["sound"]), (&true.into(), &1.into()), "{report}");
-    assert_eq!(report["checkpoints"][1]["epoch"], 2, "{report}");
+    assert_eq!(report["checkpoints"][1]["checkpoint"], 2, "{report}");
 }
 
 #[test]

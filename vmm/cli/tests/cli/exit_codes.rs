@@ -36,7 +36,7 @@ fn exit_codes_follow_the_table() {
         (0, &["doctor"], &[]),
         (0, &["info", "--api-sock", &socket], &[]),
         (1, &["info", "--api-sock", &none], &[]),
-        (1, restore, &["--epoch", "99"]),
+        (1, restore, &["--checkpoint", "99"]),
         (1, THREADS, &["--mem", "64M", "--log-file", "/nonexistent/log"]),
         (1, &["run", "--backend", "threads", "--guest", "payload,ws=2G", "--mem", "1G"], &[]),
         (2, &["run"], &[]),

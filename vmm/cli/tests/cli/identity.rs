@@ -26,7 +26,12 @@ fn listing(store: &str) -> Value {
 
 fn epochs(store: &str) -> Vec<u64> {
     let listing = listing(store);
-    listing["epochs"].as_array().unwrap().iter().map(|e| e["epoch"].as_u64().unwrap()).collect()
+    listing["checkpoints"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|e| e["checkpoint"].as_u64().unwrap())
+        .collect()
 }
 
 #[test]
@@ -85,7 +90,7 @@ fn only_the_latest_line_continues_a_store() {
     let mut first = run(&tmp, "first", &["--id", ID, "--name", "a"]);
     first.tell(&["checkpoint", "--store", &store]);
     first.tell(&["checkpoint", "--store", &store]);
-    let older = restore(&tmp, "older", &store, &["--same-id", "--epoch", "1"]);
+    let older = restore(&tmp, "older", &store, &["--same-id", "--checkpoint", "1"]);
     let latest = restore(&tmp, "latest", &store, &["--same-id"]);
     let stale = restore(&tmp, "stale", &store, &["--same-id"]);
     for vmm in [&older, &latest, &stale] {
@@ -172,8 +177,8 @@ fn pending(tmp: &TestDir, vm: &str) {
 #[test]
 fn an_id_and_a_name_are_checked() {
     let run = |more: &[&str]| fail(2, &[&["run"], &THREADS[..], more].concat());
-    assert!(run(&["--id", "a"]).contains("is no UUID"));
-    assert!(run(&["--name", "a b"]).contains("is no name of a guest"));
+    assert!(run(&["--id", "a"]).contains("is not a UUID"));
+    assert!(run(&["--name", "a b"]).contains("is not a valid name of a guest"));
     assert!(run(&["--name", &"a".repeat(65)]).contains("1 to 64 of the characters"));
     assert!(fail(2, &["restore", "--store", "s", "--same-id", "--new-id"]).contains("--new-id"));
 }

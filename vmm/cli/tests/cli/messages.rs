@@ -58,14 +58,15 @@ const ROWS: &[Row] = &[
     ("checkpoint --api-sock s --store d --keep 0", 2, "it must be a number of at least 1"),
     ("checkpoint --api-sock s --store d --every 0s", 2, "an interval is at least 1ms"),
     (
-        "restore --store d --epoch foo",
+        "restore --store d --checkpoint foo",
         2,
         "a checkpoint has a number; `driftline store ls` lists them",
     ),
     (
         "info --api-sock PLACE/none",
         1,
-        "PLACE/none does not exist: is the guest running, and was it started with --api-sock PLACE/none?",
+        "PLACE/none does not exist: is the guest running, and was it started with --api-sock \
+         PLACE/none?",
     ),
     ("store ls PLACE", 1, "PLACE is not a Driftline store (no manifest)"),
     ("restore --store PLACE", 1, "PLACE is not a Driftline store (no manifest)"),

@@ -229,7 +229,7 @@ fn guest_in_doubt_waits_for_the_operator() {
     let stderr = fail(1, &["resolve", "--state-dir", &state, "--vm", another, "--run"]);
     assert!(stderr.contains(&format!("has no record of guest {another}")), "{stderr}");
     let stderr = fail(2, &["resolve", "--state-dir", &state, "--vm", "another", "--run"]);
-    assert!(stderr.contains("\"another\" is no UUID"), "{stderr}");
+    assert!(stderr.contains("\"another\" is not a UUID"), "{stderr}");
     let upper = id.to_uppercase();
     let run = ["resolve", "--state-dir", &state, "--vm", &upper, "--run", "--json"];
     let resolved: Value = serde_json::from_str(&succeed(&run)).unwrap();

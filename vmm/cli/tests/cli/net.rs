@@ -16,8 +16,9 @@ use serde_json::Value;
 /// Limit for a boot. A guest boots in seconds where its ring 0 is not emulated.
 const BOOT: Duration = Duration::from_secs(180);
 const PEER: &str = "10.77.0.1/24";
-const CMDLINE: &str = "console=ttyS0 reboot=k panic=-1 quiet noxsave tsc=reliable no_timer_check rodata=off \
-     clearcpuid=popcnt,smap,erms,fsrm,cx16 noreplace-smp driftline.ip=10.77.0.2/24 driftline.check=tcp";
+const CMDLINE: &str = "console=ttyS0 reboot=k panic=-1 quiet noxsave tsc=reliable no_timer_check \
+    rodata=off clearcpuid=popcnt,smap,erms,fsrm,cx16 noreplace-smp driftline.ip=10.77.0.2/24 \
+    driftline.check=tcp";
 
 /// Returns the folder of the Linux image.
 fn image() -> PathBuf {

@@ -60,8 +60,8 @@ fn unbootable_image_is_refused_with_the_reason() {
     File::create(&initrd).unwrap().set_len(65 << 20).unwrap();
     let stderr = refused(1, &["--kernel", &kernel, "--initrd", &initrd]);
     let all = format!(
-        "driftline: initrd \"{initrd}\" does not fit in guest memory of 67108864 bytes: its 68157440 bytes \
-         must lie between 0x1100000 and 0x4000000\n"
+        "driftline: initrd \"{initrd}\" does not fit in guest memory of 67108864 bytes: its \
+         68157440 bytes must lie between 0x1100000 and 0x4000000\n"
     );
     assert_eq!(stderr, all);
     std::fs::write(&kernel, "#!/bin/sh\nexit 0\n# long enough for a header\n").unwrap();

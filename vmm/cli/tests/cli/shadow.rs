@@ -116,7 +116,7 @@ fn lost_frames_are_named_with_exit_1() {
 fn a_guest_of_threads_is_compared_too() {
     let (code, stderr) =
         shadowed("payload,ws=8M,rate=50M,seconds=1", "dirty-ring", "nothing", None);
-    assert!(code == 2 && stderr.contains("there is no shadow \"nothing\""), "{code}: {stderr}");
+    assert!(code == 2 && stderr.contains("unknown shadow \"nothing\""), "{code}: {stderr}");
     let threads = ["--backend", "threads", "--shadow", "compare"];
     let args = [GUEST, &["payload,ws=8M,rate=50M,pattern=random,seconds=1"], &threads].concat();
     let out = driftline(&args).output().unwrap();

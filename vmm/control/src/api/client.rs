@@ -67,7 +67,9 @@ fn unreachable(socket: &Path, cause: &io::Error) -> String {
              {path}?"
         ),
         io::ErrorKind::ConnectionRefused => {
-            format!("nothing listens on {path}: it is no socket, or that of a VMM that has died")
+            format!(
+                "nothing listens on {path}: it is not a socket, or belongs to a VMM that has died"
+            )
         }
         io::ErrorKind::PermissionDenied => {
             format!("cannot connect to {path}: {cause}; the VMM runs as another user")

@@ -79,7 +79,7 @@ impl FromStr for ShadowMode {
             _ => Err(UnknownName {
                 what: "shadow",
                 name: s.to_owned(),
-                known: "compare and userfault-wp",
+                known: "compare or userfault-wp",
             }),
         }
     }

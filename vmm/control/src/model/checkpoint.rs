@@ -47,7 +47,7 @@ pub struct CheckpointRequest {
 pub enum DisksPolicy {
     /// The checkpoint includes the changed blocks, and `restore` restores them.
     #[default]
-    Epoch,
+    Include,
     /// The checkpoint does not include them: the operator preserves them as they were at the pause.
     External,
 }
@@ -57,12 +57,12 @@ impl std::str::FromStr for DisksPolicy {
 
     fn from_str(s: &str) -> Result<Self, UnknownName> {
         match s {
-            "epoch" => Ok(Self::Epoch),
+            "include" => Ok(Self::Include),
             "external" => Ok(Self::External),
             _ => Err(UnknownName {
                 what: "policy for disks",
                 name: s.to_owned(),
-                known: "epoch and external",
+                known: "include or external",
             }),
         }
     }
@@ -83,6 +83,7 @@ pub struct CheckpointPage {
     /// The value of `since` for the next request.
     pub next: u64,
     /// The outcome of each attempted epoch.
+    #[serde(rename = "checkpoints")]
     pub epochs: Vec<EpochOutcome>,
     /// Totals of the run so far.
     pub achieved: CadenceTotals,
@@ -110,6 +111,7 @@ pub enum EpochOutcome {
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 pub struct EpochLine {
     /// The epoch's number.
+    #[serde(rename = "checkpoint")]
     pub epoch: u64,
     /// Number of memory frames in the epoch.
     pub frames: u64,

@@ -35,7 +35,7 @@ pub(crate) fn one_to(field: &'static str, value: u64, most: u64) -> Result<(), L
 
 /// There is nothing of this name on the command line.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
-#[error("there is no {what} \"{name}\"; there are {known}")]
+#[error("unknown {what} \"{name}\": use {known}")]
 pub struct UnknownName {
     /// What was named.
     pub(crate) what: &'static str,

@@ -137,7 +137,7 @@ impl ImagePlacement {
             // It moves itself to the preferred address.
             map::ONE_MIB
         } else if !alignment.is_power_of_two() {
-            return Err(bad(format!("its alignment {alignment:#x} is no power of two")));
+            return Err(bad(format!("its alignment {alignment:#x} is not a power of two")));
         } else {
             wanted.checked_next_multiple_of(alignment).unwrap_or(u64::MAX)
         };
@@ -225,7 +225,7 @@ mod tests {
             (|h| h.xloadflags = 0x7e, "it has no 64-bit entry (xloadflags 0x7e)"),
             (|h| h.loadflags = 0x80, "it wants to be loaded below 1 MiB (loadflags 0x80)"),
             (|h| h.syssize = 257, "it is cut short: it has 5120 bytes, and needs 5121"),
-            (|h| h.kernel_alignment = 3 << 20, "its alignment 0x300000 is no power of two"),
+            (|h| h.kernel_alignment = 3 << 20, "its alignment 0x300000 is not a power of two"),
             (|h| h.pref_address = 0x8000, "its preferred address 0x8000 lies below 1 MiB"),
         ];
         for (change, why) in cases {

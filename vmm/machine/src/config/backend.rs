@@ -41,6 +41,6 @@ impl FromStr for BackendKind {
 
     fn from_str(s: &str) -> Result<Self, ConfigError> {
         let found = Self::ALL.into_iter().find(|b| b.name() == s);
-        found.ok_or_else(|| ConfigError::unknown("backend", s, "kvm and threads"))
+        found.ok_or_else(|| ConfigError::unknown("backend", s, "kvm or threads"))
     }
 }

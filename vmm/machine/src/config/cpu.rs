@@ -102,7 +102,7 @@ impl FromStr for CpuConfig {
             Some("baseline") => CpuModel::Baseline,
             other => {
                 let name = other.unwrap_or_default();
-                return Err(ConfigError::unknown("processor", name, "host and baseline"));
+                return Err(ConfigError::unknown("processor", name, "host or baseline"));
             }
         };
         let mut without = Vec::new();
@@ -129,12 +129,12 @@ mod tests {
             assert_eq!(text.parse::<CpuConfig>().unwrap().to_string(), text);
         }
         let refused = |s: &str| s.parse::<CpuConfig>().unwrap_err().to_string();
-        assert_eq!(refused("max"), "there is no processor \"max\"; there are host and baseline");
+        assert_eq!(refused("max"), "unknown processor \"max\": use host or baseline");
         assert_eq!(
             refused("host,cx16"),
-            "\"cx16\" is no feature to remove: write -NAME, such as -cx16"
+            "\"cx16\" is not a valid feature to remove: write -NAME, such as -cx16"
         );
-        assert_eq!(refused("host,-warp"), "there is no processor feature \"warp\"");
+        assert_eq!(refused("host,-warp"), "unknown processor feature \"warp\"");
         let many = format!("host{}", ",-cx16".repeat(65));
         assert!(refused(&many).contains("65 features"));
     }

@@ -10,7 +10,7 @@ const MAX_QUOTED: usize = 64;
 #[non_exhaustive]
 pub enum ConfigError {
     /// A value does not have its form.
-    #[error("{} is no {what}: {form}", quoted(value))]
+    #[error("{} is not a valid {what}: {form}", quoted(value))]
     Malformed {
         /// The kind of value that is expected.
         what: &'static str,
@@ -20,7 +20,7 @@ pub enum ConfigError {
         form: String,
     },
     /// No part has this name.
-    #[error("there is no {what} {}{}", quoted(name), alternatives(choices))]
+    #[error("unknown {what} {}{}", quoted(name), alternatives(choices))]
     Unknown {
         /// The kind of part.
         what: &'static str,
@@ -110,5 +110,5 @@ fn quoted(value: &str) -> String {
 }
 
 fn alternatives(choices: &str) -> String {
-    if choices.is_empty() { String::new() } else { format!("; there are {choices}") }
+    if choices.is_empty() { String::new() } else { format!(": use {choices}") }
 }

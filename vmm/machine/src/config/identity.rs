@@ -101,7 +101,7 @@ mod tests {
             |name: &str| DiskIdentity::Device(name.to_owned()).check().unwrap_err().to_string();
         let long = message(&"\u{7f}".repeat(1 << 20));
         assert!(long.len() < 1000 && long.contains("\"... of 1048576 bytes"), "{long}");
-        assert!(message("").contains("\"\" is no name"));
+        assert!(message("").contains("\"\" is not a valid name"));
         assert_eq!(file(7, Some(1_500_000_000)).to_string(), "inode 7 made at 1.500000000");
     }
 }

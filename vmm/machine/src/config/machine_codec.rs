@@ -341,7 +341,7 @@ mod tests {
             other => other,
         };
         assert!(refused(vec![named("a"), named("b")]).contains("over the tap \"t\""));
-        assert!(refused(vec![vsock(1)]).contains("\"1\" is no context ID"));
+        assert!(refused(vec![vsock(1)]).contains("\"1\" is not a valid context ID"));
         assert!(refused(vec![vsock(3), vsock(4)]).contains("\"vsock\""));
         assert!(refused(vec![odd(0)]).contains("0 bytes"));
         assert!(refused(vec![odd(513)]).contains("513 bytes"));
@@ -361,7 +361,7 @@ mod tests {
             }
             other => other,
         };
-        assert!(refused(vec![nameless]).contains("is no name of a block device"));
+        assert!(refused(vec![nameless]).contains("is not a valid name of a block device"));
         let threads = MachineConfig {
             backend: BackendKind::Threads,
             devices: vec![rng(RateLimits::default())],

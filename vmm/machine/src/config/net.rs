@@ -264,12 +264,12 @@ mod tests {
         let bandwidth = Some(RateLimit { size: 1 << 20, refill_ms: 125, one_time_burst: 0 });
         assert_eq!(spec.limits.transmit, RateLimits { bandwidth, operations: None });
         assert!(spec.limits.receive.is_none());
-        assert!(refused("tap=t,rx-bandwidth=0").contains("\"0\" is no bandwidth"));
-        assert!(refused("tap=t,rx-bandwidth=fast").contains("\"fast\" is no bandwidth"));
+        assert!(refused("tap=t,rx-bandwidth=0").contains("\"0\" is not a valid bandwidth"));
+        assert!(refused("tap=t,rx-bandwidth=fast").contains("\"fast\" is not a valid bandwidth"));
         let spec: VsockSpec = "cid=3,uds=/tmp/v".parse().unwrap();
         assert_eq!(spec, VsockSpec { cid: Some(3), uds: "/tmp/v".into() });
         let refused = |s: &str| s.parse::<VsockSpec>().unwrap_err().to_string();
-        assert!(refused("cid=2,uds=/v").contains("\"2\" is no context ID"));
+        assert!(refused("cid=2,uds=/v").contains("\"2\" is not a valid context ID"));
         assert!(refused("cid=3").contains("lacks uds=PATH"));
         assert!(refused(&format!("uds={}", "x".repeat(97))).contains("97 bytes"));
     }

@@ -45,7 +45,7 @@ pub enum StateError {
     #[error(transparent)]
     Decode(#[from] DecodeError),
     /// No guest can bring a keyboard controller into the state.
-    #[error("it is no state of a keyboard controller")]
+    #[error("it is not a state of a keyboard controller")]
     Keyboard,
     /// The state is that of another device, or one that this device cannot have. This is a sentence
     /// about the state.

@@ -41,10 +41,10 @@ pub enum MemoryError {
     #[error("no thread can be started for guest memory: {0}")]
     Pool(io::Error),
     /// There is no memory backing of this name.
-    #[error("there is no memory backing \"{0}\"; there are anon and memfd")]
+    #[error("unknown memory backing \"{0}\": use anon or memfd")]
     UnknownBacking(String),
     /// There are no huge pages of this name.
-    #[error("there are no huge pages \"{0}\"; there are thp, hugetlbfs and none")]
+    #[error("unknown kind of huge pages \"{0}\": use thp, hugetlbfs or none")]
     UnknownHugePages(String),
     /// A page of a restored guest cannot be fetched.
     #[error("{0}")]

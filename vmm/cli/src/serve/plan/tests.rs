@@ -141,7 +141,7 @@ fn serial_output_goes_to_a_regular_file() {
     assert!(path.is_file(), "the sandbox can allow only files that exist");
     test.config.serial.serial_out_path = Some(test.dir.path().to_owned());
     let refusal = test.plan().unwrap_err();
-    assert!(refusal.contains("serial_out_path of PUT /serial that is no file"), "{refusal}");
+    assert!(refusal.contains("serial_out_path of PUT /serial that is not a file"), "{refusal}");
 }
 
 #[test]
