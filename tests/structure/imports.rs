@@ -2,7 +2,8 @@
 //!
 //! A module imports another if a `use` or a path in it names an item of the other module. A
 //! re-exported item counts where it is defined, through any number of re-exports, so a parent may
-//! re-export items of its children. A path that begins with an imported name continues there.
+//! re-export items of its children. It imports them only if it uses them itself. A path that begins
+//! with an imported name continues there.
 //! A private glob counts as an import of the module that it names, whatever it brings into scope.
 //! Code for tests may import anything: `#[cfg(test)]`, and modules of the features `testing` and
 //! `fuzzing`.
@@ -11,8 +12,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use syn::punctuated::Punctuated;
 use syn::visit::{self, Visit};
-use syn::{Attribute, Item, Meta, UseTree, Visibility};
+use syn::{Attribute, Expr, Item, Meta, Token, UseTree, Visibility};
 
 type Module = Vec<String>;
 
@@ -97,6 +99,23 @@ impl Crate {
         self.resolve_in(at, rest, from, depth)
     }
 
+    /// Returns the module of an item that `module` re-exports and names itself. Other names need no
+    /// answer: they are the module's own, or a private import has counted already.
+    fn resolve_name(&self, module: &[String], name: &str) -> Option<Module> {
+        let contents = self.0.get(module)?;
+        if contents.items.contains(name) || contents.imported.contains_key(name) {
+            return None;
+        }
+        if let Some(path) = contents.exports.get(name) {
+            return self.resolve(module, path, 16);
+        }
+        contents.globs.iter().find_map(|glob| {
+            let of_glob = self.resolve(module, glob, 16)?;
+            let has = self.has_name(&of_glob, name);
+            has.then(|| self.resolve_in(of_glob, &[name.to_owned()], module, 16))?
+        })
+    }
+
     /// Like [`Self::resolve`], for a path within the module `at`.
     fn resolve_in(
         &self,
@@ -146,7 +165,10 @@ impl Crate {
     fn imports(&self) -> BTreeMap<Module, BTreeSet<Module>> {
         let mut imports = BTreeMap::new();
         for (module, contents) in &self.0 {
-            let named = contents.named.iter().filter_map(|path| self.resolve(module, path, 16));
+            let named = contents.named.iter().filter_map(|path| match &path[..] {
+                [name] => self.resolve_name(module, name),
+                path => self.resolve(module, path, 16),
+            });
             let others = named.filter(|other| other != module).collect();
             imports.insert(module.clone(), others);
         }
@@ -200,16 +222,16 @@ struct PathCollector<'a>(&'a mut Vec<Vec<String>>);
 
 impl<'ast> Visit<'ast> for PathCollector<'_> {
     fn visit_path(&mut self, path: &'ast syn::Path) {
-        let path_of: Vec<_> = path.segments.iter().map(|s| s.ident.to_string()).collect();
-        // The first segment of a path without `crate` or `super` may be a child module.
-        if path_of.len() > 1 {
-            self.0.push(path_of);
-        }
+        self.0.push(path.segments.iter().map(|s| s.ident.to_string()).collect());
         visit::visit_path(self, path);
     }
 
     fn visit_macro(&mut self, called: &'ast syn::Macro) {
-        // syn does not parse a macro's arguments, so paths are found in their text.
+        // Most macros take expressions. Of the others, paths are found in their text.
+        let expressions = Punctuated::<Expr, Token![,]>::parse_terminated;
+        if let Ok(parsed) = called.parse_body_with(expressions) {
+            return parsed.iter().for_each(|expression| self.visit_expr(expression));
+        }
         let tokens = called.tokens.to_string().replace(' ', "");
         for start in ["crate::", "super::"] {
             for (at, _) in tokens.match_indices(start) {
@@ -279,7 +301,7 @@ fn is_for_tests(attributes: &[Attribute]) -> bool {
 fn file_of(item: &syn::ItemMod, dir: &Path, name: &str) -> PathBuf {
     let path = item.attrs.iter().find_map(|attribute| match &attribute.meta {
         Meta::NameValue(meta) if meta.path.is_ident("path") => match &meta.value {
-            syn::Expr::Lit(syn::ExprLit { lit: syn::Lit::Str(path), .. }) => Some(path.value()),
+            Expr::Lit(syn::ExprLit { lit: syn::Lit::Str(path), .. }) => Some(path.value()),
             _ => None,
         },
         _ => None,
@@ -359,6 +381,28 @@ fn a_circle_is_found_however_it_is_written() {
     }
     let none = circles_of(&[("lib.rs", lib), ("a.rs", "pub struct A;"), ("b.rs", b)]);
     assert!(none.is_empty(), "{none:?}");
+}
+
+/// A child imports its parent, which uses an item of the child by the name that it re-exports.
+#[test]
+fn a_parents_re_export_makes_a_circle() {
+    let child = "pub struct A; fn f(p: super::P) {}";
+    let names = |lib: &str| -> Vec<_> {
+        let found = circles_of(&[("lib.rs", lib), ("child.rs", child)]);
+        found.into_iter().flatten().map(|module| module.join("::")).collect()
+    };
+    for parent in [
+        "pub use child::A; pub struct P(A);",
+        "pub(crate) use child::A as B; pub struct P(Option<B>);",
+        "pub use self::child::*; pub struct P(A);",
+        "pub use child::A; pub struct P; fn f() { assert!(matches(A)); }",
+        "pub use child::A; pub struct P; fn f() { vec![A]; }",
+    ] {
+        assert_eq!(names(&format!("mod child; {parent}")), ["", "child"], "{parent}");
+    }
+    for parent in ["pub use child::A; pub struct P;", "pub use child::*; pub struct P(u8);"] {
+        assert_eq!(names(&format!("mod child; {parent}")), [""; 0], "{parent}");
+    }
 }
 
 /// The child of a facade imports a module that imports the child by the facade's name.

@@ -22,6 +22,7 @@ pub mod msrs;
 mod reset;
 mod resume_fanout;
 mod state;
+mod state_context;
 pub mod tsc;
 
 use std::sync::Arc;
@@ -42,7 +43,8 @@ use crate::vm::VcpuInfo;
 
 pub(crate) use resume_fanout::ResumeFanout;
 pub(crate) use state::CoreRegisters;
-pub use state::{Adjust, SavedVcpu, StateContext};
+pub use state::{Adjust, SavedVcpu};
+pub use state_context::StateContext;
 
 /// Pauses at least this long are reported to the guest. Guests' watchdogs wait much longer than
 /// this.

@@ -6,45 +6,15 @@
 
 use driftline_guest::{Clock, GuestError, RunState};
 use kvm_bindings::*;
-use kvm_ioctls::VcpuFd;
 use serde::{Deserialize, Serialize};
 
+use super::state_context::StateContext;
 use super::{Vcpu, VcpuState, control, cpu_compat, msrs, reset, tsc};
-use crate::kvm::{Capabilities, get_pdptrs, get_xsave, set_sregs_with_pdptrs, set_xsave};
+use crate::kvm::{get_pdptrs, get_xsave, set_sregs_with_pdptrs, set_xsave};
 use crate::wall_clock::{away_ns, wall_ns};
 
 /// `MSR_KERNEL_GS_BASE`.
 const KERNEL_GS_BASE: u32 = 0xc000_0102;
-
-/// The host's properties that saving and restoring depend on; the same for all vCPUs.
-#[derive(Debug)]
-pub struct StateContext {
-    capabilities: Capabilities,
-    supported: CpuId,
-    /// MSRs that are part of a state.
-    msrs: Vec<u32>,
-}
-
-impl StateContext {
-    /// Creates the context for vCPUs like `vcpu`, on a host that supports `supported` and lists
-    /// `msrs`.
-    pub(crate) fn new(
-        capabilities: Capabilities,
-        supported: CpuId,
-        msrs: &[u32],
-        vcpu: &VcpuFd,
-    ) -> Result<Self, GuestError> {
-        Ok(Self { capabilities, supported, msrs: msrs::saved(vcpu, msrs)? })
-    }
-
-    pub(crate) fn has(&self, capability: u32) -> bool {
-        self.capabilities.has(capability)
-    }
-
-    pub(crate) fn value(&self, capability: u32) -> u32 {
-        self.capabilities.value(capability).unsigned_abs()
-    }
-}
 
 /// The registers of a vCPU that a core file contains.
 #[derive(Clone, Copy, Debug)]
@@ -133,7 +103,7 @@ impl Vcpu {
         // registers.
         let mp_state = ioctl_result("KVM_GET_MP_STATE", fd.get_mp_state())?;
         let extended = ctx.has(KVM_CAP_XSAVE2);
-        let bytes = ctx.capabilities.xsave_bytes();
+        let bytes = ctx.xsave_bytes();
         let xsave = || ioctl_result("KVM_GET_XSAVE2", get_xsave(fd, bytes, extended));
         let regs = ioctl_result("KVM_GET_REGS", fd.get_regs())?;
         let sregs = ioctl_result("KVM_GET_SREGS", fd.get_sregs())?;
@@ -156,7 +126,7 @@ impl Vcpu {
             })?,
             lapic: ioctl_result("KVM_GET_LAPIC", fd.get_lapic())?,
             wall_ns: wall_ns(),
-            msrs: msrs::read(fd, &ctx.msrs)?,
+            msrs: msrs::read(fd, ctx.msrs())?,
             // Comes last: it includes what the other queries left pending.
             events: optional(ctx, KVM_CAP_VCPU_EVENTS, || {
                 ioctl_result("KVM_GET_VCPU_EVENTS", fd.get_vcpu_events())
@@ -195,7 +165,7 @@ impl Vcpu {
             put("extended control registers", fd.set_xcrs(xcrs).map_err(io))?;
         }
         if let Some(xsave) = &saved.xsave {
-            let bytes = ctx.capabilities.xsave_bytes();
+            let bytes = ctx.xsave_bytes();
             put("vector registers", set_xsave(fd, xsave, bytes))?;
         }
         if let Some(debug) = saved.debug.as_ref().filter(|regs| !(reset && reset::is_debug(regs))) {
@@ -230,7 +200,7 @@ impl Vcpu {
     }
 
     fn restore_cpuid(&mut self, saved: &[kvm_cpuid_entry2]) -> Result<(), GuestError> {
-        let supported = self.context.supported.as_slice();
+        let supported = self.context.supported();
         if !cpu_compat::same_vendor(saved, supported) {
             return Err(self.unsupported("processor", "it is of another vendor".to_owned()));
         }

@@ -1,0 +1,53 @@
+//! The host's properties that saving and restoring a vCPU depend on.
+
+use driftline_guest::GuestError;
+use kvm_bindings::{CpuId, kvm_cpuid_entry2};
+use kvm_ioctls::VcpuFd;
+
+use super::msrs;
+use crate::kvm::Capabilities;
+
+/// The host's properties that saving and restoring depend on; the same for all vCPUs.
+#[derive(Debug)]
+pub struct StateContext {
+    capabilities: Capabilities,
+    supported: CpuId,
+    /// MSRs that are part of a state.
+    msrs: Vec<u32>,
+}
+
+impl StateContext {
+    /// Creates the context for vCPUs like `vcpu`, on a host that supports `supported` and lists
+    /// `msrs`.
+    pub(crate) fn new(
+        capabilities: Capabilities,
+        supported: CpuId,
+        msrs: &[u32],
+        vcpu: &VcpuFd,
+    ) -> Result<Self, GuestError> {
+        Ok(Self { capabilities, supported, msrs: msrs::saved(vcpu, msrs)? })
+    }
+
+    pub(crate) fn has(&self, capability: u32) -> bool {
+        self.capabilities.has(capability)
+    }
+
+    pub(crate) fn value(&self, capability: u32) -> u32 {
+        self.capabilities.value(capability).unsigned_abs()
+    }
+
+    /// Returns the size of a vCPU's XSAVE area in bytes.
+    pub(super) fn xsave_bytes(&self) -> usize {
+        self.capabilities.xsave_bytes()
+    }
+
+    /// Returns the CPUID entries that the host supports.
+    pub(super) fn supported(&self) -> &[kvm_cpuid_entry2] {
+        self.supported.as_slice()
+    }
+
+    /// Returns the MSRs that are part of a state.
+    pub(super) fn msrs(&self) -> &[u32] {
+        &self.msrs
+    }
+}
