@@ -10,7 +10,7 @@ use driftline_guest::{DirtyLog, DriveHead, GuestContents, Paused, data_runs, rea
 use vm_memory::{Bytes, GuestAddress};
 
 use crate::address::of_object;
-use crate::commit::Committer;
+use crate::committer::Committer;
 use crate::epoch_writer::EpochWriter;
 use crate::store::Store;
 

@@ -32,6 +32,7 @@ mod aside;
 mod backend;
 mod block_map;
 mod commit;
+mod committer;
 #[cfg(feature = "testing")]
 mod correct;
 mod epoch_encoder;
@@ -75,7 +76,8 @@ pub use address::{of_object, place};
 pub use alloc::{SlotError, SlotRun};
 pub use archive::Archive;
 pub use backend::{Backend, DirBackend, LOCK_FILE, LockError, RangeLock, StoreFile};
-pub use commit::{Bounds, CommittedEpoch, Committer};
+pub use commit::CommittedEpoch;
+pub use committer::{Bounds, Committer};
 pub use epoch_info::EpochInfo;
 pub use epoch_writer::{EpochWriter, WrittenEpoch};
 pub use error::{Damage, StoreError};

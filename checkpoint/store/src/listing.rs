@@ -39,15 +39,6 @@ impl Store {
         Ok(self.manifest()?.map(|manifest| manifest.vm_id))
     }
 
-    /// Returns the configuration of the guest ([`GuestIdentity::config`]) in the latest epoch.
-    ///
-    /// # Errors
-    ///
-    /// [`StoreError::NoEpoch`] if the store is empty; damage of the log, or an error of the system.
-    pub fn config(&self) -> Result<Vec<u8>, StoreError> {
-        Ok(self.pin(None)?.read_machine()?.config)
-    }
-
     /// Returns the retained epochs, ascending. Reads the log; only [`verify`](Self::verify) and a
     /// restore check the contents of frames.
     ///

@@ -8,7 +8,7 @@ use crate::backend::{Backend, DirBackend};
 use crate::error::StoreError;
 use crate::log::{LogFile, is_not_found};
 use crate::manifest::{Manifest, is_leftover};
-use crate::names::{Named, log_name, pages_name, parse_name};
+use crate::names::{MANIFEST, Named, log_name, pages_name, parse_name};
 use crate::page_file::PageReader;
 use crate::store::Store;
 
@@ -156,6 +156,35 @@ impl Store {
             true => Ok(()),
             false => Err(StoreError::NotAStore { dir: self.dir() }),
         }
+    }
+
+    /// Locks the store's page file against other writers until it is closed. Returns it with the
+    /// manifest, and with the log as read after the lock; `None` if the store has no files yet.
+    pub(super) fn open_locked(
+        &self,
+    ) -> Result<Option<(PageReader, Manifest, LogFile)>, StoreError> {
+        let Some(before) = self.with_repair_hint(self.manifest())? else {
+            // There may be a log whose manifest is lost.
+            return self.open_log().map(|_| None);
+        };
+        let locked = PageReader::open_locked(self, before.files.pages)?;
+        match self.with_repair_hint(self.open_log())? {
+            Some((manifest, log)) if manifest.files.pages == before.files.pages => {
+                Ok(Some((locked, manifest, log)))
+            }
+            _ => Err(StoreError::Replaced { file: self.path(MANIFEST) }),
+        }
+    }
+
+    /// Adds the repair command to damage that keeps a writer from the store.
+    pub(super) fn with_repair_hint<T>(
+        &self,
+        found: Result<T, StoreError>,
+    ) -> Result<T, StoreError> {
+        found.map_err(|e| match e.is_damage() {
+            true => StoreError::NeedsRepair { dir: self.dir(), epoch: None, cause: Box::new(e) },
+            false => e,
+        })
     }
 }
 

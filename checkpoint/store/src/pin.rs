@@ -215,6 +215,16 @@ impl Store {
         })
     }
 
+    /// Returns the configuration of the guest in the latest epoch, as
+    /// [`GuestIdentity::config`](driftline_guest::GuestIdentity::config) returned it.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::NoEpoch`] if the store is empty; damage of the log, or an error of the system.
+    pub fn config(&self) -> Result<Vec<u8>, StoreError> {
+        Ok(self.pin(None)?.read_machine()?.config)
+    }
+
     /// Pins the oldest retained epoch, and so all of them; `None` if there are none.
     pub(crate) fn pin_all(&self) -> Result<Option<Pinned>, StoreError> {
         match self.open_log()? {

@@ -10,12 +10,11 @@ use driftline_guest::{GuestIdentity, VmId};
 
 use crate::alloc::Slots;
 use crate::backend::StoreFile;
-use crate::commit::{Bounds, Committer, LogStatus, RetainedEpoch};
+use crate::committer::{Bounds, Committer, LogStatus, RetainedEpoch};
 use crate::epoch_encoder::begin_log;
 use crate::error::StoreError;
-use crate::log::LogFile;
 use crate::manifest::{Manifest, ManifestNotWritten};
-use crate::names::{MANIFEST, log_name, pages_name};
+use crate::names::{log_name, pages_name};
 use crate::page_file::{PageFile, PageReader, begin_pages};
 use crate::records::Files;
 use crate::retention::Space;
@@ -24,37 +23,6 @@ use crate::store::Store;
 
 /// Number of bytes of a log that are rewritten at once.
 const AT_ONCE: u64 = 1 << 20;
-
-impl Store {
-    /// Locks the store's page file against other writers until it is closed. Returns it with the
-    /// manifest, and with the log as read after the lock; `None` if the store has no files yet.
-    pub(super) fn open_locked(
-        &self,
-    ) -> Result<Option<(PageReader, Manifest, LogFile)>, StoreError> {
-        let Some(before) = self.with_repair_hint(self.manifest())? else {
-            // There may be a log whose manifest is lost.
-            return self.open_log().map(|_| None);
-        };
-        let locked = PageReader::open_locked(self, before.files.pages)?;
-        match self.with_repair_hint(self.open_log())? {
-            Some((manifest, log)) if manifest.files.pages == before.files.pages => {
-                Ok(Some((locked, manifest, log)))
-            }
-            _ => Err(StoreError::Replaced { file: self.path(MANIFEST) }),
-        }
-    }
-
-    /// Adds the repair command to damage that keeps a writer from the store.
-    pub(super) fn with_repair_hint<T>(
-        &self,
-        found: Result<T, StoreError>,
-    ) -> Result<T, StoreError> {
-        found.map_err(|e| match e.is_damage() {
-            true => StoreError::NeedsRepair { dir: self.dir(), epoch: None, cause: Box::new(e) },
-            false => e,
-        })
-    }
-}
 
 impl Committer {
     /// Opens the store's files for `guest`; `None` if there are none. Cuts off what a crash left

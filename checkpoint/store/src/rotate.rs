@@ -13,7 +13,7 @@ use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
 use serde::Serialize;
 
 use crate::backend::StoreFile;
-use crate::commit::{Committer, LogStatus, RetainedEpoch};
+use crate::committer::{Committer, LogStatus, RetainedEpoch};
 use crate::epoch_encoder::{EpochEncoder, StoredFrame, begin_log};
 use crate::epoch_reader::Record;
 use crate::error::StoreError;
