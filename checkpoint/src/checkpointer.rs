@@ -10,7 +10,6 @@
 //! frames return to the tracker (I4). No epoch builds on a failed one after the last epoch in
 //! flight has landed.
 
-mod attempt;
 mod early;
 
 use std::collections::VecDeque;
@@ -22,16 +21,13 @@ use driftline_dirty_tracker::DirtySet;
 use driftline_guest::DriveHead;
 use driftline_store::{Bounds, Committer, MAX_EPOCH, Store, StoreError};
 
-use crate::availability::{ProtectionAvailability, WaitAvailability};
+use crate::attempt::{CommittingEpoch, Ready};
 use crate::chain::EpochChain;
 use crate::commit_thread::{CommitAnswer, CommitThread};
-use crate::copy_policy::CopyPolicy;
-use crate::copy_time::CopyTimes;
-use crate::cost::{AheadCost, CopyCost};
+use crate::copy_planner::CopyPlanner;
 use crate::epoch_drives::drives_of;
 use crate::guest::Checkpointable;
 use crate::report::{CheckpointError, EpochFailure, EpochReport, EpochStep};
-use crate::snapshot::EpochCopy;
 use crate::staging::{Staging, StagingLimits};
 
 /// Takes epochs of one guest into one store.
@@ -79,12 +75,7 @@ pub struct Checkpointer {
     next: u64,
     /// Whether the store's lock turned out to be a different one.
     lock_lost: bool,
-    protection: ProtectionAvailability,
-    write_waits: WaitAvailability,
-    policy: CopyPolicy,
-    times: CopyTimes,
-    cost: CopyCost,
-    ahead: AheadCost,
+    planner: CopyPlanner,
 }
 
 /// An epoch that was launched.
@@ -98,14 +89,6 @@ enum PendingState {
     Committing(Box<CommittingEpoch>),
     /// Failed before it was handed over.
     Failed(EpochStep, EpochFailure),
-}
-
-/// An epoch that was handed over.
-struct CommittingEpoch {
-    full: bool,
-    /// Changed frames and blocks: committed when the epoch is durable, given back if it never is.
-    changed: Vec<DirtySet>,
-    taken: EpochCopy,
 }
 
 /// Consequences of failures, applied when nothing is in flight.
@@ -160,7 +143,6 @@ impl Checkpointer {
         let all = guest.layout().frames() * driftline_dirty_tracker::PAGE_SIZE;
         limits.most_bytes = limits.most_bytes.min(all);
         let staging = Staging::new(limits);
-        let protection = ProtectionAvailability::default();
         Ok(Self {
             guest,
             drives,
@@ -173,12 +155,7 @@ impl Checkpointer {
             chain: None,
             next,
             lock_lost: false,
-            protection,
-            write_waits: WaitAvailability::default(),
-            policy: CopyPolicy::DEFAULT,
-            times: CopyTimes::default(),
-            cost: CopyCost::default(),
-            ahead: AheadCost::default(),
+            planner: CopyPlanner::default(),
         })
     }
 
@@ -190,7 +167,7 @@ impl Checkpointer {
     /// frames if the previous epoch suggests that a copy before the pause leaves little for the
     /// pause.
     pub fn background_copy_from(&mut self, frames: u64) {
-        (self.policy, self.times) = (CopyPolicy::background_from(frames), CopyTimes::default());
+        self.planner.background_from(frames);
     }
 
     /// Excludes the guest's drives from the epochs. The caller must then preserve the content of
@@ -239,17 +216,19 @@ impl Checkpointer {
     ///
     /// The epoch is not stored; what changed in it is in the next one (I4).
     pub fn take(&mut self) -> Result<EpochReport, CheckpointError> {
-        self.launch();
-        let mut landed = self.land(None);
-        while !self.pending.is_empty() {
-            landed = self.land(None);
+        // A series leaves no epoch in flight, unless its callback has panicked.
+        while self.land(None).is_some() {}
+        let PendingEpoch { epoch, state } = self.begin();
+        match state {
+            PendingState::Committing(committing) => {
+                let answer = committing.commit.recv();
+                self.landed(epoch, *committing, answer)
+            }
+            PendingState::Failed(phase, cause) => {
+                self.recover_from_failure(None);
+                Err(self.failed(epoch, phase, cause))
+            }
         }
-        // One epoch was launched, so one lands.
-        landed.unwrap_or_else(|| {
-            let dir = self.store.location().to_owned();
-            let cause = StoreError::NoEpoch { dir, epoch: Some(self.next) }.into();
-            Err(self.failed(self.next, EpochStep::Publish, cause))
-        })
     }
 
     /// Returns the number of epochs that were launched and have not landed.
@@ -269,29 +248,33 @@ impl Checkpointer {
 
     /// Takes one epoch and hands it to the commit thread. [`land`](Self::land) returns the outcome.
     pub(crate) fn launch(&mut self) {
+        let launched = self.begin();
+        self.pending.push_back(launched);
+        self.recover_from_failure(None);
+    }
+
+    fn begin(&mut self) -> PendingEpoch {
         let span = tracing::info_span!("checkpoint", number = self.next);
         let _entered = span.enter();
-        let ready = self.make_ready();
-        let epoch = self.next;
+        let (epoch, full, launched) = match self.make_ready() {
+            Ok(ready) => (ready.epoch, ready.chain.is_none(), ready.attempt()),
+            Err(failed) => (self.next, self.chain.is_none(), Err(failed)),
+        };
         // This checkpointer never reuses the number, stored or not: a crash may bring a failed
         // epoch back.
         self.next = epoch.saturating_add(1).min(MAX_EPOCH + 1);
-        let full = self.chain.is_none();
-        let launched = ready.and_then(|()| self.attempt(epoch, full));
         let state = match launched {
             Ok(committing) => PendingState::Committing(Box::new(committing)),
             Err((phase, cause)) => {
                 tracing::warn!(full, %phase, %cause, "not stored");
-                self.protection.failed(&self.policy, phase, &cause);
-                self.write_waits.failed(&self.policy, phase, &cause);
+                self.planner.failed(phase, &cause);
                 // No epoch holds what was copied for a failed full one; the next epoch copies it
                 // again.
                 self.note_failure(&cause, full);
                 PendingState::Failed(phase, cause)
             }
         };
-        self.pending.push_back(PendingEpoch { epoch, state });
-        self.recover_from_failure(None);
+        PendingEpoch { epoch, state }
     }
 
     /// Returns the outcome of the oldest epoch that has not landed, as soon as it is known. Returns
@@ -300,20 +283,23 @@ impl Checkpointer {
         &mut self,
         limit: Option<Duration>,
     ) -> Option<Result<EpochReport, CheckpointError>> {
-        let oldest = self.pending.pop_front()?;
-        let epoch = oldest.epoch;
-        match oldest.state {
-            PendingState::Failed(phase, cause) => Some(Err(self.failed(epoch, phase, cause))),
-            PendingState::Committing(committing) => {
-                // While an epoch is in flight, there is a commit thread.
-                let Some(answer) = self.commit_thread.as_ref()?.answer(limit) else {
-                    let state = PendingState::Committing(committing);
-                    self.pending.push_front(PendingEpoch { epoch, state });
-                    return None;
-                };
-                Some(self.landed(epoch, *committing, answer))
+        let PendingEpoch { epoch, state } = self.pending.pop_front()?;
+        let committing = match state {
+            PendingState::Failed(phase, cause) => {
+                return Some(Err(self.failed(epoch, phase, cause)));
             }
-        }
+            PendingState::Committing(committing) => committing,
+        };
+        let answer = match limit {
+            Some(limit) => committing.commit.recv_timeout(limit),
+            None => Some(committing.commit.recv()),
+        };
+        let Some(answer) = answer else {
+            let state = PendingState::Committing(committing);
+            self.pending.push_front(PendingEpoch { epoch, state });
+            return None;
+        };
+        Some(self.landed(epoch, *committing, answer))
     }
 
     fn landed(
@@ -322,7 +308,7 @@ impl Checkpointer {
         committing: CommittingEpoch,
         answer: CommitAnswer,
     ) -> Result<EpochReport, CheckpointError> {
-        let CommittingEpoch { full, changed, taken } = committing;
+        let CommittingEpoch { full, changed, taken, .. } = committing;
         let outcome = match answer.result {
             Ok(published) => {
                 changed.into_iter().for_each(DirtySet::commit);
@@ -388,22 +374,33 @@ impl Checkpointer {
         }
     }
 
-    /// Ensures, before an epoch begins, that the store's files are open and were not replaced, and
-    /// that an epoch number is left.
-    fn make_ready(&mut self) -> Result<(), (EpochStep, EpochFailure)> {
+    /// Ensures that the store's files are open and were not replaced, and that an epoch number is
+    /// left. Returns what the next epoch needs.
+    fn make_ready(&mut self) -> Result<Ready<'_>, (EpochStep, EpochFailure)> {
         let begin = |e: StoreError| (EpochStep::Begin, e.into());
         if self.next > MAX_EPOCH {
             let (dir, last) = (self.store.location().to_owned(), self.next - 1);
             return Err(begin(StoreError::Full { dir, last }));
         }
-        if self.is_committing() {
-            // The commit thread checks before each commit.
-            return Ok(());
+        // While an epoch is in flight, the commit thread checks before each commit.
+        if !self.is_committing() {
+            if self.lock_lost {
+                self.lock_again().map_err(begin)?;
+            }
+            self.close_replaced().map_err(begin)?;
         }
-        if self.lock_lost {
-            self.lock_again().map_err(begin)?;
-        }
-        self.open_again().map_err(begin)
+        let Self { guest, drives, store, bounds, staging, planner, chain, next, .. } = self;
+        let guest = &**guest;
+        let commit_thread = match &mut self.commit_thread {
+            Some(open) => open,
+            none => {
+                let opened = open_files(store, guest).map_err(begin)?;
+                *next = (*next).max(next_number(store, Some(&opened)).map_err(begin)?);
+                none.insert(opened)
+            }
+        };
+        let (epoch, bounds) = (*next, *bounds);
+        Ok(Ready { epoch, guest, drives, store, commit_thread, bounds, staging, planner, chain })
     }
 
     /// Takes the store's lock again, if no other writer has it. Another writer may have left epochs
@@ -422,27 +419,28 @@ impl Checkpointer {
         Ok(())
     }
 
-    /// Opens the store's files if they are not open, or if the open ones were replaced. Creates
-    /// them if there are none.
-    fn open_again(&mut self) -> Result<(), StoreError> {
+    /// Closes the store's files if they were replaced.
+    fn close_replaced(&mut self) -> Result<(), StoreError> {
         match self.commit_thread.as_ref().map(CommitThread::check) {
             Some(Err(e @ StoreError::Replaced { .. })) => {
                 tracing::warn!("beginning again with a full checkpoint: {e}");
                 (self.commit_thread, self.chain) = (None, None);
+                Ok(())
             }
-            Some(Err(e)) => return Err(e),
-            Some(Ok(())) => return Ok(()),
-            None => {}
+            Some(checked) => checked,
+            None => Ok(()),
         }
-        self.store.check_lock()?;
-        let committer = match Committer::open(&self.store, &*self.guest)? {
-            Some(open) => open,
-            None => Committer::create(&self.store, &*self.guest)?,
-        };
-        self.commit_thread = Some(CommitThread::start(committer)?);
-        self.next = self.next.max(next_number(&self.store, self.commit_thread.as_ref())?);
-        Ok(())
     }
+}
+
+/// Opens the store's files, and creates them if there are none.
+fn open_files(store: &Arc<Store>, guest: &dyn Checkpointable) -> Result<CommitThread, StoreError> {
+    store.check_lock()?;
+    let committer = match Committer::open(store, guest)? {
+        Some(open) => open,
+        None => Committer::create(store, guest)?,
+    };
+    CommitThread::start(committer)
 }
 
 /// Returns the number after the last epoch in the store.

@@ -3,7 +3,7 @@
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -13,8 +13,8 @@ use driftline_store::{Bounds, CommittedEpoch, Committer, PageFile, StoreError, W
 enum CommitRequest {
     /// Check whether the store's files are still those that it has open.
     Check,
-    /// Commit an epoch that is written.
-    Commit(Box<WrittenEpoch>, Bounds),
+    /// Commit an epoch that is written, and answer.
+    Commit(Box<WrittenEpoch>, Bounds, Sender<CommitAnswer>),
 }
 
 /// The outcome of an epoch.
@@ -37,7 +37,6 @@ pub(crate) struct CommitAnswer {
 pub(crate) struct CommitThread {
     requests: Option<Sender<CommitRequest>>,
     checks: Receiver<Result<(), StoreError>>,
-    answers: Receiver<CommitAnswer>,
     thread: Option<JoinHandle<()>>,
     pages: Arc<PageFile>,
     /// The latest durable epoch at the start of the thread.
@@ -52,7 +51,6 @@ impl CommitThread {
         let (pages, last) = (committer.pages().clone(), committer.last());
         let (requests, requested) = mpsc::channel();
         let (to_checks, checks) = mpsc::channel();
-        let (to_answers, answers) = mpsc::channel();
         let rotating = Arc::new(AtomicBool::new(false));
         let busy = rotating.clone();
         let work = move || {
@@ -60,7 +58,7 @@ impl CommitThread {
             for request in requested {
                 match request {
                     CommitRequest::Check => drop(to_checks.send(committer.check())),
-                    CommitRequest::Commit(written, bounds) => {
+                    CommitRequest::Commit(written, bounds, answer) => {
                         committer.set_bounds(bounds);
                         let result = committer.commit(*written);
                         let (at, lost, last) =
@@ -68,7 +66,7 @@ impl CommitThread {
                         // Set before the caller receives the answer and sends its next request.
                         let rotates = committer.needs_rotation();
                         busy.store(rotates, Ordering::SeqCst);
-                        drop(to_answers.send(CommitAnswer {
+                        drop(answer.send(CommitAnswer {
                             result,
                             at,
                             lost,
@@ -93,7 +91,7 @@ impl CommitThread {
             cause,
         };
         let thread = Some(thread.map_err(failed)?);
-        Ok(Self { requests: Some(requests), checks, answers, thread, pages, last, rotating })
+        Ok(Self { requests: Some(requests), checks, thread, pages, last, rotating })
     }
 
     /// Returns the page file, for writers of epochs.
@@ -114,35 +112,14 @@ impl CommitThread {
             return Ok(());
         }
         self.ask(CommitRequest::Check);
-        self.checks.recv().unwrap_or_else(|_| Err(self.thread_ended()))
+        self.checks.recv().unwrap_or_else(|_| Err(thread_ended(&self.pages)))
     }
 
-    /// Hands an epoch over. Answers arrive in the same order.
-    pub(crate) fn commit(&self, written: WrittenEpoch, bounds: Bounds) {
-        self.ask(CommitRequest::Commit(Box::new(written), bounds));
-    }
-
-    /// Returns the next answer. Waits up to `limit`, or without a limit if `None`.
-    pub(crate) fn answer(&self, limit: Option<Duration>) -> Option<CommitAnswer> {
-        use mpsc::RecvTimeoutError::{Disconnected, Timeout};
-        let answer = match limit {
-            Some(limit) => self.answers.recv_timeout(limit),
-            None => self.answers.recv().map_err(|_| Disconnected),
-        };
-        match answer {
-            Ok(answer) => Some(answer),
-            Err(Timeout) => None,
-            Err(Disconnected) => {
-                let result = Err(self.thread_ended());
-                Some(CommitAnswer {
-                    result,
-                    at: Instant::now(),
-                    lost: true,
-                    last: None,
-                    thread_ended: true,
-                })
-            }
-        }
+    /// Hands an epoch over. Epochs are committed in this order.
+    pub(crate) fn commit(&self, written: WrittenEpoch, bounds: Bounds) -> PendingCommit {
+        let (to_answer, answer) = mpsc::channel();
+        self.ask(CommitRequest::Commit(Box::new(written), bounds, to_answer));
+        PendingCommit { answer, pages: self.pages.clone() }
     }
 
     fn ask(&self, request: CommitRequest) {
@@ -151,11 +128,44 @@ impl CommitThread {
             let _ = requests.send(request);
         }
     }
+}
 
-    fn thread_ended(&self) -> StoreError {
-        let cause = io::Error::other("the commit thread has ended");
-        StoreError::Io { what: "committing to", path: self.pages.path().to_owned(), cause }
+/// An epoch that was handed over.
+#[derive(Debug)]
+pub(crate) struct PendingCommit {
+    answer: Receiver<CommitAnswer>,
+    pages: Arc<PageFile>,
+}
+
+impl PendingCommit {
+    /// Returns the outcome as soon as it is known.
+    pub(crate) fn recv(&self) -> CommitAnswer {
+        self.answer.recv().unwrap_or_else(|_| self.thread_ended())
     }
+
+    /// Returns the outcome, or `None` if it is not known after `limit`.
+    pub(crate) fn recv_timeout(&self, limit: Duration) -> Option<CommitAnswer> {
+        match self.answer.recv_timeout(limit) {
+            Ok(answer) => Some(answer),
+            Err(RecvTimeoutError::Timeout) => None,
+            Err(RecvTimeoutError::Disconnected) => Some(self.thread_ended()),
+        }
+    }
+
+    fn thread_ended(&self) -> CommitAnswer {
+        CommitAnswer {
+            result: Err(thread_ended(&self.pages)),
+            at: Instant::now(),
+            lost: true,
+            last: None,
+            thread_ended: true,
+        }
+    }
+}
+
+fn thread_ended(pages: &PageFile) -> StoreError {
+    let cause = io::Error::other("the commit thread has ended");
+    StoreError::Io { what: "committing to", path: pages.path().to_owned(), cause }
 }
 
 impl Drop for CommitThread {

@@ -92,6 +92,12 @@ pub(crate) struct CopyPolicy {
     pub(crate) early_percent: u64,
 }
 
+impl Default for CopyPolicy {
+    fn default() -> Self {
+        Self::DEFAULT
+    }
+}
+
 impl CopyPolicy {
     /// The default, as a constant.
     pub(crate) const DEFAULT: Self = Self {

@@ -8,6 +8,7 @@
 //! A failed epoch loses nothing: its frames return to the tracker and are in the next epoch (I4).
 #![forbid(unsafe_code)]
 
+mod attempt;
 mod availability;
 mod background_copy;
 mod cadence;
@@ -15,6 +16,7 @@ mod chain;
 mod checkpointer;
 mod chunks;
 mod commit_thread;
+mod copy_planner;
 mod copy_policy;
 mod copy_time;
 mod cost;

@@ -9,15 +9,7 @@ impl Checkpointer {
     /// `max_pause`, a share of what fits. `None` before the first epoch.
     pub(crate) fn most_changed(&self, max_pause: Duration) -> Option<u64> {
         self.chain.as_ref()?;
-        let room = self.staging.frames();
-        let most = match self.protection.is_used() {
-            // Frames that are copied after the guest has resumed do not lengthen the pause.
-            true => room,
-            // An epoch that takes more than half the room is not copied before the pause, so an
-            // epoch begins early at half: at three quarters (`early_percent`) of these two thirds.
-            false => self.cost.fit(max_pause).unwrap_or(u64::MAX).min(room / 3 * 2),
-        };
-        Some(self.policy.early_at(most))
+        Some(self.planner.most_changed(max_pause, self.staging.frames()))
     }
 
     /// Returns how many frames will have changed since the last epoch at the pause of an epoch that
@@ -27,7 +19,7 @@ impl Checkpointer {
         let chain = self.chain.as_ref()?;
         self.guest.collect().ok()?;
         let frames = chain.subscription.count();
-        let ahead = self.ahead.of(chain.drives.due_ahead());
+        let ahead = self.planner.ahead.of(chain.drives.due_ahead());
         Some(grown(frames, chain.since.elapsed(), ahead))
     }
 }

@@ -3,45 +3,62 @@
 
 use std::time::Instant;
 
-use driftline_guest::GuestError;
-use driftline_store::{EpochWriter, StoreError};
+use driftline_dirty_tracker::DirtySet;
+use driftline_guest::DriveHead;
+use driftline_store::{Bounds, EpochWriter, Store};
 
-use super::{Checkpointer, CommittingEpoch};
 use crate::chain::EpochChain;
+use crate::commit_thread::{CommitThread, PendingCommit};
+use crate::copy_planner::CopyPlanner;
 use crate::disk_copy::DiskCopy;
+use crate::guest::Checkpointable;
 use crate::live_copy::LiveCopy;
 use crate::pause::Epoch;
 use crate::report::{EpochFailure, EpochStep, step};
-use crate::snapshot::Snapshot;
+use crate::snapshot::{EpochCopy, Snapshot};
 use crate::staging::Staging;
 
-impl Checkpointer {
-    /// Takes an epoch up to the hand-over to the commit thread.
-    pub(super) fn attempt(
-        &mut self,
-        epoch: u64,
-        full: bool,
-    ) -> Result<CommittingEpoch, (EpochStep, EpochFailure)> {
-        let Self { guest, drives, store, commit_thread, bounds, staging, chain, .. } = self;
-        let Self { policy, protection, write_waits, times, cost, ahead: ahead_cost, .. } = self;
+/// All that an epoch needs: its number, and a store whose files are open.
+pub(crate) struct Ready<'c> {
+    pub(crate) epoch: u64,
+    pub(crate) guest: &'c dyn Checkpointable,
+    /// Drives that are part of the epochs.
+    pub(crate) drives: &'c [DriveHead],
+    pub(crate) store: &'c Store,
+    pub(crate) commit_thread: &'c CommitThread,
+    pub(crate) bounds: Bounds,
+    pub(crate) staging: &'c mut Staging,
+    pub(crate) planner: &'c mut CopyPlanner,
+    /// The chain that the epoch continues; an epoch that finds none begins one, and is full.
+    pub(crate) chain: &'c mut Option<EpochChain>,
+}
+
+/// An epoch that was handed over.
+pub(crate) struct CommittingEpoch {
+    pub(crate) full: bool,
+    pub(crate) commit: PendingCommit,
+    /// Changed frames and blocks: committed when the epoch is durable, given back if it never is.
+    pub(crate) changed: Vec<DirtySet>,
+    pub(crate) taken: EpochCopy,
+}
+
+impl Ready<'_> {
+    /// Takes the epoch up to the hand-over to the commit thread.
+    pub(crate) fn attempt(self) -> Result<CommittingEpoch, (EpochStep, EpochFailure)> {
+        let Self { epoch, guest, drives, store, commit_thread, bounds, staging, .. } = self;
+        let CopyPlanner { policy, protection, write_waits, times, ahead: ahead_cost, .. } =
+            &mut *self.planner;
         let policy = &*policy;
-        let guest = &**guest;
-        let parent = chain.as_ref().and_then(|c| c.last);
-        let commit_thread = commit_thread.as_ref().ok_or_else(|| {
-            // `make_ready` has opened it, or has returned why it cannot be opened.
-            let dir = store.location().to_owned();
-            (EpochStep::Begin, StoreError::LockLost { dir }.into())
-        })?;
+        let full = self.chain.is_none();
+        let parent = self.chain.as_ref().and_then(|c| c.last);
         let pages = commit_thread.pages().clone();
         let mut file = step(EpochStep::Begin, || {
             store.check_lock()?;
-            EpochWriter::new(pages, epoch, guest, parent, drives.clone())
+            EpochWriter::new(pages, epoch, guest, parent, drives.to_vec())
         })?;
-        if full {
-            *chain = Some(EpochChain::begin(guest, drives)?);
-        }
-        let Some(chain) = chain else {
-            return Err((EpochStep::Subscribe, GuestError::NotTracked.into()));
+        let chain = match self.chain {
+            Some(chain) => chain,
+            none => none.insert(EpochChain::begin(guest, drives)?),
         };
         let EpochChain { subscription, drives, .. } = &mut *chain;
         let mut changed = Vec::new();
@@ -68,13 +85,11 @@ impl Checkpointer {
         let epoch_of = Epoch { guest, policy, pause_gate, subscription, disks, file: file_of };
         let mut taken = Snapshot { epoch: epoch_of, protection, times, staging }.take()?;
         changed.append(&mut taken.changed);
-        commit_thread.commit(file.finish(), *bounds);
+        let commit = commit_thread.commit(file.finish(), bounds);
         (chain.last, chain.since) = (Some(epoch), taken.resumed);
-        if taken.staged > 0 {
-            cost.note(policy, taken.pause, taken.in_pause, taken.staged);
-        }
+        self.planner.copied(&taken);
         grow(staging, taken.staged);
-        Ok(CommittingEpoch { full, changed, taken })
+        Ok(CommittingEpoch { full, commit, changed, taken })
     }
 }
 
