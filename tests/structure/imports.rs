@@ -5,6 +5,9 @@
 //! re-export items of its children. It imports them only if it uses them itself. A path that begins
 //! with an imported name continues there.
 //! A private glob counts as an import of the module that it names, whatever it brings into scope.
+//! A type's method that calls another one of the same type on `self` or `Self` imports the module
+//! that defines it. A call on any other value does not count: its type is not known without the
+//! compiler.
 //! Code for tests may import anything: `#[cfg(test)]`, and modules of the features `testing` and
 //! `fuzzing`.
 
@@ -31,6 +34,10 @@ struct ModuleContents {
     imported: BTreeMap<String, Vec<String>>,
     /// Paths that the module names.
     named: Vec<Vec<String>>,
+    /// Inherent methods that the module defines, each with the name of its type.
+    methods: BTreeSet<(String, String)>,
+    /// Methods that a type's own methods call on `self` or `Self`.
+    own_calls: BTreeSet<(String, String)>,
 }
 
 /// The modules of one crate.
@@ -72,6 +79,7 @@ impl Crate {
                 }
                 item => {
                     contents.items.extend(name_of(item));
+                    contents.read_methods(item);
                     PathCollector(&mut contents.named).visit_item(item);
                 }
             }
@@ -169,6 +177,10 @@ impl Crate {
                 [name] => self.resolve_name(module, name),
                 path => self.resolve(module, path, 16),
             });
+            let called = self.0.iter().filter(|(_, other)| {
+                contents.own_calls.difference(&contents.methods).any(|m| other.methods.contains(m))
+            });
+            let named = named.chain(called.map(|(other, _)| other.clone()));
             let others = named.filter(|other| other != module).collect();
             imports.insert(module.clone(), others);
         }
@@ -177,6 +189,27 @@ impl Crate {
 }
 
 impl ModuleContents {
+    /// Reads the methods of an `impl` block, and which methods of the same type they call.
+    fn read_methods(&mut self, item: &Item) {
+        let Item::Impl(item) = item else { return };
+        let syn::Type::Path(of) = &*item.self_ty else { return };
+        let Some(of) = of.path.segments.last().map(|segment| segment.ident.to_string()) else {
+            return;
+        };
+        let mut calls = OwnCalls::default();
+        for method in &item.items {
+            let syn::ImplItem::Fn(method) = method else { continue };
+            if is_for_tests(&method.attrs) {
+                continue;
+            }
+            if item.trait_.is_none() {
+                self.methods.insert((of.clone(), method.sig.ident.to_string()));
+            }
+            calls.visit_impl_item_fn(method);
+        }
+        self.own_calls.extend(calls.0.into_iter().map(|method| (of.clone(), method)));
+    }
+
     fn read_use(&mut self, tree: &UseTree, path: &mut Vec<String>, public: bool) {
         let mut add = |name: String, path: Vec<String>| {
             // A re-export from elsewhere is an import. A re-export of a child's item is not.
@@ -248,6 +281,29 @@ impl<'ast> Visit<'ast> for PathCollector<'_> {
         let mut contents = ModuleContents::default();
         contents.read_use(&item.tree, &mut Vec::new(), false);
         self.0.append(&mut contents.named);
+    }
+}
+
+/// Collects the methods that are called on `self` or `Self`.
+#[derive(Default)]
+struct OwnCalls(BTreeSet<String>);
+
+impl<'ast> Visit<'ast> for OwnCalls {
+    fn visit_expr_method_call(&mut self, call: &'ast syn::ExprMethodCall) {
+        if matches!(&*call.receiver, Expr::Path(on) if on.path.is_ident("self")) {
+            self.0.insert(call.method.to_string());
+        }
+        visit::visit_expr_method_call(self, call);
+    }
+
+    fn visit_path(&mut self, path: &'ast syn::Path) {
+        let segments: Vec<_> = path.segments.iter().map(|s| &s.ident).collect();
+        if let [first, method] = segments[..]
+            && first == "Self"
+        {
+            self.0.insert(method.to_string());
+        }
+        visit::visit_path(self, path);
     }
 }
 
@@ -402,6 +458,24 @@ fn a_parents_re_export_makes_a_circle() {
     }
     for parent in ["pub use child::A; pub struct P;", "pub use child::*; pub struct P(u8);"] {
         assert_eq!(names(&format!("mod child; {parent}")), [""; 0], "{parent}");
+    }
+}
+
+/// A type's methods are in two modules, and each calls one of the other.
+#[test]
+fn a_circle_is_found_through_inherent_methods() {
+    let lib = "mod a; pub struct T; impl T { pub fn f(&self) {} CALL }";
+    let a = "use super::T; impl T { pub(super) fn g(&self) {} #[cfg(test)] fn h(&self) {} }";
+    for (call, circle) in [
+        ("fn k(&self) { self.g(); }", &["", "a"][..]),
+        ("fn k() { [T].iter().for_each(Self::g); }", &["", "a"]),
+        ("fn k(&self) { self.f(); }", &[]),
+        ("fn k(&self) { self.h(); }", &[]),
+        ("} struct U; impl U { fn g(&self) {} fn k(&self) { self.g(); }", &[]),
+    ] {
+        let found = circles_of(&[("lib.rs", &lib.replace("CALL", call)), ("a.rs", a)]);
+        let names: Vec<_> = found.into_iter().flatten().map(|module| module.join("::")).collect();
+        assert_eq!(names, circle, "{call}");
     }
 }
 
