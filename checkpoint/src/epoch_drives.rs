@@ -58,8 +58,7 @@ impl EpochDrives {
         let present = guest.drives();
         let mut tracked = Vec::new();
         for (object, head) in (1..).zip(drives) {
-            let unsupported =
-                |why: &str| GuestError::Unsupported { what: head.to_string(), why: why.into() };
+            let unsupported = |why: &str| GuestError::unsupported(head, why);
             let drive = present.iter().find(|drive| drive.head() == *head);
             let drive = drive.ok_or_else(|| unsupported("the guest does not have it any more"))?;
             let copy_before_write = drive.copy_before_write();

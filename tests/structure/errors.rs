@@ -1,18 +1,57 @@
-//! Errors of the machine, the back ends and the control crate have types: no function there returns
-//! a `String` as its error.
+//! Errors have types. No function of the machine, the back ends and the control crate returns a
+//! `String` as its error. Nowhere in the product is a type another name of `String`, and no error
+//! keeps a `String` as its reason (`why`), which would drop the source.
 
 use std::fs;
 
 use syn::visit::{self, Visit};
-use syn::{GenericArgument, ImplItemType, PathArguments, PathSegment, Type};
+use syn::{
+    Field, Fields, GenericArgument, Ident, ImplItemType, ItemEnum, ItemStruct, ItemType,
+    PathArguments, PathSegment, Type,
+};
 
 use super::files::{files, relative, root};
 
 const FOLDERS: [&str; 3] = ["vmm/machine/src", "vmm/backends/src", "vmm/control/src"];
 
+/// The crates whose errors keep their sources.
+const PRODUCT: [&str; 4] = ["checkpoint", "dirty-tracker", "migrate", "vmm"];
+
 /// Counts the places where the error of a `Result` or of a `FromStr` is a `String`.
 #[derive(Default)]
 struct StringErrors(usize);
+
+/// Collects the types that are another name of `String`, and the errors with a `String` as their
+/// reason.
+#[derive(Default)]
+struct StringReasons(Vec<String>);
+
+impl StringReasons {
+    fn add_fields(&mut self, of: &Ident, fields: &Fields) {
+        let is_reason = |field: &Field| {
+            field.ident.as_ref().is_some_and(|name| name == "why") && is_string(&field.ty)
+        };
+        if of.to_string().ends_with("Error") && fields.iter().any(is_reason) {
+            self.0.push(of.to_string());
+        }
+    }
+}
+
+impl<'ast> Visit<'ast> for StringReasons {
+    fn visit_item_type(&mut self, item: &'ast ItemType) {
+        if is_string(&item.ty) {
+            self.0.push(item.ident.to_string());
+        }
+    }
+
+    fn visit_item_enum(&mut self, item: &'ast ItemEnum) {
+        item.variants.iter().for_each(|variant| self.add_fields(&item.ident, &variant.fields));
+    }
+
+    fn visit_item_struct(&mut self, item: &'ast ItemStruct) {
+        self.add_fields(&item.ident, &item.fields);
+    }
+}
 
 impl<'ast> Visit<'ast> for StringErrors {
     fn visit_path_segment(&mut self, segment: &'ast PathSegment) {
@@ -42,6 +81,35 @@ fn string_errors(text: &str) -> usize {
     let mut errors = StringErrors::default();
     errors.visit_file(&syn::parse_file(text).unwrap());
     errors.0
+}
+
+fn string_reasons(text: &str) -> Vec<String> {
+    let mut reasons = StringReasons::default();
+    reasons.visit_file(&syn::parse_file(text).unwrap());
+    reasons.0
+}
+
+#[test]
+fn errors_keep_their_sources() {
+    let files: Vec<_> = PRODUCT.iter().flat_map(|dir| files(&root().join(dir), &["rs"])).collect();
+    assert!(files.len() > 300, "only {} files were found", files.len());
+    for file in files {
+        let found = string_reasons(&fs::read_to_string(&file).unwrap());
+        assert!(found.is_empty(), "{}: {found:?}: use `cause` with its type", relative(&file));
+    }
+}
+
+#[test]
+fn string_reasons_are_found() {
+    for (text, found) in [
+        ("type StepError = String;", &["StepError"][..]),
+        ("enum AError { B { what: u8, why: String } }", &["AError"]),
+        ("mod m { pub struct AError { pub why: String } }", &["AError"]),
+        ("enum AError { B { why: &'static str, what: String } }", &[]),
+        ("struct Row { why: String } type Names = Vec<String>;", &[]),
+    ] {
+        assert_eq!(string_reasons(text), found, "{text}");
+    }
 }
 
 #[test]

@@ -47,20 +47,20 @@ pub enum GuestError {
     )]
     NotTracked,
     /// The configuration or a state section cannot be used on this host.
-    #[error("{what} cannot be used on this host: {why}")]
+    #[error("{what} cannot be used on this host: {cause}")]
     Unsupported {
         /// What cannot be used.
         what: String,
         /// The reason.
-        why: String,
+        cause: Box<dyn Error + Send + Sync>,
     },
     /// A configuration or state section is malformed.
-    #[error("{what} is malformed: {why}")]
+    #[error("{what} is malformed: {cause}")]
     Malformed {
         /// What is malformed.
         what: String,
         /// The reason.
-        why: String,
+        cause: Box<dyn Error + Send + Sync>,
     },
     /// An operation of the underlying system failed.
     #[error("{what} failed: {cause}")]
@@ -70,6 +70,25 @@ pub enum GuestError {
         /// The system's error.
         cause: Box<dyn Error + Send + Sync>,
     },
+}
+
+impl GuestError {
+    /// Creates the error of a configuration or state section, named `what`, that cannot be used on
+    /// this host.
+    pub fn unsupported(
+        what: impl fmt::Display,
+        cause: impl Into<Box<dyn Error + Send + Sync>>,
+    ) -> Self {
+        Self::Unsupported { what: what.to_string(), cause: cause.into() }
+    }
+
+    /// Creates the error of a malformed configuration or state section, named `what`.
+    pub fn malformed(
+        what: impl fmt::Display,
+        cause: impl Into<Box<dyn Error + Send + Sync>>,
+    ) -> Self {
+        Self::Malformed { what: what.to_string(), cause: cause.into() }
+    }
 }
 
 /// The host lacks address space for another subscriber's tree.

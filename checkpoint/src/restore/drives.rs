@@ -1,6 +1,8 @@
 //! Restores a guest's drives to an epoch: overwrites them in place, after all blocks have been
 //! checked.
 
+use std::io;
+
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn};
 use driftline_guest::{DriveCopy, DriveHead, GuestError};
 use driftline_store::{Archive, FrameLocation, Pinned, Sink, StoreError, place};
@@ -61,12 +63,22 @@ pub(crate) struct RestoredDrives<'h> {
 }
 
 /// Why drives are only partly restored.
-pub(crate) struct PartialRestore(String);
-
-impl From<StoreError> for PartialRestore {
-    fn from(e: StoreError) -> Self {
-        Self(e.to_string())
-    }
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum PartialRestore {
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    #[error("the checkpoint has no drive {0}")]
+    NoDrive(u16),
+    #[error("{0} is missing")]
+    Missing(DriveHead),
+    #[error("writing {head} failed: {cause}")]
+    Write { head: DriveHead, cause: io::Error },
+    #[error("writing zeros to {head} failed: {cause}")]
+    Zero { head: DriveHead, cause: io::Error },
+    #[error("making {head} durable failed: {cause}")]
+    MakeDurable { head: DriveHead, cause: io::Error },
+    #[error("handing {head} over to the guest failed: {cause}")]
+    YieldToGuest { head: DriveHead, cause: io::Error },
 }
 
 /// A sink that only checks the stored blocks: no drive has been written at that point.
@@ -87,11 +99,11 @@ impl Sink for RestoredDrives<'_> {
     fn frames(&self, run: FrameRun, contents: &[u8]) -> Result<(), PartialRestore> {
         let (object, block) = place(run.start);
         let Some((head, drive)) = self.numbered(object) else {
-            return Err(PartialRestore(format!("the checkpoint has no drive {object}")));
+            return Err(PartialRestore::NoDrive(object));
         };
         let (at, len) = within(head, FrameRun { start: block, count: run.count });
         let written = drive.write(at, &contents[..len as usize]);
-        written.map_err(|e| PartialRestore(format!("writing {head} failed: {e}")))
+        written.map_err(|cause| PartialRestore::Write { head: head.clone(), cause })
     }
 }
 
@@ -111,7 +123,7 @@ impl RestoredDrives<'_> {
         let why = format!("drive {object} of the checkpoint is missing");
         RestoreError::Guest {
             epoch: self.epoch,
-            cause: GuestError::Unsupported { what: "the guest's disks".to_owned(), why },
+            cause: GuestError::unsupported("the guest's disks", why),
         }
     }
 
@@ -136,9 +148,9 @@ impl RestoredDrives<'_> {
         let epoch = self.epoch;
         self.check(&mut blocks)?;
         tracing::info!(checkpoint = epoch, disks = names.join(", "), "overwriting disks");
-        self.write(&mut blocks).map_err(|PartialRestore(why)| RestoreError::Drives {
+        self.write(&mut blocks).map_err(|e| RestoreError::Drives {
             epoch,
-            why,
+            cause: e.into(),
             disks: names,
         })?;
         self.drives.iter().for_each(|drive| drive.keep());
@@ -148,27 +160,26 @@ impl RestoredDrives<'_> {
     fn write(&self, blocks: &mut EpochBlocks<'_>) -> Result<(), PartialRestore> {
         for (object, head) in (1..).zip(self.heads) {
             let Some((_, drive)) = self.numbered(object) else {
-                return Err(PartialRestore(format!("{head} is missing")));
+                return Err(PartialRestore::Missing(head.clone()));
             };
             let stored = blocks.of(object);
             for gap in stored.gaps(FrameRun { start: Gfn(0), count: head.blocks() }) {
                 let (at, len) = within(head, gap);
                 let zeroed = drive.zero(at, len);
-                zeroed
-                    .map_err(|e| PartialRestore(format!("writing zeros to {head} failed: {e}")))?;
+                zeroed.map_err(|cause| PartialRestore::Zero { head: head.clone(), cause })?;
             }
         }
         blocks.fetch(self)?;
         for (head, drive) in self.heads.iter().zip(&self.drives) {
             let durable = drive.make_durable();
-            durable.map_err(|e| PartialRestore(format!("making {head} durable failed: {e}")))?;
+            let head = head.clone();
+            durable.map_err(|cause| PartialRestore::MakeDurable { head, cause })?;
         }
         // Only after all are durable: until then, nothing else may open any of them.
         for (head, drive) in self.heads.iter().zip(&self.drives) {
             let yielded = drive.yield_to_guest();
-            yielded.map_err(|e| {
-                PartialRestore(format!("handing {head} over to the guest failed: {e}"))
-            })?;
+            let head = head.clone();
+            yielded.map_err(|cause| PartialRestore::YieldToGuest { head, cause })?;
         }
         Ok(())
     }

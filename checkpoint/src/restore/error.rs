@@ -1,5 +1,7 @@
 //! Why a guest cannot be restored.
 
+use std::error::Error;
+
 use driftline_guest::GuestError;
 use driftline_store::StoreError;
 use vm_memory::GuestMemoryError;
@@ -20,12 +22,12 @@ pub enum RestoreError {
         cause: GuestError,
     },
     /// A frame that the guest needs cannot be read.
-    #[error("checkpoint {epoch} cannot be restored: {why}")]
+    #[error("checkpoint {epoch} cannot be restored: {cause}")]
     Lost {
         /// The epoch.
         epoch: u64,
         /// What is wrong with the frame.
-        why: String,
+        cause: Box<dyn Error + Send + Sync>,
     },
     /// The epoch's configuration yields a different memory layout than the stored one.
     #[error(
@@ -43,7 +45,7 @@ pub enum RestoreError {
     /// The drives are partly overwritten. All their stored blocks had been read and found sound
     /// before that.
     #[error(
-        "checkpoint {epoch} cannot be restored: {why}; its disks ({}) are partly \
+        "checkpoint {epoch} cannot be restored: {cause}; its disks ({}) are partly \
          overwritten: run no guest from them until a checkpoint, this or another, has been \
          restored to them",
         disks.join(", ")
@@ -52,7 +54,7 @@ pub enum RestoreError {
         /// The epoch.
         epoch: u64,
         /// The reason.
-        why: String,
+        cause: Box<dyn Error + Send + Sync>,
         /// Names of the drives.
         disks: Vec<String>,
     },

@@ -236,7 +236,7 @@ fn finish<G: Lifecycle + ?Sized>(
 /// there is one, or else `cause`.
 fn lost<G: Populate + ?Sized>(guest: &G, epoch: u64, cause: GuestError) -> RestoreError {
     match guest.fetching().and_then(|fetching| fetching.lost) {
-        Some(why) => RestoreError::Lost { epoch, why },
+        Some(why) => RestoreError::Lost { epoch, cause: why.into() },
         None => RestoreError::Guest { epoch, cause },
     }
 }
@@ -299,7 +299,7 @@ fn lazily<G: GuestContents + Populate + ?Sized>(
 fn unread(epoch: u64, e: PageSourceError) -> RestoreError {
     match e.downcast::<StoreError>() {
         Ok(e) => e.into(),
-        Err(e) => RestoreError::Lost { epoch, why: e.to_string() },
+        Err(e) => RestoreError::Lost { epoch, cause: e.into() },
     }
 }
 

@@ -75,19 +75,19 @@ pub(super) fn chosen<G: GuestContents + ?Sized>(
     guest: &G,
     which: &CopyDrives,
 ) -> Result<Vec<Box<dyn GuestDrive>>, Cause> {
-    let unsupported = |what: String, why: &str| GuestError::Unsupported { what, why: why.into() };
     let mut drives = match which {
         CopyDrives::None => return Ok(Vec::new()),
         CopyDrives::All | CopyDrives::Named(_) => guest.drives(),
     };
     if drives.is_empty() {
-        return Err(unsupported("copying disks".into(), "the guest has none").into());
+        return Err(GuestError::unsupported("copying disks", "the guest has none").into());
     }
     if let CopyDrives::Named(names) = which {
         let is_missing = |name: &&String| !drives.iter().any(|drive| drive.head().id == **name);
         if let Some(name) = names.iter().find(is_missing) {
             let what = format!("copying disk \"{name}\"");
-            return Err(unsupported(what, "the guest has no disk of this name").into());
+            let why = "the guest has no disk of this name";
+            return Err(GuestError::unsupported(what, why).into());
         }
         drives.retain(|drive| names.contains(&drive.head().id));
     }

@@ -26,8 +26,8 @@ pub enum LaunchError {
 /// Formats the error as the KVM machine formats the same one: the reason alone.
 fn reason_of(e: &GuestError) -> String {
     match e {
-        GuestError::Unsupported { why, .. } => why.clone(),
-        GuestError::Malformed { what, why } if what == "the configuration" => why.clone(),
+        GuestError::Unsupported { cause, .. } => cause.to_string(),
+        GuestError::Malformed { what, cause } if what == "the configuration" => cause.to_string(),
         e => e.to_string(),
     }
 }
@@ -99,9 +99,8 @@ impl Factory {
         drives: &[DriveHead],
     ) -> Result<GuestWithCopies<dyn Vm>, GuestError> {
         if let Some(drive) = drives.first() {
-            let what = format!("disk \"{}\"", drive.id);
-            let why = "a guest of the threads backend has no disks".to_owned();
-            return Err(GuestError::Malformed { what, why });
+            let why = "a guest of the threads backend has no disks";
+            return Err(GuestError::malformed(format_args!("disk \"{}\"", drive.id), why));
         }
         let _logged = guest_span(vm_id, &config.identity).entered();
         Ok((ThreadMachine::new(vm_id, config, &self.host)?, Vec::new()))

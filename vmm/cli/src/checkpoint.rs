@@ -213,7 +213,7 @@ async fn lost(client: &Client, e: ClientError, last: Option<u64>) -> Failure {
     };
     let why = match &e {
         ClientError::Connect { cause, .. } => format!("does not answer: {cause}"),
-        ClientError::Broken { why, .. } => format!("did not answer properly: {why}"),
+        ClientError::Broken { cause, .. } => format!("did not answer properly: {cause}"),
         ClientError::Silent { .. } => return Failure::from(e).followed_by(&durable),
         _ => return e.into(),
     };

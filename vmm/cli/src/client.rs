@@ -326,8 +326,8 @@ mod tests {
     #[test]
     fn request_without_an_answer_may_have_begun() {
         let socket = std::path::PathBuf::from("/run/it.sock");
-        let why = "reset".to_owned();
-        let failure = unanswered(ClientError::Broken { socket: socket.clone(), why });
+        let cause = "reset".into();
+        let failure = unanswered(ClientError::Broken { socket: socket.clone(), cause });
         assert!(!failure.is_still_running());
         assert!(failure.message().contains("the job may have started"));
         let cause = std::io::ErrorKind::NotFound.into();

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use driftline_compare::{
     CompareSettings, CompareStep, GuestKind, HostDescription, LIGHT, MatrixCell, TrackingWay,
-    compare as measure, default_cells, product,
+    WayUnavailable, compare as measure, default_cells, product,
 };
 use driftline_machine::kvm::Capabilities;
 use driftline_machine::sandbox;
@@ -138,7 +138,7 @@ fn measurable(
     capabilities: &Capabilities,
 ) -> usize {
     let lacking = |way: &TrackingWay| way.lacking(capabilities, settings.ring_entries);
-    let lacking: Vec<(&TrackingWay, String)> =
+    let lacking: Vec<(&TrackingWay, WayUnavailable)> =
         ways.iter().filter_map(|way| Some((way, lacking(way)?))).collect();
     for (way, why) in &lacking {
         print_message(format_args!("{way} is not measured: {why}"));

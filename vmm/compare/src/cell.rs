@@ -26,7 +26,7 @@ use super::cpu::{CpuTime, this_thread};
 use super::matrix::{GuestKind, MatrixCell};
 use super::settings::CompareSettings;
 use super::truth::{Audit, GroundTruth, TruthError};
-use super::way::SinkKind;
+use super::way::{SinkKind, WayUnavailable};
 
 /// Limit for a payload to cover its working set.
 const WARM_UP_LIMIT: Duration = Duration::from_secs(20);
@@ -43,9 +43,9 @@ const MIN_PAUSES: usize = 3;
 /// The reason why a cell has no figures.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum CellError {
-    /// The host cannot track in this way. This is a sentence.
-    #[error("{0}")]
-    HostLacks(String),
+    /// The host cannot track in this way.
+    #[error(transparent)]
+    HostLacks(#[from] WayUnavailable),
     /// The machine cannot be built.
     #[error(transparent)]
     Machine(#[from] MachineError),
@@ -62,8 +62,8 @@ pub(super) enum CellError {
     #[error("its guest did not cover its working set in {} s", WARM_UP_LIMIT.as_secs())]
     NotWarm,
     /// The guest has ended.
-    #[error("its guest ended while it was measured: {0}")]
-    Ended(String),
+    #[error("its guest ended while it was measured: {}", reason_of(.0))]
+    Ended(EndReason),
 }
 
 /// The steps of one epoch, in ns.
@@ -222,7 +222,7 @@ impl MachineBench {
     fn wait(&self, time: Duration) -> Result<(), CellError> {
         match self.machine.wait_end(Some(time)) {
             None => Ok(()),
-            Some(why) => Err(ended(&why)),
+            Some(why) => Err(CellError::Ended(why)),
         }
     }
 
@@ -422,11 +422,11 @@ fn touches_little(guest: &GuestKind, available: u64) -> bool {
     }
 }
 
-fn ended(why: &EndReason) -> CellError {
-    CellError::Ended(match why {
+fn reason_of(why: &EndReason) -> String {
+    match why {
         EndReason::Crashed(why) => why.clone(),
         other => format!("{other:?}"),
-    })
+    }
 }
 
 #[cfg(test)]

@@ -53,4 +53,4 @@ pub use report::{CellReport, ComparisonReport, RowFigures};
 pub use run::{CompareStep, compare};
 pub use settings::CompareSettings;
 pub use stats::RunSpread;
-pub use way::{SinkKind, TrackingWay, UnknownWay};
+pub use way::{SinkKind, TrackingWay, UnknownWay, WayUnavailable};

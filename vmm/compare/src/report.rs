@@ -210,8 +210,11 @@ fn slow_downs(own: &[RoundOutcome], base: &[RoundOutcome]) -> impl Iterator<Item
 mod tests {
     use std::time::Duration;
 
+    use driftline_machine::vm::EndReason;
+
     use super::*;
     use crate::matrix::{LIGHT, product};
+    use crate::way::WayUnavailable;
 
     fn sample(writes: u64, epoch_ns: u64, missed: u64) -> RunSample {
         RunSample {
@@ -267,14 +270,18 @@ mod tests {
 
     #[test]
     fn failed_runs_are_counted_and_explained() {
+        const NO_RINGS: &str = "this host's KVM has no dirty rings (KVM_CAP_DIRTY_LOG_RING)";
         let ways = ["dirty-ring".parse().unwrap(), "dirty-bitmap".parse().unwrap()];
         let cells = product(&ways, &[GuestKind::Payload(LIGHT.to_owned())], &[1 << 30]);
-        let failed = |why: &str| Err(CellError::HostLacks(why.to_owned()));
-        let broken = vec![failed("no"), failed("never")];
-        let once = vec![Ok(sample(1, 1, 0)), failed("a hiccup")];
+        let crash = |why: &str| Err(CellError::Ended(EndReason::Crashed(why.to_owned())));
+        let broken = vec![Err(WayUnavailable::NoRings.into()), crash("never")];
+        let once = vec![Ok(sample(1, 1, 0)), crash("a hiccup")];
         let rows = rows(&cells, &[broken, once]);
-        assert_eq!((rows[0].why.as_deref(), rows[0].figures.is_none()), (Some("no"), true));
-        assert_eq!(rows[1].why.as_deref(), Some("1 of 2 runs failed: a hiccup"));
+        assert_eq!((&*rows[0].why.clone().unwrap(), rows[0].figures.is_none()), (NO_RINGS, true));
+        assert_eq!(
+            rows[1].why.as_deref(),
+            Some("1 of 2 runs failed: its guest ended while it was measured: a hiccup")
+        );
         assert_eq!(rows[1].figures.as_ref().unwrap().epoch_us.unwrap().runs, 1);
     }
 }

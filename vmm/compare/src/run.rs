@@ -2,7 +2,6 @@
 
 use driftline_machine::kvm::Capabilities;
 
-use super::cell::CellError;
 use super::host::{HostDescription, utc_date};
 use super::matrix::{self, MatrixCell};
 use super::report::{self, ComparisonReport, RoundOutcome};
@@ -34,7 +33,7 @@ pub fn compare(
     for (at, cell) in cells.iter().enumerate() {
         match cell.way.lacking(capabilities, settings.ring_entries) {
             None => possible.push(at),
-            Some(why) => outcomes[at].push(Err(CellError::HostLacks(why))),
+            Some(why) => outcomes[at].push(Err(why.into())),
         }
     }
     let of = possible.len() * settings.repeat;

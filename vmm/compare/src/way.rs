@@ -1,6 +1,7 @@
 //! A way of tracking: a source of dirty frames, and the sink that stores them.
 
 use std::fmt;
+use std::io;
 use std::str::FromStr;
 
 use serde::{Serialize, Serializer};
@@ -93,27 +94,46 @@ impl TrackingWay {
         self.source != TrackingMode::None
     }
 
-    /// Returns the reason, as a sentence, why a host with these `capabilities` cannot track this
-    /// way with rings of `entries` entries, or `None` if it can.
-    pub fn lacking(self, capabilities: &Capabilities, entries: u32) -> Option<String> {
+    /// Returns the reason why a host with these `capabilities` cannot track this way with rings of
+    /// `entries` entries, or `None` if it can.
+    pub fn lacking(self, capabilities: &Capabilities, entries: u32) -> Option<WayUnavailable> {
         match (self.source, capabilities.dirty_ring()) {
-            (TrackingMode::DirtyRing, None) => {
-                Some("this host's KVM has no dirty rings (KVM_CAP_DIRTY_LOG_RING)".to_owned())
+            (TrackingMode::DirtyRing, None) => Some(WayUnavailable::NoRings),
+            (TrackingMode::DirtyRing, Some((_, most))) if most < entries => {
+                Some(WayUnavailable::SmallRings { entries, most })
             }
-            (TrackingMode::DirtyRing, Some((_, most))) if most < entries => Some(format!(
-                "this host's KVM has no dirty rings of {entries} entries, but of {most} at most"
-            )),
             (TrackingMode::DirtyBitmapManual, _) if capabilities.manual_dirty_log().is_none() => {
-                let why = "this host's KVM reprotects while it reads (no \
-                           KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2)";
-                Some(why.to_owned())
+                Some(WayUnavailable::NoManualProtection)
             }
-            (TrackingMode::UserfaultWp, _) => WriteWatch::probe().err().map(|e| {
-                format!("this host has no asynchronous write protection of userfaultfd: {e}")
-            }),
+            (TrackingMode::UserfaultWp, _) => {
+                WriteWatch::probe().err().map(WayUnavailable::NoWriteWatch)
+            }
             _ => None,
         }
     }
+}
+
+/// The reason why a host cannot track in a way.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum WayUnavailable {
+    /// KVM has no dirty rings.
+    #[error("this host's KVM has no dirty rings (KVM_CAP_DIRTY_LOG_RING)")]
+    NoRings,
+    /// KVM's dirty rings are too small.
+    #[error("this host's KVM has no dirty rings of {entries} entries, but of {most} at most")]
+    SmallRings {
+        /// Number of entries that are needed.
+        entries: u32,
+        /// Number of entries that KVM allows.
+        most: u32,
+    },
+    /// KVM cannot protect pages again when it is told to.
+    #[error("this host's KVM reprotects while it reads (no KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2)")]
+    NoManualProtection,
+    /// The kernel does not note writes without a fault.
+    #[error("this host has no asynchronous write protection of userfaultfd: {0}")]
+    NoWriteWatch(io::Error),
 }
 
 impl fmt::Display for TrackingWay {
@@ -176,10 +196,17 @@ mod tests {
             way.parse::<TrackingWay>().unwrap().lacking(caps, 4096)
         };
         let without = capabilities_with_rings(0);
-        assert!(lacking(&without, "dirty-ring+flat").unwrap().contains("no dirty rings"));
-        assert_eq!(lacking(&without, "dirty-bitmap+flat"), None);
+        assert!(
+            lacking(&without, "dirty-ring+flat").unwrap().to_string().contains("no dirty rings")
+        );
+        assert!(lacking(&without, "dirty-bitmap+flat").is_none());
         let small = capabilities_with_rings(1024);
-        assert!(lacking(&small, "dirty-ring").unwrap().contains("4096 entries, but of 1024"));
-        assert_eq!(lacking(&capabilities_with_rings(4096), "dirty-ring"), None);
+        assert!(
+            lacking(&small, "dirty-ring")
+                .unwrap()
+                .to_string()
+                .contains("4096 entries, but of 1024")
+        );
+        assert!(lacking(&capabilities_with_rings(4096), "dirty-ring").is_none());
     }
 }

@@ -66,7 +66,7 @@ pub fn decode_versioned<T: DeserializeOwned>(
 ) -> Result<T, GuestError> {
     let (version, rest) = take_version(&what, bytes)?;
     match version {
-        VERSION => decode(rest).map_err(|e| malformed(what, &e)),
+        VERSION => decode(rest).map_err(|e| GuestError::malformed(what, e)),
         _ => Err(unsupported(what, version, format_args!("version {VERSION}"))),
     }
 }
@@ -98,7 +98,7 @@ pub(crate) fn decode_with_addition<T: DeserializeOwned, A: DeserializeOwned>(
             return Err(unsupported(what, version, read));
         }
     };
-    decoded.map_err(|e| malformed(what, &e))
+    decoded.map_err(|e| GuestError::malformed(what, e))
 }
 
 /// Decodes a value and its addition.
@@ -114,16 +114,12 @@ fn decode_both<T: DeserializeOwned, A: DeserializeOwned>(
 
 /// Splits `bytes` into the version and the rest.
 fn take_version<'b>(what: &impl Display, bytes: &'b [u8]) -> Result<(u16, &'b [u8]), GuestError> {
-    postcard::take_from_bytes(bytes).map_err(|e| malformed(what, &e.into()))
-}
-
-fn malformed(what: impl Display, e: &DecodeError) -> GuestError {
-    GuestError::Malformed { what: what.to_string(), why: e.to_string() }
+    postcard::take_from_bytes(bytes).map_err(|e| GuestError::malformed(what, DecodeError::from(e)))
 }
 
 fn unsupported(what: impl Display, version: u16, read: fmt::Arguments<'_>) -> GuestError {
     let why = format!("it has version {version}, and this version of Driftline reads {read}");
-    GuestError::Unsupported { what: what.to_string(), why }
+    GuestError::unsupported(what, why)
 }
 
 #[cfg(test)]

@@ -43,24 +43,23 @@ impl MemoryConfig {
 
     /// Decodes hostile bytes; allocates nothing beyond the bounds.
     pub(super) fn decode(bytes: &[u8]) -> Result<Self, GuestError> {
-        let malformed =
-            |why: String| GuestError::Malformed { what: "the configuration".into(), why };
+        const WHAT: &str = "the configuration";
         let (config, rest): (Self, _) =
-            postcard::take_from_bytes(bytes).map_err(|e| malformed(e.to_string()))?;
+            postcard::take_from_bytes(bytes).map_err(|e| GuestError::malformed(WHAT, e))?;
         if !rest.is_empty() {
-            return Err(malformed(format!("{} bytes are left over", rest.len())));
+            let left = format!("{} bytes are left over", rest.len());
+            return Err(GuestError::malformed(WHAT, left));
         }
         Ok(config)
     }
 
     pub(super) fn layout(&self) -> Result<Layout, GuestError> {
-        let malformed =
-            |why: String| GuestError::Malformed { what: "the configuration".into(), why };
+        let malformed = |why: String| GuestError::malformed("the configuration", why);
         if self.slots.len() > MAX_SLOTS {
             return Err(malformed(format!("{} slots; {MAX_SLOTS} are allowed", self.slots.len())));
         }
-        let layout =
-            Layout::new(self.slots.iter().copied()).map_err(|e| malformed(e.to_string()))?;
+        let layout = Layout::new(self.slots.iter().copied())
+            .map_err(|e| GuestError::malformed("the configuration", e))?;
         let frames = layout.frames();
         if frames > MAX_FRAMES {
             return Err(malformed(format!("{frames} frames; {MAX_FRAMES} are allowed")));

@@ -29,8 +29,7 @@ impl GuestFactory for MemoryGuestFactory {
         drives: &[DriveHead],
     ) -> Result<GuestWithCopies<MemoryGuest>, GuestError> {
         if let Some(drive) = drives.first() {
-            let why = "no copies of drives are made here".to_owned();
-            return Err(GuestError::Unsupported { what: drive.to_string(), why });
+            return Err(GuestError::unsupported(drive, "no copies of drives are made here"));
         }
         self.faults.check(Op::Create, "building the guest")?;
         let config = MemoryConfig::decode(config)?;
@@ -48,8 +47,8 @@ impl GuestFactory for MemoryGuestFactory {
         let mut found: Vec<Box<dyn DriveCopy>> = Vec::new();
         for head in drives {
             let disk = self.disks.iter().find(|disk| disk.head() == head);
-            let why = "this guest has no such drive".to_owned();
-            let disk = disk.ok_or(GuestError::Unsupported { what: head.to_string(), why })?;
+            let missing = || GuestError::unsupported(head, "this guest has no such drive");
+            let disk = disk.ok_or_else(missing)?;
             found.push(Box::new(TestDiskHandle(disk.clone())));
         }
         Ok((self.create(from.vm_id, config)?, found))

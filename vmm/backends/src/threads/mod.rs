@@ -14,6 +14,7 @@ mod state;
 mod tests;
 mod worker;
 
+use std::error::Error;
 use std::io::Write;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -88,12 +89,11 @@ impl ThreadMachine {
         config: MachineConfig,
         host: &HostConfig,
     ) -> Result<Arc<Self>, GuestError> {
-        let unusable = |why| GuestError::Malformed { what: "the configuration".to_owned(), why };
-        config.check().map_err(|e| unusable(e.to_string()))?;
+        config.check().map_err(|e| GuestError::malformed("the configuration", e))?;
         let spec = payload_spec(&config)?;
         let memory = Memory::new(config.mem_bytes, &host.memory).map_err(MachineError::from)?;
-        let placement = place(&spec, config.vcpus, memory.layout())
-            .map_err(|e| misfit(&config, e.to_string()))?;
+        let placement =
+            place(&spec, config.vcpus, memory.layout()).map_err(|e| misfit(&config, e))?;
         let (serial, serial_thread) = open_serial_output(&host.serial)
             .map_err(|e| GuestError::System { what: "opening the serial port", cause: e.into() })?;
         let machine = Self {
@@ -431,15 +431,12 @@ impl Vm for ThreadMachine {
     }
 
     fn send_nmi(&self) -> Result<(), GuestError> {
-        let what = "an NMI".to_owned();
-        let why = "the threads backend has no interrupts; --backend kvm has".to_owned();
-        Err(GuestError::Unsupported { what, why })
+        let why = "the threads backend has no interrupts; --backend kvm has";
+        Err(GuestError::unsupported("an NMI", why))
     }
 
     fn press_ctrl_alt_del(&self) -> Result<(), GuestError> {
-        let what = "Ctrl-Alt-Del".to_owned();
-        let why = "the threads backend has no keyboard".to_owned();
-        Err(GuestError::Unsupported { what, why })
+        Err(GuestError::unsupported("Ctrl-Alt-Del", "the threads backend has no keyboard"))
     }
 
     fn timings(&self) -> Timings {
@@ -462,20 +459,20 @@ impl Vm for ThreadMachine {
 /// Returns the workers' workload. Only the payload runs on threads.
 fn payload_spec(config: &MachineConfig) -> Result<PayloadSpec, GuestError> {
     match &config.boot {
-        Boot::Payload(spec) => spec.parse().map_err(|e| misfit(config, format!("{e}"))),
+        Boot::Payload(spec) => spec.parse().map_err(|e| misfit(config, e)),
         Boot::Kernel { .. } => {
             let why = "the threads backend runs only the payload's workload, no machine code";
-            Err(misfit(config, why.to_owned()))
+            Err(misfit(config, why))
         }
     }
 }
 
-fn misfit(config: &MachineConfig, why: String) -> GuestError {
+fn misfit(config: &MachineConfig, cause: impl Into<Box<dyn Error + Send + Sync>>) -> GuestError {
     let what = match &config.boot {
         Boot::Payload(spec) => format!("the guest \"{spec}\""),
         Boot::Kernel { kernel, .. } => format!("the guest {}", kernel.display()),
     };
-    GuestError::Malformed { what, why }
+    GuestError::malformed(what, cause)
 }
 
 fn no_answer(e: CallError) -> GuestError {

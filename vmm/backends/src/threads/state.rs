@@ -34,10 +34,10 @@ pub(super) fn decode(
     for section in sections {
         if section.tag != SectionTag::THREAD_WORKER {
             if section.must_understand && section.tag != SectionTag::CONFIG {
-                return Err(GuestError::Unsupported {
-                    what: format!("the state section \"{}\"", section.tag),
-                    why: "the threads backend does not support it".into(),
-                });
+                return Err(GuestError::unsupported(
+                    format_args!("the state section \"{}\"", section.tag),
+                    "the threads backend does not support it",
+                ));
             }
             continue;
         }
@@ -72,5 +72,5 @@ fn state_of(index: u16) -> String {
 }
 
 fn malformed(index: u16, why: String) -> GuestError {
-    GuestError::Malformed { what: state_of(index), why }
+    GuestError::malformed(state_of(index), why)
 }

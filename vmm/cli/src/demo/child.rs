@@ -13,12 +13,11 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::runtime::{Builder, Runtime};
 
+use super::error::StepError;
+
 /// Limit for any single operation.
 pub(super) const TIMEOUT: Duration = Duration::from_secs(15);
 const POLL: Duration = Duration::from_millis(2);
-
-/// The reason why a step failed, as a sentence.
-pub(super) type StepError = String;
 
 /// A process of this binary that has, or will have, the guest.
 pub(super) struct DemoVmm {
@@ -35,8 +34,8 @@ impl DemoVmm {
     pub(super) fn start(dir: &Path, name: &str, args: &[&str]) -> Result<Self, StepError> {
         let file = |end: &str| dir.join(format!("{name}.{end}"));
         let (socket, serial, stderr) = (file("sock"), file("serial"), file("stderr"));
-        let stderr_file = File::create(&stderr).map_err(|e| e.to_string())?;
-        let program = std::env::current_exe().map_err(|e| e.to_string())?;
+        let stderr_file = File::create(&stderr)?;
+        let program = std::env::current_exe()?;
         let child = Command::new(program)
             .args(args)
             .arg("--die-with-parent")
@@ -49,9 +48,8 @@ impl DemoVmm {
             .stdout(Stdio::null())
             .stderr(stderr_file)
             .spawn()
-            .map_err(|e| format!("cannot start a VMM: {e}"))?;
-        let runtime =
-            Builder::new_current_thread().enable_all().build().map_err(|e| e.to_string())?;
+            .map_err(StepError::Start)?;
+        let runtime = Builder::new_current_thread().enable_all().build()?;
         Ok(Self { child, client: Client::new(socket), runtime, serial, stderr })
     }
 
@@ -67,7 +65,7 @@ impl DemoVmm {
         path: &str,
         body: Option<&impl Serialize>,
     ) -> Result<T, StepError> {
-        self.runtime.block_on(self.client.call(method, path, body)).map_err(|e| e.to_string())
+        Ok(self.runtime.block_on(self.client.call(method, path, body))?)
     }
 
     /// Sends `GET path`.
@@ -86,7 +84,7 @@ impl DemoVmm {
     /// Waits until `check` returns a value, while the process runs.
     pub(super) fn wait<T>(
         &mut self,
-        what: &str,
+        what: &'static str,
         mut check: impl FnMut(&Self) -> Result<Option<T>, StepError>,
     ) -> Result<T, StepError> {
         let end = Instant::now() + TIMEOUT;
@@ -94,12 +92,11 @@ impl DemoVmm {
             if let Some(found) = check(self)? {
                 return Ok(found);
             }
-            if let Some(status) = self.child.try_wait().map_err(|e| e.to_string())? {
-                let stderr = self.stderr();
-                return Err(format!("the VMM ended ({status}) before {what}: {}", stderr.trim()));
+            if let Some(status) = self.child.try_wait()? {
+                return Err(StepError::EndedBefore { what, status, stderr: self.stderr() });
             }
             if Instant::now() > end {
-                return Err(format!("waited {} s for {what}", TIMEOUT.as_secs()));
+                return Err(StepError::TimedOut { what, limit: TIMEOUT });
             }
             std::thread::sleep(POLL);
         }
@@ -107,23 +104,25 @@ impl DemoVmm {
 
     /// Kills the process with SIGKILL, as a host's failure would.
     pub(super) fn kill(&mut self) -> Result<(), StepError> {
-        self.child.kill().and_then(|()| self.child.wait()).map(drop).map_err(|e| e.to_string())
+        self.child.kill()?;
+        self.child.wait()?;
+        Ok(())
     }
 
     /// Waits until the process ends cleanly by itself.
     pub(super) fn await_exit(&mut self) -> Result<(), StepError> {
         let end = Instant::now() + TIMEOUT;
         let status: ExitStatus = loop {
-            match self.child.try_wait().map_err(|e| e.to_string())? {
+            match self.child.try_wait()? {
                 Some(status) => break status,
-                None if Instant::now() > end => return Err("the VMM does not end".to_owned()),
+                None if Instant::now() > end => return Err(StepError::Runs),
                 None => std::thread::sleep(POLL),
             }
         };
         if status.success() {
             return Ok(());
         }
-        Err(format!("the VMM ended with {status}: {}", self.stderr().trim()))
+        Err(StepError::Ended { status, stderr: self.stderr() })
     }
 
     /// Returns the last report of each vCPU in this life, ordered by vCPU, or an error if the guest
@@ -161,7 +160,7 @@ fn last_reports(log: &str) -> Result<Vec<PayloadReport>, StepError> {
     for line in log.split_inclusive('\n').filter(|l| l.ends_with('\n')) {
         match PayloadMessage::parse(line) {
             Some(PayloadMessage::Report(r)) if r.errors > 0 => {
-                return Err(format!("the guest found {} errors: {}", r.errors, line.trim()));
+                return Err(StepError::GuestErrors { errors: r.errors, line: line.to_owned() });
             }
             Some(PayloadMessage::Report(r)) => {
                 last.retain(|l| l.vcpu != r.vcpu);
@@ -171,7 +170,7 @@ fn last_reports(log: &str) -> Result<Vec<PayloadReport>, StepError> {
             Some(
                 PayloadMessage::Error { .. } | PayloadMessage::Fault(_) | PayloadMessage::Fatal(_),
             ) => {
-                return Err(format!("the guest says: {}", line.trim()));
+                return Err(StepError::GuestFailed { line: line.to_owned() });
             }
         }
     }
@@ -194,7 +193,7 @@ mod tests {
         let log = [line(1, 5, 0), line(0, 7, 0), line(1, 9, 0)].concat() + "payload vcpu=0 t_";
         let pages: Vec<u64> = last_reports(&log).unwrap().iter().map(|r| r.pages).collect();
         assert_eq!(pages, [7, 9]);
-        let e = last_reports(&line(0, 7, 2)).unwrap_err();
+        let e = last_reports(&line(0, 7, 2)).unwrap_err().to_string();
         assert!(e.starts_with("the guest found 2 errors"), "{e}");
     }
 }

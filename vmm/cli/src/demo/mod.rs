@@ -3,6 +3,7 @@
 //! It verifies its own memory throughout.
 
 mod child;
+mod error;
 mod figures;
 
 use std::fmt::Display;
@@ -25,7 +26,8 @@ use crate::args::DemoArgs;
 use crate::failure::Failure;
 use crate::output::{print, print_json, print_message};
 use crate::status_line::StatusLine;
-use child::{DemoVmm, StepError};
+use child::DemoVmm;
+use error::StepError;
 use figures::DemoFigures;
 
 const VCPUS: usize = 2;
@@ -196,7 +198,7 @@ impl Demo<'_> {
             for outcome in page.epochs {
                 match outcome {
                     EpochOutcome::Stored(line) => lines.push(line),
-                    EpochOutcome::Failed(why) => return Err(why),
+                    EpochOutcome::Failed(why) => return Err(StepError::NotStored(why)),
                 }
             }
             since = page.next;
@@ -209,7 +211,7 @@ impl Demo<'_> {
         vmm.reports()?;
         match lines.len() as u64 {
             CHECKPOINTS => Ok(()),
-            taken => Err(format!("{taken} checkpoints were taken, not {CHECKPOINTS}")),
+            taken => Err(StepError::MissingCheckpoints { taken, wanted: CHECKPOINTS }),
         }
     }
 
@@ -237,16 +239,16 @@ impl Demo<'_> {
         let mut destination = DemoVmm::start(self.dir, "third", &args)?;
         let to = destination.wait("it to listen", |vmm| Ok(listening_on(&vmm.stderr())))?;
         let body = serde_json::json!({ "to": to });
-        let request: MigrationRequest = serde_json::from_value(body).map_err(|e| e.to_string())?;
+        let request: MigrationRequest = serde_json::from_value(body)?;
         let JobStarted { job } = source.call(Method::POST, "/migration", Some(&request))?;
         let end = Instant::now() + child::TIMEOUT;
         let report = loop {
             let page: MigrationPage = source.get(&format!("/migration?job={job}&wait_ms=100"))?;
             match (page.state, page.report, page.failure) {
                 (MigrationState::Completed, Some(report), _) => break report,
-                (_, _, Some(failure)) => return Err(failure.message),
+                (_, _, Some(failure)) => return Err(StepError::NotMigrated(failure.message)),
                 (state, ..) if Instant::now() > end => {
-                    return Err(format!("the migration takes too long ({state:?})"));
+                    return Err(StepError::Migrating(state));
                 }
                 _ => self.detail(format_args!("pass {}", page.progress.pass)),
             }

@@ -424,8 +424,8 @@ fn closing_message_names_the_guests_place() {
 #[test]
 fn lost_vmm_leaves_the_last_guest_state() {
     let lost = |view: &TopView| {
-        let why = "it has ended".to_owned();
-        view.lost(ClientError::Broken { socket: "s".into(), why }).message().to_owned()
+        let cause = "it has ended".into();
+        view.lost(ClientError::Broken { socket: "s".into(), cause }).message().to_owned()
     };
     let mut window = page(vec![vcpu(1)]);
     window.migration = Some(migrating(MigrationState::Failed, Phase::Precopy));

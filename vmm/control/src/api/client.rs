@@ -1,5 +1,6 @@
 //! Owns the client end of the API socket: each request uses one connection and has one answer.
 
+use std::error::Error;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -32,12 +33,12 @@ pub enum ClientError {
         cause: io::Error,
     },
     /// The connection ended, or the received bytes are not an answer.
-    #[error("the VMM on {} has ended, or did not answer properly: {why}", socket.display())]
+    #[error("the VMM on {} has ended, or did not answer properly: {cause}", socket.display())]
     Broken {
         /// The socket's path.
         socket: PathBuf,
         /// What went wrong.
-        why: String,
+        cause: Box<dyn Error + Send + Sync>,
     },
     /// No answer arrived within the limit.
     #[error(
@@ -206,8 +207,8 @@ impl Client {
         Ok((status, bytes))
     }
 
-    fn broken(&self, why: impl ToString) -> ClientError {
-        ClientError::Broken { socket: self.socket.clone(), why: why.to_string() }
+    fn broken(&self, cause: impl Into<Box<dyn Error + Send + Sync>>) -> ClientError {
+        ClientError::Broken { socket: self.socket.clone(), cause: cause.into() }
     }
 }
 

@@ -190,15 +190,10 @@ impl CheckpointJob {
         }
     }
 
-    /// Describes the run for a refusal.
-    pub(super) fn describe(&self) -> String {
-        let every =
-            self.every_ms.map_or("one checkpoint".to_owned(), |ms| format!("every {ms} ms"));
-        format!(
-            "a checkpoint run (job {}, {every}, into {}) is active",
-            self.number,
-            self.store.display()
-        )
+    /// Returns the refusal of another run while this one is under way.
+    pub(super) fn under_way(&self) -> JobError {
+        let (job, every_ms, store) = (self.number, self.every_ms, self.store.clone());
+        JobError::CheckpointsUnderWay { job, every_ms, store }
     }
 
     pub(super) fn is_over(&self) -> bool {

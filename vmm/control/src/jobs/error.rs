@@ -1,6 +1,7 @@
 //! Why a job cannot be started, read or ended.
 
 use std::io;
+use std::num::NonZeroU64;
 use std::path::PathBuf;
 
 use driftline_guest::GuestError;
@@ -18,12 +19,44 @@ pub enum JobError {
     /// There is no watch of this number.
     #[error("there is no watch {0} here, or it has ended")]
     NoWatch(u64),
-    /// No job of this kind has been started, or none is under way. This is a sentence.
-    #[error("{0}")]
-    Nothing(&'static str),
-    /// A job of this kind is under way already. This is a sentence about it.
-    #[error("{0}")]
-    UnderWay(String),
+    /// No checkpoint run is under way.
+    #[error("no checkpoints are being taken")]
+    NoCheckpointRun,
+    /// No checkpoint run has been started, or none is kept.
+    #[error("no checkpoints have been taken")]
+    NoCheckpoints,
+    /// No migration is under way.
+    #[error("no migration is under way")]
+    NotMigrating,
+    /// No migration has been started, or none is kept.
+    #[error("no migration has been started")]
+    NeverMigrated,
+    /// No migration is in doubt.
+    #[error("no migration is in doubt")]
+    NotInDoubt,
+    /// A checkpoint run is under way already.
+    #[error(
+        "a checkpoint run (job {job}, {}, into {}) is active",
+        every_ms.map_or("one checkpoint".to_owned(), |ms| format!("every {ms} ms")),
+        store.display()
+    )]
+    CheckpointsUnderWay {
+        /// The run's number.
+        job: u64,
+        /// Its interval in milliseconds; `None` for a single checkpoint.
+        every_ms: Option<NonZeroU64>,
+        /// Its store.
+        store: PathBuf,
+    },
+    /// A migration is under way already.
+    #[error("the guest is being migrated already, to {to}")]
+    MigrationUnderWay {
+        /// Address of the other host.
+        to: String,
+    },
+    /// The guest's writes are being watched for another plan.
+    #[error("the guest is being watched already, for another plan")]
+    PlanUnderWay,
     /// There are as many watches as there may be.
     #[error("{0} others are watching this guest's writes already")]
     TooManyWatches(usize),

@@ -172,7 +172,7 @@ impl Jobs {
         // Opening a store may take time. Only calls that start a job wait for it.
         let _starting = self.starting.lock();
         if let Some(job) = self.checkpoint_job().filter(|job| !job.is_over()) {
-            return Err(JobError::UnderWay(job.describe()));
+            return Err(job.under_way());
         }
         let number = self.next_number();
         let totals = self.checkpoint_totals.clone();
@@ -187,7 +187,7 @@ impl Jobs {
     /// That run does not exist, or is over.
     pub(crate) fn stop_checkpoints(&self, number: Option<u64>) -> Result<(), JobError> {
         let job = find_job(&self.checkpoint, number)?.filter(|job| !job.is_over());
-        job.ok_or(JobError::Nothing("no checkpoints are being taken"))?.cancel();
+        job.ok_or(JobError::NoCheckpointRun)?.cancel();
         Ok(())
     }
 
@@ -196,10 +196,7 @@ impl Jobs {
     /// # Errors
     /// That run does not exist.
     pub(crate) async fn hold_checkpoints(&self, number: Option<u64>) -> Result<(), JobError> {
-        find_job(&self.checkpoint, number)?
-            .ok_or(JobError::Nothing("no checkpoints have been taken"))?
-            .hold()
-            .await;
+        find_job(&self.checkpoint, number)?.ok_or(JobError::NoCheckpoints)?.hold().await;
         Ok(())
     }
 
@@ -222,8 +219,7 @@ impl Jobs {
         since: u64,
         wait: Duration,
     ) -> Result<CheckpointPage, JobError> {
-        let job = find_job(&self.checkpoint, number)?
-            .ok_or(JobError::Nothing("no checkpoints have been taken"))?;
+        let job = find_job(&self.checkpoint, number)?.ok_or(JobError::NoCheckpoints)?;
         // In either case the page contains the reports that exist.
         let _ = tokio::time::timeout(wait, job.news_since(since)).await;
         Ok(job.page(since))
@@ -238,9 +234,7 @@ impl Jobs {
         let _starting = self.starting.lock();
         if let Some(job) = self.migration_job().filter(|job| !job.is_over()) {
             let to = job.page().to;
-            return Err(JobError::UnderWay(format!(
-                "the guest is being migrated already, to {to}"
-            )));
+            return Err(JobError::MigrationUnderWay { to });
         }
         let number = self.next_number();
         let job = MigrationJob::start(number, &self.holds, self.records.clone(), request)?;
@@ -258,7 +252,7 @@ impl Jobs {
     /// No migration is under way, or it is too late to cancel it.
     pub(crate) fn cancel_migration(&self, number: Option<u64>) -> Result<(), JobError> {
         let job = find_job(&self.migration, number)?.filter(|job| !job.is_over());
-        job.ok_or(JobError::Nothing("no migration is under way"))?.cancel()?;
+        job.ok_or(JobError::NotMigrating)?.cancel()?;
         Ok(())
     }
 
@@ -280,7 +274,7 @@ impl Jobs {
     /// No migration is in doubt, or the resolution failed.
     pub(crate) fn resolve_migration(&self, how: Resolution) -> Result<(), JobError> {
         let job = self.migration_job().filter(|job| !job.is_over());
-        let job = job.ok_or(JobError::Nothing("no migration is in doubt"))?;
+        let job = job.ok_or(JobError::NotInDoubt)?;
         if !job.is_lost() {
             return Ok(job.resolve(how)?);
         }
@@ -318,8 +312,7 @@ impl Jobs {
         number: Option<u64>,
         wait: Duration,
     ) -> Result<MigrationPage, JobError> {
-        let job = find_job(&self.migration, number)?
-            .ok_or(JobError::Nothing("no migration has been started"))?;
+        let job = find_job(&self.migration, number)?.ok_or(JobError::NeverMigrated)?;
         // In either case the page contains the current state.
         let _ = tokio::time::timeout(wait, job.end()).await;
         Ok(job.page())

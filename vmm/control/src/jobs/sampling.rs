@@ -111,8 +111,7 @@ impl Jobs {
     /// The guest cannot be observed, or the observation ended early.
     pub(crate) fn sample_writes(&self) -> Result<WriteProfile, JobError> {
         let Some(_alone) = self.sampling.try_lock() else {
-            let why = "the guest is being watched already, for another plan";
-            return Err(JobError::UnderWay(why.to_owned()));
+            return Err(JobError::PlanUnderWay);
         };
         self.still_running()?;
         let guest: &dyn Guest = &**self.vm();

@@ -62,7 +62,7 @@ pub(super) fn load<F: Read + Seek + ReadVolatile>(
 
 /// Returns the header up to the end that the file declares; fields behind that are 0.
 fn read_header(what: &str, head: &[u8]) -> Result<setup_header, BootError> {
-    let bad = |why: String| BootError::BadHeader { what: what.to_owned(), why };
+    let bad = |why: String| BootError::BadHeader { what: what.to_owned(), cause: why.into() };
     let mut header = setup_header::default();
     let claimed = MAGIC_AT + head.get(JUMP_AT).copied().map_or(0, usize::from);
     let end = claimed.min(HEADER_AT + header.as_slice().len()).min(head.len());
@@ -109,7 +109,7 @@ impl ImagePlacement {
         file_bytes: u64,
         memory: &Memory,
     ) -> Result<Self, BootError> {
-        let bad = |why: String| BootError::BadHeader { what: what.to_owned(), why };
+        let bad = |why: String| BootError::BadHeader { what: what.to_owned(), cause: why.into() };
         let sectors = match header.setup_sects {
             // Kernels older than this field have four.
             0 => 4,

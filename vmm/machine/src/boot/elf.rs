@@ -6,6 +6,7 @@
 //! files, takes the answer of the last note segment (compilers add one after Xen's), and does not
 //! check segments of zeros that reach past the end of memory.
 
+use std::error::Error;
 use std::io::{self, ErrorKind, Read, Seek, SeekFrom};
 
 use driftline_dirty_tracker::{FrameRun, Gfn};
@@ -93,7 +94,7 @@ pub(super) fn load<F: Read + Seek + ReadVolatile>(
     if matches!(start, Start::Linux64 { .. }) && rip >= zero_page::MAPPED_END {
         let end = zero_page::MAPPED_END;
         let why = format!("its {kind} {rip:#x} lies at or above {end:#x}, which is not mapped yet");
-        return Err(BootError::BadHeader { what: what.to_owned(), why });
+        return Err(BootError::BadHeader { what: what.to_owned(), cause: why.into() });
     }
     for s in &loads {
         file.read_segment(s, from, memory)?;
@@ -253,8 +254,8 @@ impl ElfReader<'_> {
         BootError::Unreadable { what: self.what.to_owned(), cause }
     }
 
-    fn damaged(&self, why: impl Into<String>) -> BootError {
-        BootError::Damaged { what: self.what.to_owned(), why: why.into() }
+    fn damaged(&self, cause: impl Into<Box<dyn Error + Send + Sync>>) -> BootError {
+        BootError::Damaged { what: self.what.to_owned(), cause: cause.into() }
     }
 }
 

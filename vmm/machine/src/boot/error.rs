@@ -1,5 +1,7 @@
 //! The reasons why a guest cannot be booted.
 
+use std::error::Error;
+
 use driftline_dirty_tracker::Layout;
 
 /// The reason why a guest cannot be booted.
@@ -43,30 +45,30 @@ pub enum BootError {
     )]
     NoPvhNote(String),
     /// A bzImage's setup header asks for something that this VMM cannot provide.
-    #[error("{what} cannot be booted: {why}")]
+    #[error("{what} cannot be booted: {cause}")]
     BadHeader {
         /// The file, as the user knows it.
         what: String,
         /// The field and its value.
-        why: String,
+        cause: Box<dyn Error + Send + Sync>,
     },
     /// The kernel's headers contradict themselves or its length.
-    #[error("{what} is a damaged ELF file: {why}")]
+    #[error("{what} is a damaged ELF file: {cause}")]
     Damaged {
         /// The file, as the user knows it.
         what: String,
         /// The defect.
-        why: String,
+        cause: Box<dyn Error + Send + Sync>,
     },
     /// Something does not fit in guest memory.
-    #[error("{what} does not fit in guest memory of {mem_bytes} bytes: {why}")]
+    #[error("{what} does not fit in guest memory of {mem_bytes} bytes: {cause}")]
     DoesNotFit {
         /// The part that does not fit.
         what: String,
         /// Size of guest memory, in bytes.
         mem_bytes: u64,
         /// The range that it needs.
-        why: String,
+        cause: Box<dyn Error + Send + Sync>,
     },
     /// The command line contains a byte that none can have.
     #[error("the kernel's command line contains a NUL byte")]
@@ -83,9 +85,9 @@ impl BootError {
     pub(super) fn does_not_fit(
         what: impl Into<String>,
         layout: &Layout,
-        why: impl Into<String>,
+        cause: impl Into<Box<dyn Error + Send + Sync>>,
     ) -> Self {
         let mem_bytes = layout.frames() * driftline_dirty_tracker::PAGE_SIZE;
-        Self::DoesNotFit { what: what.into(), mem_bytes, why: why.into() }
+        Self::DoesNotFit { what: what.into(), mem_bytes, cause: cause.into() }
     }
 }

@@ -1,5 +1,6 @@
 //! Encodes a machine's configuration for the network and for stores, and checks a decoded one.
 
+use std::error::Error;
 use std::path::Path;
 
 use driftline_dirty_tracker::PAGE_SIZE;
@@ -36,7 +37,7 @@ impl MachineConfig {
         if let Some(limits) = limits {
             config.put_limits(limits)?;
         }
-        config.check().map_err(|e| malformed(e.to_string()))?;
+        config.check().map_err(malformed)?;
         Ok(config)
     }
 
@@ -103,8 +104,8 @@ impl MachineConfig {
     }
 }
 
-fn malformed(why: String) -> GuestError {
-    GuestError::Malformed { what: SUBJECT.to_owned(), why }
+fn malformed(cause: impl Into<Box<dyn Error + Send + Sync>>) -> GuestError {
+    GuestError::malformed(SUBJECT, cause)
 }
 
 #[cfg(test)]

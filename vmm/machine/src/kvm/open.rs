@@ -1,18 +1,20 @@
 //! Opens `/dev/kvm` and checks that machines can be built with it.
 
+use std::error::Error;
+
 use kvm_bindings::KVM_API_VERSION;
 use kvm_ioctls::Kvm;
 
 use super::Capabilities;
 
 /// Reason why no machine can be built on this host.
-#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
-#[error("this host lacks {what}: {why}")]
+#[derive(Debug, thiserror::Error)]
+#[error("this host lacks {what}: {cause}")]
 pub struct Unusable {
     /// Missing capability or device.
     pub what: String,
     /// The system's error, or the consequence.
-    pub why: String,
+    pub cause: Box<dyn Error + Send + Sync>,
 }
 
 /// Opens KVM without checking its capabilities.
@@ -21,7 +23,7 @@ pub struct Unusable {
 ///
 /// Fails if `/dev/kvm` cannot be opened or has another API version.
 pub fn open_device() -> Result<Kvm, Unusable> {
-    let lacks = |why: String| Unusable { what: "a usable /dev/kvm".to_owned(), why };
+    let lacks = |why: String| Unusable { what: "a usable /dev/kvm".to_owned(), cause: why.into() };
     let kvm = Kvm::new().map_err(|e| lacks(format!("{e}{}", advice(e.errno()))))?;
     let version = kvm.get_api_version();
     if version != KVM_API_VERSION as i32 {
@@ -53,7 +55,7 @@ pub fn open() -> Result<(Kvm, Capabilities), Unusable> {
     if let Some(missing) = capabilities.missing().next() {
         return Err(Unusable {
             what: format!("KVM_CAP_{}", missing.name),
-            why: "no machine can be built without it".to_owned(),
+            cause: "no machine can be built without it".into(),
         });
     }
     Ok((kvm, capabilities))

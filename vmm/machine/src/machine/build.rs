@@ -330,14 +330,14 @@ fn create_vcpus(
     if usize::from(config.vcpus) > most {
         return Err(MachineError::HostLacks {
             what: format!("room for {} vCPUs", config.vcpus),
-            why: format!("its KVM allows {most} a guest"),
+            cause: format!("its KVM allows {most} a guest").into(),
         });
     }
     let bits = cpuid::address_bits(offered.as_slice());
     if vm.memory().layout().slots().any(|s| s.run().end().gpa() > 1 << bits) {
         return Err(MachineError::HostLacks {
             what: format!("guest addresses for {} bytes of memory", config.mem_bytes),
-            why: format!("its processors have {bits} bits of physical address"),
+            cause: format!("its processors have {bits} bits of physical address").into(),
         });
     }
     let tsc_deadline =
@@ -371,13 +371,12 @@ fn offered_cpuid(kvm: &Kvm, supported: &CpuId, cpu: &CpuConfig) -> Result<CpuId,
     if let Some(lacks) = lacks {
         return Err(MachineError::HostLacks {
             what: lacks,
-            why: "the guest has seen it on the host where it started, and may rely on it"
-                .to_owned(),
+            cause: "the guest has seen it on the host where it started, and may rely on it".into(),
         });
     }
     cpuid::narrow(supported, cpu).map_err(|lacks| MachineError::HostLacks {
         what: lacks.to_string(),
-        why: format!("--cpu {cpu} needs it"),
+        cause: format!("--cpu {cpu} needs it").into(),
     })
 }
 
@@ -406,7 +405,7 @@ fn check_tsc(
         None => Ok(()),
         Some(what) => Err(MachineError::HostLacks {
             what,
-            why: "the guest was promised that the rate never changes".to_owned(),
+            cause: "the guest was promised that the rate never changes".into(),
         }),
     }
 }

@@ -25,21 +25,23 @@ fn enable_rings(vm: &KvmVm, caps: &Capabilities, entries: u32) -> Result<(), Mac
     let Some((capability, most)) = caps.dirty_ring() else {
         return Err(MachineError::HostLacks {
             what: "KVM_CAP_DIRTY_LOG_RING".to_owned(),
-            why: "--tracking dirty-ring needs it; --tracking dirty-bitmap does without".to_owned(),
+            cause: "--tracking dirty-ring needs it; --tracking dirty-bitmap does without".into(),
         });
     };
     vm.enable_dirty_ring(capability, entries).map_err(|e| MachineError::HostLacks {
         what: format!("dirty rings of {entries} entries"),
-        why: format!(
+        cause: format!(
             "its KVM takes powers of two up to {most} per vCPU (--ring-entries {most}): {e}"
-        ),
+        )
+        .into(),
     })
 }
 
 fn enable_manual(vm: &KvmVm, caps: &Capabilities) -> Result<(), MachineError> {
     let lacks = |why: String| MachineError::HostLacks {
         what: "KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2".to_owned(),
-        why: format!("--tracking dirty-bitmap-manual needs it; dirty-bitmap does without{why}"),
+        cause: format!("--tracking dirty-bitmap-manual needs it; dirty-bitmap does without{why}")
+            .into(),
     };
     let flags = caps.manual_dirty_log().ok_or_else(|| lacks(String::new()))?;
     vm.enable_manual_dirty_log(flags).map_err(|e| lacks(format!(" ({e})")))
@@ -145,9 +147,10 @@ fn loses_one_in() -> Option<std::num::NonZeroU64> {
 fn no_userfault_wp(e: io::Error) -> MachineError {
     MachineError::HostLacks {
         what: "userfaultfd's asynchronous write protection".to_owned(),
-        why: format!(
+        cause: format!(
             "--tracking userfault-wp needs Linux 6.7, and root, vm.unprivileged_userfaultfd=1 or \
              /dev/userfaultfd; dirty-ring and dirty-bitmap do without ({e})"
-        ),
+        )
+        .into(),
     }
 }

@@ -1,5 +1,6 @@
 //! The reasons for which a machine cannot be built.
 
+use std::error::Error;
 use std::io;
 
 use driftline_guest::GuestError;
@@ -17,12 +18,12 @@ use crate::sources::SourceError;
 #[non_exhaustive]
 pub enum MachineError {
     /// The host lacks KVM or a capability.
-    #[error("this host lacks {what}: {why}")]
+    #[error("this host lacks {what}: {cause}")]
     HostLacks {
         /// The missing feature.
         what: String,
         /// The system's answer, or the consequence.
-        why: String,
+        cause: Box<dyn Error + Send + Sync>,
     },
     /// The configuration is invalid on every host.
     #[error(transparent)]
@@ -79,21 +80,17 @@ pub(super) fn step(name: &'static str) -> Result<(), MachineError> {
 }
 
 impl From<Unusable> for MachineError {
-    fn from(Unusable { what, why }: Unusable) -> Self {
-        Self::HostLacks { what, why }
+    fn from(Unusable { what, cause }: Unusable) -> Self {
+        Self::HostLacks { what, cause }
     }
 }
 
 impl From<MachineError> for GuestError {
     fn from(e: MachineError) -> Self {
         match e {
-            e if e.host_lacks() => GuestError::Unsupported {
-                what: "the guest's configuration".to_owned(),
-                why: e.to_string(),
-            },
+            e if e.host_lacks() => GuestError::unsupported("the guest's configuration", e),
             e @ (MachineError::Config(_) | MachineError::Backend(_)) => {
-                let what = "the guest's configuration".to_owned();
-                GuestError::Malformed { what, why: e.to_string() }
+                GuestError::malformed("the guest's configuration", e)
             }
             e => GuestError::System { what: "building the machine", cause: Box::new(e) },
         }

@@ -90,8 +90,7 @@ pub(super) fn restore_vm(
 ) -> Result<(), GuestError> {
     let fd = vm.fd();
     let put = |what: &str, r: Result<(), kvm_ioctls::Error>| {
-        let what = format!("the guest's {what}");
-        r.map_err(|e| GuestError::Unsupported { what, why: e.to_string() })
+        r.map_err(|e| GuestError::unsupported(format_args!("the guest's {what}"), e))
     };
     for (chip, id) in saved.irqchips.iter().zip(CHIPS) {
         // The position decides which controller it is, not the section's own id.
@@ -207,12 +206,12 @@ pub(super) fn decode(
             _ => !s.must_understand,
         };
         if !is_expected {
-            return Err(GuestError::Unsupported {
-                what: format!("{} (instance {})", s.tag, s.instance),
-                why: format!(
+            return Err(GuestError::unsupported(
+                name(s.tag, s.instance),
+                format!(
                     "a KVM machine with {vcpus} vCPUs and {devices} virtio devices has no such part"
                 ),
-            });
+            ));
         }
     }
     let each = (0..u16::from(vcpus)).map(|i| read(sections, SectionTag::KVM_VCPU, i));
@@ -236,10 +235,7 @@ fn read_keyboard(sections: &[Section]) -> Result<Option<Keyboard>, GuestError> {
         return Ok(None);
     }
     let keyboard: Keyboard = read(sections, SectionTag::KEYBOARD, 0)?;
-    keyboard.check().map_err(|e| GuestError::Malformed {
-        what: SectionTag::KEYBOARD.to_string(),
-        why: e.to_string(),
-    })?;
+    keyboard.check().map_err(|e| GuestError::malformed(SectionTag::KEYBOARD, e))?;
     Ok(Some(keyboard))
 }
 
@@ -258,11 +254,11 @@ fn name(tag: SectionTag, instance: u16) -> String {
 
 /// Returns the section, which must be there once.
 fn find(sections: &[Section], tag: SectionTag, instance: u16) -> Result<&Section, GuestError> {
-    let malformed = |why: String| GuestError::Malformed { what: name(tag, instance), why };
+    let malformed = |why: &str| GuestError::malformed(name(tag, instance), why);
     let mut found = sections.iter().filter(|s| s.tag == tag && s.instance == instance);
-    let section = found.next().ok_or_else(|| malformed("it is missing".to_owned()))?;
+    let section = found.next().ok_or_else(|| malformed("it is missing"))?;
     if found.next().is_some() {
-        return Err(malformed("it is there twice".to_owned()));
+        return Err(malformed("it is there twice"));
     }
     Ok(section)
 }

@@ -109,9 +109,8 @@ impl MachineStatus {
         let mut fields = self.lock();
         fields.require("resume", RunState::Paused)?;
         if !fields.holds {
-            let what = "the guest".to_owned();
-            let why = "it was released, or not acquired yet: another host may run it".to_owned();
-            return Err(GuestError::Unsupported { what, why });
+            let why = "it was released, or not acquired yet: another host may run it";
+            return Err(GuestError::unsupported("the guest", why));
         }
         fields.state = RunState::Running;
         Ok(())

@@ -196,9 +196,8 @@ impl Supervisor {
     pub(super) fn resume(&mut self) -> Result<(), GuestError> {
         self.require("resume", RunState::Paused)?;
         if self.half_restored {
-            let what = "the guest's state".to_owned();
-            let why = "restoring it failed half-way, so it cannot run".to_owned();
-            return Err(GuestError::Unsupported { what, why });
+            let why = "restoring it failed half-way, so it cannot run";
+            return Err(GuestError::unsupported("the guest's state", why));
         }
         self.wait_for_idle_vcpus()?;
         self.status.run()?;
@@ -308,10 +307,10 @@ impl Supervisor {
         let what = "pressing Ctrl-Alt-Del";
         match self.bus.press_ctrl_alt_del() {
             Some(pressed) => pressed.map_err(|e| GuestError::System { what, cause: Box::new(e) }),
-            None => Err(GuestError::Unsupported {
-                what: "Ctrl-Alt-Del".to_owned(),
-                why: "the guest has no keyboard controller".to_owned(),
-            }),
+            None => {
+                let why = "the guest has no keyboard controller";
+                Err(GuestError::unsupported("Ctrl-Alt-Del", why))
+            }
         }
     }
 
@@ -349,9 +348,8 @@ impl Supervisor {
         self.refuse_if_lost()?;
         self.require("restore", RunState::Paused)?;
         if self.has_run {
-            let what = "a state".to_owned();
-            let why = "it can only be restored into a guest that has never run".to_owned();
-            return Err(GuestError::Unsupported { what, why });
+            let why = "it can only be restored into a guest that has never run";
+            return Err(GuestError::unsupported("a state", why));
         }
         self.half_restored = true;
         self.restore_parts(saved, clock)?;
@@ -387,13 +385,10 @@ impl Supervisor {
         self.status.set_restores_vcpus(false);
         self.refuse_if_lost()?;
         restored?;
-        self.bus.com1().restore(saved.com1).map_err(|e| GuestError::Malformed {
-            what: "the serial port's state".to_owned(),
-            why: e.to_string(),
-        })?;
-        self.bus.virtio().restore(saved.virtio).map_err(|(i, why)| GuestError::Malformed {
-            what: format!("the state of virtio device {i}"),
-            why: why.to_string(),
+        let com1 = self.bus.com1().restore(saved.com1);
+        com1.map_err(|e| GuestError::malformed("the serial port's state", e))?;
+        self.bus.virtio().restore(saved.virtio).map_err(|(i, why)| {
+            GuestError::malformed(format_args!("the state of virtio device {i}"), why)
         })?;
         state::restore_vm(&self.vm, &self.context, &saved.vm, clock)?;
         // Comes after the restore of the interrupt controllers' own state.

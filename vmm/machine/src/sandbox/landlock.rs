@@ -7,13 +7,14 @@
 //! directories except the system's own, or only those that the operator allowed with
 //! `--allow-path`.
 
+use std::error::Error;
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use landlock::{
-    ABI, Access, AccessFs, AccessNet, BitFlags, LandlockStatus, PathFd, RestrictionStatus, Ruleset,
-    RulesetAttr, RulesetCreated, RulesetCreatedAttr, RulesetError, RulesetStatus,
-    path_beneath_rules,
+    ABI, Access, AccessFs, AccessNet, BitFlags, LandlockStatus, PathFd, PathFdError,
+    RestrictionStatus, Ruleset, RulesetAttr, RulesetCreated, RulesetCreatedAttr, RulesetError,
+    RulesetStatus, path_beneath_rules,
 };
 
 use super::options::{SandboxOptions, StartError};
@@ -110,7 +111,7 @@ pub(super) fn enter_process(options: &SandboxOptions) -> Result<bool, StartError
     for path in &options.allowed {
         PathFd::new(path).map_err(|e| StartError::AllowPath {
             path: path.clone(),
-            why: allow_path_error(path, &e),
+            cause: allow_path_error(path, e),
         })?;
     }
     let status = rules().and_then(RulesetCreated::restrict_self).map_err(StartError::Landlock)?;
@@ -119,10 +120,10 @@ pub(super) fn enter_process(options: &SandboxOptions) -> Result<bool, StartError
 }
 
 /// Returns why an allowed directory cannot be used.
-fn allow_path_error(path: &Path, e: &impl ToString) -> String {
+fn allow_path_error(path: &Path, e: PathFdError) -> Box<dyn Error + Send + Sync> {
     match path.try_exists() {
-        Ok(false) => "it does not exist".to_owned(),
-        _ => e.to_string(),
+        Ok(false) => "it does not exist".into(),
+        _ => e.into(),
     }
 }
 

@@ -1,5 +1,6 @@
 //! Options of a process's sandbox, and the errors of applying them.
 
+use std::error::Error;
 use std::path::PathBuf;
 
 /// Restrictions to apply to the process. The default applies none.
@@ -35,11 +36,11 @@ pub enum StartError {
     #[error("the files of this process cannot be restricted: {0}; --no-landlock runs without")]
     Landlock(::landlock::RulesetError),
     /// An allowed directory does not exist or cannot be opened.
-    #[error("--allow-path {}: {why}", path.display())]
+    #[error("--allow-path {}: {cause}", path.display())]
     AllowPath {
         /// Path of the directory.
         path: PathBuf,
         /// The system's error.
-        why: String,
+        cause: Box<dyn Error + Send + Sync>,
     },
 }

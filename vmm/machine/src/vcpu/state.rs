@@ -273,7 +273,7 @@ impl Vcpu {
     }
 
     fn unsupported(&self, what: &str, why: String) -> GuestError {
-        GuestError::Unsupported { what: format!("the {what} of vCPU {}", self.id), why }
+        GuestError::unsupported(format_args!("the {what} of vCPU {}", self.id), why)
     }
 }
 

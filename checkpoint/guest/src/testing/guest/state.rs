@@ -30,7 +30,7 @@ impl Stateful for MemoryGuest {
         assert!(!self.filling.load(SeqCst), "its memory would not answer");
         self.must_be_paused("restore")?;
         self.faults.check(Op::Restore, "restoring the state")?;
-        let malformed = |why: String| GuestError::Malformed { what: "the state".into(), why };
+        let malformed = |why: String| GuestError::malformed("the state", why);
         let mut states = vec![None; self.writers.len()];
         for s in sections {
             if s.tag == SectionTag(0x7000) && s.bytes.iter().any(|byte| *byte != 0xb5) {
@@ -38,8 +38,7 @@ impl Stateful for MemoryGuest {
             }
             if s.tag != SectionTag::THREAD_WORKER {
                 if s.must_understand {
-                    let why = "this guest has no such thing".into();
-                    return Err(GuestError::Unsupported { what: s.tag.to_string(), why });
+                    return Err(GuestError::unsupported(s.tag, "this guest has no such thing"));
                 }
                 continue;
             }

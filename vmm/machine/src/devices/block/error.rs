@@ -1,5 +1,6 @@
 //! Errors that keep a disk from being used.
 
+use std::error::Error;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -189,14 +190,14 @@ pub enum DiskError {
         ours: DiskIdentity,
     },
     /// The disk is copied along with its guest, and no file can be created for it.
-    #[error("disk \"{id}\" cannot be copied to \"{}\": {why}", path.display())]
+    #[error("disk \"{id}\" cannot be copied to \"{}\": {cause}", path.display())]
     NoCopy {
         /// The disk's name.
         id: String,
         /// The path for the copy.
         path: PathBuf,
         /// The reason.
-        why: String,
+        cause: Box<dyn Error + Send + Sync>,
     },
     /// A thread that flushes the disk, or tracks its writes, cannot be started.
     #[error("no thread can be started for disk \"{id}\": {cause}")]

@@ -32,7 +32,7 @@ pub(crate) fn make_copies(
     for (drive, i) in drives.iter().zip(0..) {
         let malformed = |why: &str| {
             let why = format!("{drive} {why}");
-            GuestError::Malformed { what: "the list of disks that come along".to_owned(), why }
+            GuestError::malformed("the list of disks that come along", why)
         };
         let found = disks(&config.devices).find(|disk| disk.id == drive.id);
         let Some(disk) = found else { return Err(malformed("is none of the guest's")) };
@@ -74,7 +74,7 @@ impl IncomingDisk {
         let path = &disk.path;
         let refused = |why: String| {
             let (id, path) = (disk.id.clone(), path.clone());
-            DiskError::NoCopy { id, path, why }
+            DiskError::NoCopy { id, path, cause: why.into() }
         };
         let failed = |what: &str, e: io::Error| {
             refused(format!("{what} failed: {e}{}", permission_hint(path, &e)))

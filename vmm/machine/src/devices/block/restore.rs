@@ -41,9 +41,8 @@ pub(crate) fn open_drives(
     drives: &[DriveHead],
     host: &HostConfig,
 ) -> Result<Vec<Box<dyn DriveCopy>>, GuestError> {
-    let malformed = |what: String, why: &str| GuestError::Malformed {
-        what: "the checkpoint's list of disks".to_owned(),
-        why: format!("{what} {why}"),
+    let malformed = |what: String, why: &str| {
+        GuestError::malformed("the checkpoint's list of disks", format!("{what} {why}"))
     };
     if drives.is_empty() {
         return Ok(Vec::new());

@@ -186,7 +186,7 @@ pub(crate) trait Device: Send {
 }
 
 /// Reason why a device did not pause.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Debug)]
 pub(crate) enum QuiesceError {
     /// The driver broke the rules.
     Violation(Violation),

@@ -70,7 +70,7 @@ impl fmt::Debug for DeviceRing {
 impl DeviceRing {
     /// Creates a queue that is not set up.
     pub(super) fn idle(number: u16, max_size: u16) -> Result<Self, Violation> {
-        let queue = Queue::new(max_size).map_err(|e| queue_error(number, &e))?;
+        let queue = Queue::new(max_size).map_err(|e| queue_error(number, e))?;
         let ring = Self {
             number,
             queue,
@@ -94,7 +94,6 @@ impl DeviceRing {
         ram: &GuestRam,
     ) -> Result<(), Violation> {
         let RingSetup { size, descriptors, available, used } = setup;
-        let unusable = |why| Violation::Queue { queue: self.number, why };
         let areas = [
             ("descriptor table", descriptors, 16 * u64::from(size)),
             ("available ring", available, 6 + 2 * u64::from(size)),
@@ -103,8 +102,7 @@ impl DeviceRing {
         for (what, addr, len) in areas {
             // The area must lie in one memory slot: then no access to it can fail.
             if ram.get_slice(GuestAddress(addr), len as usize).is_err() {
-                let why = format!("its {what} of {len} bytes at {addr:#x} is not in guest memory");
-                return Err(unusable(why));
+                return Err(Violation::QueueOutside { queue: self.number, what, addr, len });
             }
         }
         let state = QueueState {
@@ -118,7 +116,7 @@ impl DeviceRing {
             avail_ring: available,
             used_ring: used,
         };
-        self.queue = Queue::try_from(state).map_err(|e| queue_error(self.number, &e))?;
+        self.queue = Queue::try_from(state).map_err(|e| queue_error(self.number, e))?;
         // The previous user of the queue may have left notifications off.
         (self.notifications_off, self.in_flight, self.unannounced) = (true, 0, false);
         Ok(())
@@ -154,8 +152,7 @@ impl DeviceRing {
         if !unannounced || !self.is_set_up() {
             return Ok(false);
         }
-        let wanted =
-            self.queue.needs_notification(ram).map_err(|e| queue_error(self.number, &e))?;
+        let wanted = self.queue.needs_notification(ram).map_err(|e| queue_error(self.number, e))?;
         Ok(wanted || self.batch_crossed_event(ram)?)
     }
 
@@ -192,21 +189,16 @@ impl DeviceRing {
             }
             // Looks without a chain count too: a driver might move its index to and fro.
             self.budget -= 1;
-            let broken = |e: virtio_queue::Error| Violation::Available {
-                queue: self.number,
-                size,
-                why: e.to_string(),
-            };
+            let broken = |cause| Violation::Available { queue: self.number, size, cause };
             let available = self.queue.iter(ram).map_err(broken)?.next();
             if let Some(chain) = available {
                 if self.in_flight >= size {
-                    let why = "the driver gives more chains than it has got back".to_owned();
-                    return Err(Violation::Available { queue: self.number, size, why });
+                    return Err(Violation::TooManyChains { queue: self.number, size });
                 }
                 if !self.notifications_off {
                     self.queue
                         .disable_notification(ram)
-                        .map_err(|e| queue_error(self.number, &e))?;
+                        .map_err(|e| queue_error(self.number, e))?;
                     self.notifications_off = true;
                 }
                 let chain = Chain::read(chain, self.number, size)?;
@@ -215,7 +207,7 @@ impl DeviceRing {
             }
             let again = self.queue.enable_notification(ram);
             self.notifications_off = false;
-            if !again.map_err(|e| queue_error(self.number, &e))? {
+            if !again.map_err(|e| queue_error(self.number, e))? {
                 return Ok(None);
             }
         }
@@ -277,10 +269,10 @@ impl DeviceRing {
         }
         self.in_flight = self.in_flight.saturating_sub(1);
         self.unannounced = true;
-        self.queue.add_used(ram, head, written).map_err(|e| queue_error(self.number, &e))
+        self.queue.add_used(ram, head, written).map_err(|e| queue_error(self.number, e))
     }
 }
 
-fn queue_error(queue: u16, e: &virtio_queue::Error) -> Violation {
-    Violation::Queue { queue, why: e.to_string() }
+fn queue_error(queue: u16, cause: virtio_queue::Error) -> Violation {
+    Violation::Queue { queue, cause }
 }

@@ -4,25 +4,48 @@ use vm_memory::GuestMemoryError;
 
 /// A driver's violation of the rules of virtio. The device does no more work until the driver
 /// resets it.
-#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error)]
 pub(crate) enum Violation {
-    /// A queue cannot be where the driver put it.
-    #[error("queue {queue} cannot be used: {why}")]
+    /// A part of a queue is not in guest memory, or not in one memory slot.
+    #[error(
+        "queue {queue} cannot be used: its {what} of {len} bytes at {addr:#x} is not in guest \
+         memory"
+    )]
+    QueueOutside {
+        /// The queue's number.
+        queue: u16,
+        /// The part.
+        what: &'static str,
+        /// The part's guest address.
+        addr: u64,
+        /// The part's length in bytes.
+        len: u64,
+    },
+    /// A queue cannot be used as the driver has set it up.
+    #[error("queue {queue} cannot be used: {cause}")]
     Queue {
         /// The queue's number.
         queue: u16,
         /// The reason.
-        why: String,
+        cause: virtio_queue::Error,
     },
     /// The available ring contradicts itself.
-    #[error("queue {queue} of {size} entries: {why}")]
+    #[error("queue {queue} of {size} entries: {cause}")]
     Available {
         /// The queue's number.
         queue: u16,
         /// Number of entries in the queue.
         size: u16,
-        /// The reason.
-        why: String,
+        /// The contradiction.
+        cause: virtio_queue::Error,
+    },
+    /// More chains are in flight than the queue has entries.
+    #[error("queue {queue} of {size} entries: the driver gives more chains than it has got back")]
+    TooManyChains {
+        /// The queue's number.
+        queue: u16,
+        /// Number of entries in the queue.
+        size: u16,
     },
     /// A descriptor chain is malformed.
     #[error("queue {queue}: the descriptor chain from {head} is broken: {why}")]
