@@ -210,7 +210,7 @@ impl GuestContents for ThreadMachine {
     }
 
     fn populated(&self) -> Result<Vec<FrameRun>, GuestError> {
-        self.memory.resident()
+        Ok(self.memory.resident()?)
     }
 
     fn resident(&self) -> Result<Vec<FrameRun>, GuestError> {
@@ -218,7 +218,7 @@ impl GuestContents for ThreadMachine {
     }
 
     fn write_protection(&self) -> Result<Option<Box<dyn WriteProtection>>, GuestError> {
-        self.memory.write_protection()
+        Ok(self.memory.write_protection()?)
     }
 
     fn drives(&self) -> Vec<Box<dyn GuestDrive>> {

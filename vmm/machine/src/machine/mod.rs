@@ -31,6 +31,7 @@ pub(crate) mod golden;
 #[cfg(test)]
 mod lazy_restore_tests;
 mod measured;
+mod request_error;
 mod state;
 mod status;
 mod supervisor;
@@ -68,6 +69,7 @@ pub use build::{BeforeDevices, command_line};
 pub use early::EarlyVm;
 pub use error::MachineError;
 pub use factory::MachineFactory;
+use request_error::SupervisorError;
 pub(crate) use state::registers;
 use status::MachineStatus;
 use supervisor::{EndReporter, Supervisor};
@@ -109,11 +111,11 @@ impl KvmMachine {
     fn ask<T: Send + 'static>(
         &self,
         what: &'static str,
-        job: impl FnOnce(&mut Supervisor) -> Result<T, GuestError> + Send + 'static,
+        job: impl FnOnce(&mut Supervisor) -> Result<T, SupervisorError> + Send + 'static,
     ) -> Result<T, GuestError> {
         let answer = self.supervisor.call(what, Instant::now() + ANSWER_LIMIT, job);
-        answer
-            .map_err(|e| GuestError::System { what: "asking the supervisor", cause: Box::new(e) })?
+        let what = "asking the supervisor";
+        Ok(answer.map_err(|cause| SupervisorError::Call { what, cause })??)
     }
 
     /// Refuses `request` unless the guest is paused.
@@ -170,7 +172,7 @@ impl GuestContents for KvmMachine {
     }
 
     fn resident(&self) -> Result<Vec<FrameRun>, GuestError> {
-        self.memory.resident()
+        Ok(self.memory.resident()?)
     }
 
     fn write_protection(&self) -> Result<Option<Box<dyn WriteProtection>>, GuestError> {
@@ -181,7 +183,7 @@ impl GuestContents for KvmMachine {
             );
             return Ok(None);
         }
-        self.memory.write_protection()
+        Ok(self.memory.write_protection()?)
     }
 
     fn drives(&self) -> Vec<Box<dyn GuestDrive>> {
@@ -214,7 +216,7 @@ impl Populate for KvmMachine {
         }
         let (status, supervisor) = (self.status.clone(), self.supervisor.clone());
         let owner = MachineRestoreOwner { end: EndReporter { status, supervisor } };
-        self.memory.fetch_lazily(source, Box::new(owner))
+        Ok(self.memory.fetch_lazily(source, Box::new(owner))?)
     }
 
     fn fetching(&self) -> Option<LazyRestoreProgress> {
@@ -260,7 +262,8 @@ impl Lifecycle for KvmMachine {
     }
 
     fn pause_and_save(&self) -> Result<(RunState, SavedState), GuestError> {
-        self.ask("pause the guest", Supervisor::pause_and_save)
+        let (before, saved) = self.ask("pause the guest", Supervisor::pause_and_save)?;
+        Ok((before, saved.map_err(GuestError::from)))
     }
 
     fn resume(&self) -> Result<(), GuestError> {
@@ -312,7 +315,7 @@ impl HandOver for KvmMachine {
         // Without devices the guest holds only the right to run, so `MachineStatus` alone decides;
         // no round trip to the supervisor is needed while the guest is paused.
         if self.config.devices.is_empty() {
-            return self.status.set_holds("release", false);
+            return Ok(self.status.set_holds("release", false)?);
         }
         self.ask("release the devices", Supervisor::release)
     }
@@ -335,7 +338,7 @@ impl HandOver for KvmMachine {
 
     fn acquire(&self) -> Result<(), GuestError> {
         if self.config.devices.is_empty() {
-            return self.status.set_holds("acquire", true);
+            return Ok(self.status.set_holds("acquire", true)?);
         }
         self.ask("acquire the devices", Supervisor::acquire)
     }

@@ -10,6 +10,7 @@ use kvm_bindings::*;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use super::request_error::SupervisorError;
 use crate::devices::{GENERATION_EVENT, Keyboard, PowerState, SerialPortState, VirtioState};
 use crate::kvm::{KvmVm, ioapic_listens};
 use crate::vcpu::{CoreRegisters, SavedVcpu, StateContext};
@@ -61,11 +62,14 @@ impl SavedVm {
     }
 }
 
-fn ioctl_result<T>(what: &'static str, r: Result<T, kvm_ioctls::Error>) -> Result<T, GuestError> {
-    r.map_err(|e| GuestError::System { what, cause: Box::new(e) })
+fn ioctl_result<T>(
+    what: &'static str,
+    r: Result<T, kvm_ioctls::Error>,
+) -> Result<T, SupervisorError> {
+    r.map_err(|cause| SupervisorError::Kvm { what, cause })
 }
 
-pub(super) fn save_vm(vm: &KvmVm, context: &StateContext) -> Result<SavedVm, GuestError> {
+pub(super) fn save_vm(vm: &KvmVm, context: &StateContext) -> Result<SavedVm, SupervisorError> {
     let fd = vm.fd();
     let mut irqchips = CHIPS.map(|chip_id| kvm_irqchip { chip_id, ..Default::default() });
     for chip in &mut irqchips {
@@ -87,10 +91,10 @@ pub(super) fn restore_vm(
     context: &StateContext,
     saved: &SavedVm,
     clock: Clock,
-) -> Result<(), GuestError> {
+) -> Result<(), SupervisorError> {
     let fd = vm.fd();
-    let put = |what: &str, r: Result<(), kvm_ioctls::Error>| {
-        r.map_err(|e| GuestError::unsupported(format_args!("the guest's {what}"), e))
+    let put = |part, r: Result<(), kvm_ioctls::Error>| {
+        r.map_err(|cause| SupervisorError::Part { part, cause })
     };
     for (chip, id) in saved.irqchips.iter().zip(CHIPS) {
         // The position decides which controller it is, not the section's own id.
@@ -115,17 +119,11 @@ pub(super) fn renew_generation(
     vm: &KvmVm,
     saved: &SavedVm,
     limit: Duration,
-) -> Result<(), GuestError> {
+) -> Result<(), SupervisorError> {
     // The supervisor runs this and ends the guest: it must not wait for a page that never arrives.
     let arrived = vm.memory().require(boot::generation_frame(), limit);
-    arrived.map_err(|why| GuestError::System {
-        what: "writing the generation ID",
-        cause: why.into(),
-    })?;
-    boot::renew_generation_id(vm.memory()).map_err(|e| GuestError::System {
-        what: "writing the generation ID",
-        cause: Box::new(e),
-    })?;
+    arrived.map_err(SupervisorError::GenerationPage)?;
+    boot::renew_generation_id(vm.memory()).map_err(SupervisorError::GenerationId)?;
     // A guest without a driver for it may use the pin, or an uninitialized 8259, otherwise.
     let listens = saved.irqchips.get(2).is_some_and(|c| ioapic_listens(c, GENERATION_EVENT));
     if listens {
@@ -158,7 +156,7 @@ fn clock_now(
 }
 
 /// Encodes `saved` as sections.
-pub(super) fn encode(saved: &SavedMachine) -> Result<Vec<Section>, GuestError> {
+pub(super) fn encode(saved: &SavedMachine) -> Result<Vec<Section>, SupervisorError> {
     let mut sections = vec![section(SectionTag::KVM_VM, 0, &saved.vm)?];
     for (vcpu, i) in saved.vcpus.iter().zip(0u16..) {
         sections.push(section(SectionTag::KVM_VCPU, i, vcpu)?);
@@ -166,7 +164,7 @@ pub(super) fn encode(saved: &SavedMachine) -> Result<Vec<Section>, GuestError> {
     sections.push(section(SectionTag::SERIAL, 0, &saved.com1)?);
     sections.push(section(SectionTag::PLATFORM, 0, &saved.platform)?);
     for (device, i) in saved.virtio.iter().zip(0u16..) {
-        sections.push(Section::new(SectionTag::VIRTIO, i, device.encode().map_err(encoding)?));
+        sections.push(Section::new(SectionTag::VIRTIO, i, device.encode()?));
     }
     if let Some(keyboard) = &saved.keyboard {
         sections.push(section(SectionTag::KEYBOARD, 0, keyboard)?);
@@ -178,12 +176,8 @@ pub(super) fn section<T: Serialize>(
     tag: SectionTag,
     instance: u16,
     value: &T,
-) -> Result<Section, GuestError> {
-    Ok(Section::new(tag, instance, codec::encode_versioned(value).map_err(encoding)?))
-}
-
-fn encoding(e: postcard::Error) -> GuestError {
-    GuestError::System { what: "encoding state", cause: e.into() }
+) -> Result<Section, SupervisorError> {
+    Ok(Section::new(tag, instance, codec::encode_versioned(value)?))
 }
 
 /// Reads the sections of a machine with `vcpus` vCPUs and `devices` virtio devices. Each section

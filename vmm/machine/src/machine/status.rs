@@ -4,9 +4,10 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use driftline_guest::{GuestError, RunState};
+use driftline_guest::RunState;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
+use super::request_error::SupervisorError;
 use crate::vm::EndReason;
 
 /// Whether the machine runs, and whether it may. The supervisor writes it and any thread reads it.
@@ -91,13 +92,17 @@ impl MachineStatus {
         &self,
         request: &'static str,
         needed: RunState,
-    ) -> Result<(), GuestError> {
+    ) -> Result<(), SupervisorError> {
         self.lock().require(request, needed)
     }
 
     /// Records whether the machine holds what only one host may hold. Refuses `request` unless the
     /// guest is paused.
-    pub(super) fn set_holds(&self, request: &'static str, holds: bool) -> Result<(), GuestError> {
+    pub(super) fn set_holds(
+        &self,
+        request: &'static str,
+        holds: bool,
+    ) -> Result<(), SupervisorError> {
         let mut fields = self.lock();
         fields.require(request, RunState::Paused)?;
         fields.holds = holds;
@@ -105,12 +110,11 @@ impl MachineStatus {
     }
 
     /// Marks the guest as running if it is paused and the machine holds it.
-    pub(super) fn run(&self) -> Result<(), GuestError> {
+    pub(super) fn run(&self) -> Result<(), SupervisorError> {
         let mut fields = self.lock();
         fields.require("resume", RunState::Paused)?;
         if !fields.holds {
-            let why = "it was released, or not acquired yet: another host may run it";
-            return Err(GuestError::unsupported("the guest", why));
+            return Err(SupervisorError::NotHeld);
         }
         fields.state = RunState::Running;
         Ok(())
@@ -142,8 +146,8 @@ impl MachineStatus {
 }
 
 impl StatusFields {
-    fn require(&self, request: &'static str, needed: RunState) -> Result<(), GuestError> {
+    fn require(&self, request: &'static str, needed: RunState) -> Result<(), SupervisorError> {
         let state = self.state;
-        if state == needed { Ok(()) } else { Err(GuestError::State { request, state }) }
+        if state == needed { Ok(()) } else { Err(SupervisorError::State { request, state }) }
     }
 }

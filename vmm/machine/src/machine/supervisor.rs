@@ -5,9 +5,10 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use driftline_guest::{Clock, GuestError, RunState, SavedState};
+use driftline_guest::{Clock, RunState, Section};
 
 use super::MachineError;
+use super::request_error::SupervisorError;
 use super::state::{self, SavedMachine};
 use super::status::MachineStatus;
 use super::vcpus::{HALT_LIMIT, VcpuHandle, Vcpus};
@@ -17,13 +18,18 @@ use crate::collector;
 use crate::devices::{Bus, RequestError};
 use crate::kvm::KvmVm;
 use crate::sandbox::{self, Class};
-use crate::vcpu::{Adjust, PauseOutcome, Peers, ResumeFanout, SavedVcpu, StateContext, Vcpu};
+use crate::vcpu::{
+    Adjust, PauseOutcome, Peers, ResumeFanout, SavedVcpu, StateContext, Vcpu, VcpuError,
+};
 use crate::vm::EndReason;
 use crate::wall_clock::wall_ns;
 
 /// Limit for the vCPUs to restore a state. KVM touches pages that vCPUs share with the guest, and
 /// in a lazy restore those pages come from storage.
 const RESTORE_LIMIT: Duration = Duration::from_secs(if cfg!(test) { 5 } else { 30 });
+
+/// The sections of a state, or why it cannot be saved.
+type Saved = Result<Vec<Section>, SupervisorError>;
 
 /// Reports to the supervisor that the guest has ended.
 #[derive(Clone, Debug)]
@@ -121,11 +127,11 @@ impl Supervisor {
     }
 
     /// Refuses `request` unless the machine is in state `needed`.
-    fn require(&self, request: &'static str, needed: RunState) -> Result<(), GuestError> {
+    fn require(&self, request: &'static str, needed: RunState) -> Result<(), SupervisorError> {
         self.status.require(request, needed)
     }
 
-    pub(super) fn pause(&mut self) -> Result<RunState, GuestError> {
+    pub(super) fn pause(&mut self) -> Result<RunState, SupervisorError> {
         match self.status.state() {
             RunState::Paused => return Ok(RunState::Paused),
             RunState::Stopped => self.require("pause", RunState::Running)?,
@@ -158,11 +164,11 @@ impl Supervisor {
         // The guest has ended meanwhile. A vCPU reports that before it has finished.
         self.end_as_reported();
         self.end(EndReason::Crashed("a vCPU thread has died".to_owned()));
-        Err(GuestError::State { request: "pause", state: RunState::Stopped })
+        Err(SupervisorError::State { request: "pause", state: RunState::Stopped })
     }
 
     /// Pauses the guest and saves its state.
-    pub(super) fn pause_and_save(&mut self) -> Result<(RunState, SavedState), GuestError> {
+    pub(super) fn pause_and_save(&mut self) -> Result<(RunState, Saved), SupervisorError> {
         let before = self.pause()?;
         Ok((before, self.save()))
     }
@@ -193,11 +199,10 @@ impl Supervisor {
         }
     }
 
-    pub(super) fn resume(&mut self) -> Result<(), GuestError> {
+    pub(super) fn resume(&mut self) -> Result<(), SupervisorError> {
         self.require("resume", RunState::Paused)?;
         if self.half_restored {
-            let why = "restoring it failed half-way, so it cannot run";
-            return Err(GuestError::unsupported("the guest's state", why));
+            return Err(SupervisorError::HalfRestored);
         }
         self.wait_for_idle_vcpus()?;
         self.status.run()?;
@@ -214,7 +219,7 @@ impl Supervisor {
     /// Waits until the vCPUs, which are paused, have finished all their jobs. Of all jobs only a
     /// save may be unfinished here: for it KVM reads guest memory, which may be on storage that
     /// hangs. A restore that leaves one unfinished has failed, and then the guest does not resume.
-    fn wait_for_idle_vcpus(&mut self) -> Result<(), GuestError> {
+    fn wait_for_idle_vcpus(&mut self) -> Result<(), SupervisorError> {
         if !self.vcpus_are_busy {
             return Ok(());
         }
@@ -266,7 +271,7 @@ impl Supervisor {
         self.status.end(why);
     }
 
-    pub(super) fn save(&mut self) -> SavedState {
+    pub(super) fn save(&mut self) -> Saved {
         self.require("save", RunState::Paused)?;
         self.vcpus_are_busy = true;
         let deadline = Instant::now() + HALT_LIMIT;
@@ -285,12 +290,12 @@ impl Supervisor {
         }
         self.vcpus_are_busy = false;
         let vcpus = vcpus.into_iter().map(|saved| saved.map(|saved| *saved));
-        let vcpus = vcpus.collect::<Result<_, GuestError>>()?;
+        let vcpus = vcpus.collect::<Result<_, VcpuError>>()?;
         state::encode(&SavedMachine { vm, vcpus, com1, platform, virtio, keyboard })
     }
 
     /// Sends every vCPU a non-maskable interrupt. A paused vCPU takes it when it resumes.
-    pub(super) fn send_nmi(&self) -> Result<(), GuestError> {
+    pub(super) fn send_nmi(&self) -> Result<(), SupervisorError> {
         if self.status.state() == RunState::Stopped {
             self.require("send an NMI to", RunState::Running)?;
         }
@@ -299,42 +304,38 @@ impl Supervisor {
             |vcpu: &VcpuHandle| vcpu.running().begin("take an NMI", deadline, |vcpu| vcpu.nmi());
         let calls: Vec<_> = self.vcpus.iter().map(send).collect();
         let failed = call_failed("sending an NMI");
-        calls.into_iter().try_for_each(|call| call.wait().map_err(&failed)?)
+        calls.into_iter().try_for_each(|call| Ok(call.wait().map_err(&failed)??))
     }
 
     /// Presses Ctrl-Alt-Del. A paused guest sees it when it resumes.
-    pub(super) fn press_ctrl_alt_del(&self) -> Result<(), GuestError> {
-        let what = "pressing Ctrl-Alt-Del";
+    pub(super) fn press_ctrl_alt_del(&self) -> Result<(), SupervisorError> {
         match self.bus.press_ctrl_alt_del() {
-            Some(pressed) => pressed.map_err(|e| GuestError::System { what, cause: Box::new(e) }),
-            None => {
-                let why = "the guest has no keyboard controller";
-                Err(GuestError::unsupported("Ctrl-Alt-Del", why))
-            }
+            Some(pressed) => Ok(pressed?),
+            None => Err(SupervisorError::NoKeyboard),
         }
     }
 
     /// Releases what only one host may hold.
-    pub(super) fn release(&mut self) -> Result<(), GuestError> {
+    pub(super) fn release(&mut self) -> Result<(), SupervisorError> {
         // Comes first: if the release fails, part of it may be done.
         self.status.set_holds("release", false)?;
         device_result("releasing a device", self.bus.virtio().release())
     }
 
     /// Detaches the channels through which peers reach the guest, after `release`.
-    pub(super) fn detach(&mut self) -> Result<Vec<u8>, GuestError> {
+    pub(super) fn detach(&mut self) -> Result<Vec<u8>, SupervisorError> {
         self.status.set_holds("detach", false)?;
         device_result("detaching a device", self.bus.virtio().detach())
     }
 
     /// Attaches the channels through which peers reach the guest on this host.
-    pub(super) fn attach(&self, in_flight: &[u8]) -> Result<(), GuestError> {
+    pub(super) fn attach(&self, in_flight: &[u8]) -> Result<(), SupervisorError> {
         self.require("attach", RunState::Paused)?;
         device_result("attaching a device", self.bus.virtio().attach(in_flight))
     }
 
     /// Acquires what only one host may hold.
-    pub(super) fn acquire(&mut self) -> Result<(), GuestError> {
+    pub(super) fn acquire(&mut self) -> Result<(), SupervisorError> {
         self.require("acquire", RunState::Paused)?;
         device_result("acquiring a device", self.bus.virtio().acquire())?;
         self.status.set_holds("acquire", true)
@@ -343,13 +344,16 @@ impl Supervisor {
     /// Restores a state. vCPUs precede interrupt controllers: restoring the local APIC would
     /// overwrite an interrupt that a controller passes on. The clock is last: it counts from the
     /// TSCs.
-    pub(super) fn restore(&mut self, saved: SavedMachine, clock: Clock) -> Result<(), GuestError> {
+    pub(super) fn restore(
+        &mut self,
+        saved: SavedMachine,
+        clock: Clock,
+    ) -> Result<(), SupervisorError> {
         // First, because a lost page ends the guest, and the caller wants to know why.
         self.refuse_if_lost()?;
         self.require("restore", RunState::Paused)?;
         if self.has_run {
-            let why = "it can only be restored into a guest that has never run";
-            return Err(GuestError::unsupported("a state", why));
+            return Err(SupervisorError::HasRun);
         }
         self.half_restored = true;
         self.restore_parts(saved, clock)?;
@@ -357,7 +361,7 @@ impl Supervisor {
         Ok(())
     }
 
-    fn restore_vcpus(&self, states: Vec<SavedVcpu>, adjust: Adjust) -> Result<(), GuestError> {
+    fn restore_vcpus(&self, states: Vec<SavedVcpu>, adjust: Adjust) -> Result<(), SupervisorError> {
         let deadline = Instant::now() + RESTORE_LIMIT;
         let restore = |(vcpu, state): (&VcpuHandle, SavedVcpu)| {
             let what = "restore its state, for which it needs pages that it shares with KVM,";
@@ -366,16 +370,18 @@ impl Supervisor {
         let calls: Vec<_> = self.vcpus.iter().zip(states).map(restore).collect();
         // Waits for all vCPUs, even if the first one fails.
         let failed = call_failed("restoring the state of a vCPU");
-        let restored = calls.into_iter().map(|call| call.wait().map_err(&failed)?);
+        let restored = calls.into_iter().map(|call| Ok(call.wait().map_err(&failed)??));
         restored.collect::<Vec<_>>().into_iter().collect()
     }
 
-    fn refuse_if_lost(&self) -> Result<(), GuestError> {
-        let Some(why) = self.status.lost() else { return Ok(()) };
-        Err(GuestError::System { what: "restoring the guest", cause: why.into() })
+    fn refuse_if_lost(&self) -> Result<(), SupervisorError> {
+        match self.status.lost() {
+            Some(why) => Err(SupervisorError::Lost(why.to_owned())),
+            None => Ok(()),
+        }
     }
 
-    fn restore_parts(&self, saved: SavedMachine, clock: Clock) -> Result<(), GuestError> {
+    fn restore_parts(&self, saved: SavedMachine, clock: Clock) -> Result<(), SupervisorError> {
         if clock == Clock::Continue {
             self.vm.memory().fetch_next(boot::generation_frame());
         }
@@ -385,17 +391,13 @@ impl Supervisor {
         self.status.set_restores_vcpus(false);
         self.refuse_if_lost()?;
         restored?;
-        let com1 = self.bus.com1().restore(saved.com1);
-        com1.map_err(|e| GuestError::malformed("the serial port's state", e))?;
-        self.bus.virtio().restore(saved.virtio).map_err(|(i, why)| {
-            GuestError::malformed(format_args!("the state of virtio device {i}"), why)
-        })?;
+        self.bus.com1().restore(saved.com1).map_err(SupervisorError::Serial)?;
+        let virtio = self.bus.virtio().restore(saved.virtio);
+        virtio.map_err(|(index, e)| SupervisorError::Virtio { index, cause: Box::new(e) })?;
         state::restore_vm(&self.vm, &self.context, &saved.vm, clock)?;
         // Comes after the restore of the interrupt controllers' own state.
-        self.bus.virtio().interrupt_again(&self.vm).map_err(|e| GuestError::System {
-            what: "interrupting for a virtio device",
-            cause: Box::new(e),
-        })?;
+        let interrupted = self.bus.virtio().interrupt_again(&self.vm);
+        interrupted.map_err(SupervisorError::Interrupt)?;
         self.bus.power().restore(saved.platform.power);
         self.bus.set_keyboard(saved.keyboard);
         // Many guests may be restored from one checkpoint; a migrated guest keeps its identity.
@@ -406,10 +408,10 @@ impl Supervisor {
     }
 }
 
-fn device_result<T>(what: &'static str, r: Result<T, RequestError>) -> Result<T, GuestError> {
-    r.map_err(|why| GuestError::System { what, cause: Box::new(why) })
+fn device_result<T>(what: &'static str, r: Result<T, RequestError>) -> Result<T, SupervisorError> {
+    r.map_err(|e| SupervisorError::Device { what, cause: Box::new(e) })
 }
 
-fn call_failed(what: &'static str) -> impl Fn(CallError) -> GuestError {
-    move |e| GuestError::System { what, cause: Box::new(e) }
+fn call_failed(what: &'static str) -> impl Fn(CallError) -> SupervisorError {
+    move |cause| SupervisorError::Call { what, cause }
 }

@@ -4,6 +4,7 @@ use std::io;
 use std::time::Duration;
 
 use driftline_dirty_tracker::{Gfn, LayoutError};
+use driftline_guest::GuestError;
 
 /// The reason why guest memory cannot be set up or accessed.
 #[derive(Debug, thiserror::Error)]
@@ -69,6 +70,50 @@ impl MemoryError {
             self,
             Self::DoesNotFit { .. } | Self::PoolTooSmall { .. } | Self::NoPrefault | Self::Pool(_)
         )
+    }
+}
+
+/// Why frames of guest memory cannot be listed, placed, fetched or protected.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum FrameError {
+    /// The system refused an operation.
+    #[error("{what} failed: {cause}")]
+    System {
+        /// The operation.
+        what: &'static str,
+        /// The system's error.
+        cause: io::Error,
+    },
+    /// Frames cannot be protected while others are still being fetched.
+    #[error("the lazy restore has not finished")]
+    RestoreUnfinished,
+    /// An earlier release of all protected frames has failed.
+    #[error("an earlier release failed")]
+    ReleaseFailed,
+    /// The memory is being restored lazily, or was.
+    #[error("this memory has one already")]
+    SecondRestore,
+}
+
+impl FrameError {
+    /// Returns the conversion of an error of the operation `what`.
+    pub(super) fn system(what: &'static str) -> impl Fn(io::Error) -> Self {
+        move |cause| Self::System { what, cause }
+    }
+}
+
+impl From<FrameError> for GuestError {
+    fn from(e: FrameError) -> Self {
+        let what = match &e {
+            FrameError::System { what, .. } => what,
+            FrameError::RestoreUnfinished | FrameError::ReleaseFailed => "protecting frames",
+            FrameError::SecondRestore => "starting a lazy restore",
+        };
+        match e {
+            FrameError::System { cause, .. } => Self::System { what, cause: cause.into() },
+            e => Self::System { what, cause: e.into() },
+        }
     }
 }
 

@@ -12,6 +12,7 @@ use driftline_dirty_tracker::{FrameRun, PAGE_SIZE};
 use driftline_guest::{GuestError, GuestRam, MemoryLoader};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, VolatileSlice};
 
+use super::error::FrameError;
 use super::userfault::Userfault;
 use crate::HostMemory;
 
@@ -65,16 +66,13 @@ impl MemoryFill {
 
 impl MemoryLoader for MemoryFill {
     fn fill(&self, run: FrameRun, contents: &[u8]) -> Result<(), GuestError> {
-        let failed = |cause: io::Error| GuestError::System {
-            what: "placing frames in memory",
-            cause: cause.into(),
-        };
+        let failed = FrameError::system("placing frames in memory");
         let mut rest = contents;
         for place in self.ram.get_slices(GuestAddress(run.start.gpa()), contents.len()) {
             let place = place.map_err(|e| failed(io::Error::other(e)))?;
             let (here, later) = rest.split_at(place.len().min(rest.len()));
             rest = later;
-            self.fill_at(&place, here).map_err(failed)?;
+            self.fill_at(&place, here).map_err(&failed)?;
         }
         Ok(())
     }

@@ -7,12 +7,12 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE};
-use driftline_guest::{GuestError, GuestRam, PageSource, PageSourceError};
+use driftline_guest::{GuestRam, PageSource, PageSourceError};
 use driftline_store::StoreError;
 use vm_memory::{Bytes, GuestAddress};
 
 use super::lazy_restore::RestoreOwner;
-use super::{Backing, Discarder, HugePages, Memory, MemoryOptions};
+use super::{Backing, Discarder, FrameError, HugePages, Memory, MemoryOptions};
 use crate::fail_point;
 
 const SOON: Duration = Duration::from_secs(20);
@@ -286,7 +286,7 @@ fn no_thread_reads_zeros_for_missing_frames() {
         let again = FakePageSource::without_working_set(FrameSet::new(), gate);
         let owner = LossReports { lost: mpsc::channel().0, ended: AtomicBool::new(false) };
         let refused = memory.fetch_lazily(Box::new(again), Box::new(owner));
-        assert!(matches!(refused, Err(GuestError::System { .. })), "{options:?}");
+        assert!(matches!(refused, Err(FrameError::System { .. })), "{options:?}");
         let (ram, (done, finished)) = (memory.ram().clone(), mpsc::channel());
         // This is the last frame that is fetched; the thread that waits for it is left behind.
         thread::spawn(move || done.send(byte(&ram, 0x10_0003)));

@@ -20,14 +20,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, Layout, PAGE_SIZE, TrackedBitmap, Tracker};
-use driftline_guest::{
-    GuestError, GuestRam, LazyRestoreProgress, MemoryLoader, PageSource, WriteProtection,
-};
+use driftline_guest::{GuestRam, LazyRestoreProgress, MemoryLoader, PageSource, WriteProtection};
 use vm_memory::{GuestAddress, GuestMemoryBackend, GuestRegionMmap};
 
 pub use backing::{Backing, HugePages, MemoryOptions};
 pub(crate) use discard::Discarder;
-pub use error::MemoryError;
+pub use error::{FrameError, MemoryError};
 use fill::MemoryFill;
 use lazy_restore::LazyRestore;
 pub use lazy_restore::RestoreFigures;
@@ -153,19 +151,14 @@ impl Memory {
     /// # Errors
     ///
     /// A lazy restore is still under way, or the system refuses.
-    pub fn write_protection(&self) -> Result<Option<Box<dyn WriteProtection>>, GuestError> {
+    pub fn write_protection(&self) -> Result<Option<Box<dyn WriteProtection>>, FrameError> {
         // A mapping can be registered with one userfaultfd at a time.
         if self.protected.lazy_restore().is_some_and(|restore| !restore.wait(LAZY_RESTORE_LIMIT)) {
             // An error, not `None`: write protection becomes available later.
-            let cause = "the lazy restore has not finished".into();
-            return Err(GuestError::System { what: "protecting frames", cause });
+            return Err(FrameError::RestoreUnfinished);
         }
-        let opened = MemoryWriteProtection::open(&self.ram, &self.protected).map_err(|e| {
-            GuestError::System {
-                what: "registering guest memory with userfaultfd",
-                cause: Box::new(e),
-            }
-        })?;
+        let opened = MemoryWriteProtection::open(&self.ram, &self.protected)
+            .map_err(FrameError::system("registering guest memory with userfaultfd"))?;
         Ok(opened.map(|protection| Box::new(protection) as Box<dyn WriteProtection>))
     }
 
@@ -179,17 +172,17 @@ impl Memory {
         &self,
         source: Box<dyn PageSource>,
         owner: Box<dyn RestoreOwner>,
-    ) -> Result<Option<Box<dyn PageSource>>, GuestError> {
-        let failed = |cause| GuestError::System { what: "starting a lazy restore", cause };
+    ) -> Result<Option<Box<dyn PageSource>>, FrameError> {
         if self.options.prefault {
             tracing::info!("no lazy restore of prefaulted memory: all pages are read first");
             return Ok(Some(source));
         }
-        match LazyRestore::begin(&self.ram, source, owner).map_err(|e| failed(e.into()))? {
+        let begun = LazyRestore::begin(&self.ram, source, owner);
+        match begun.map_err(FrameError::system("starting a lazy restore"))? {
             Err(source) => Ok(Some(source)),
             Ok(restore) => match self.protected.set_lazy_restore(restore) {
                 Ok(()) => Ok(None),
-                Err(_) => Err(failed("this memory has one already".into())),
+                Err(_) => Err(FrameError::SecondRestore),
             },
         }
     }
@@ -284,15 +277,15 @@ impl Memory {
     /// # Errors
     ///
     /// The kernel does not report them.
-    pub fn resident(&self) -> Result<Vec<FrameRun>, GuestError> {
+    pub fn resident(&self) -> Result<Vec<FrameRun>, FrameError> {
         // This comes first: frames that arrive after it are found in memory.
         let left =
             self.protected.lazy_restore().map(LazyRestore::left).filter(|left| !left.is_empty());
         let (mut populated, mut runs) = (ResidentFrames::default(), Vec::new());
         for region in self.ram.iter() {
-            populated.find(region, region::all(region), &mut runs).map_err(|e| {
-                GuestError::System { what: "reading /proc/self/pagemap", cause: Box::new(e) }
-            })?;
+            populated
+                .find(region, region::all(region), &mut runs)
+                .map_err(FrameError::system("reading /proc/self/pagemap"))?;
         }
         let Some(left) = left else { return Ok(runs) };
         let mut all: FrameSet = runs.into_iter().collect();

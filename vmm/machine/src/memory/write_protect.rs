@@ -18,6 +18,7 @@ use driftline_guest::{GuestError, GuestRam, WriteProtection};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
+use super::error::FrameError;
 use super::lazy_restore::LazyRestore;
 use super::region::{all, is_pooled};
 use super::userfault::Userfault;
@@ -162,9 +163,9 @@ impl MemoryWriteProtection {
         }))
     }
 
-    fn require_registered(&self) -> Result<(), GuestError> {
+    fn require_registered(&self) -> Result<(), FrameError> {
         if self.broken.load(Ordering::Acquire) {
-            return Err(failed("protecting frames", io::Error::other("an earlier release failed")));
+            return Err(FrameError::ReleaseFailed);
         }
         Ok(())
     }
@@ -204,17 +205,16 @@ impl WriteProtection for MemoryWriteProtection {
         // A frame that was unprotected meanwhile may have been protected after that. All frames are
         // added again, so that `release_all` unprotects them in any case.
         self.protected.add(frames);
-        protected.map_err(|e| failed("protecting frames", e))
+        Ok(protected.map_err(FrameError::system("protecting frames"))?)
     }
 
     fn release(&self, frames: FrameRun) -> Result<(), GuestError> {
         self.require_registered()?;
         // Comes first: a frame that is protected again meanwhile is added after it.
         self.protected.remove(frames);
-        self.each(frames, Userfault::release).map_err(|e| {
-            self.protected.add(&[frames]);
-            failed("unprotecting frames", e)
-        })
+        let released = self.each(frames, Userfault::release);
+        let released = released.inspect_err(|_| self.protected.add(&[frames]));
+        Ok(released.map_err(FrameError::system("unprotecting frames"))?)
     }
 
     fn release_all(&self) {
@@ -245,7 +245,8 @@ impl WriteProtection for MemoryWriteProtection {
                     return Ok(Some(FrameRun { start, count: 1 }));
                 }
             }
-            self.userfault.faults(limit, &mut *faults).map_err(|e| failed("reading faults", e))?;
+            let read = self.userfault.faults(limit, &mut *faults);
+            read.map_err(FrameError::system("reading faults"))?;
             if faults.is_empty() {
                 return Ok(None);
             }
@@ -258,10 +259,6 @@ impl Drop for MemoryWriteProtection {
         // The descriptor is closed with the remaining fields.
         self.release_all();
     }
-}
-
-fn failed(what: &'static str, e: io::Error) -> GuestError {
-    GuestError::System { what, cause: Box::new(e) }
 }
 
 #[cfg(test)]

@@ -17,6 +17,7 @@ pub mod baseline;
 mod control;
 pub mod cpu_compat;
 pub mod cpuid;
+mod error;
 mod leaves;
 pub mod msrs;
 mod reset;
@@ -41,6 +42,7 @@ use crate::kvm::{ImmediateExit, KvmVm, internal_error};
 use crate::throttle::{StallMeter, ThrottleState};
 use crate::vm::VcpuInfo;
 
+pub use error::VcpuError;
 pub(crate) use resume_fanout::ResumeFanout;
 pub(crate) use state::CoreRegisters;
 pub use state::{Adjust, SavedVcpu};

@@ -1,10 +1,10 @@
 //! A vCPU's model-specific registers: which are part of a state, which values a new guest finds in
 //! them, and which of them another host may refuse.
 
-use driftline_guest::GuestError;
 use kvm_bindings::*;
 use kvm_ioctls::{Kvm, VcpuFd};
 
+use super::error::VcpuError;
 use super::leaves::{LEAF_EXTENDED_FEATURES, LEAF_FEATURES, find};
 use crate::config::MsrWord;
 
@@ -104,7 +104,7 @@ fn is_hidden(index: u32, cpuid: &[kvm_cpuid_entry2]) -> bool {
 
 /// Returns the registers that are part of a vCPU's state, from `listed` and from those that KVM
 /// does not list.
-pub(super) fn saved(vcpu: &VcpuFd, listed: &[u32]) -> Result<Vec<u32>, GuestError> {
+pub(super) fn saved(vcpu: &VcpuFd, listed: &[u32]) -> Result<Vec<u32>, VcpuError> {
     let mut indices: Vec<u32> = listed.iter().copied().filter(|i| !is_skipped(*i)).collect();
     indices.extend(MTRRS.iter().filter(|i| !listed.contains(i)));
     Ok(read(vcpu, &indices)?.iter().map(|m| m.index).collect())
@@ -148,7 +148,7 @@ pub(super) fn check_refused(refused: &[kvm_msr_entry]) -> Result<(), RefusedMsr>
 /// Gives a new vCPU, whose CPUID is set, the register values that a firmware would have left, and
 /// clears the registers that its CPUID hides. A KVM that lacks one of these registers behaves as if
 /// it were 0.
-pub fn set_first_values(vcpu: &VcpuFd, cpuid: &[kvm_cpuid_entry2]) -> Result<(), GuestError> {
+pub fn set_first_values(vcpu: &VcpuFd, cpuid: &[kvm_cpuid_entry2]) -> Result<(), VcpuError> {
     let mut first: Vec<kvm_msr_entry> = [ARCH_CAPABILITIES, PERF_CAPABILITIES]
         .into_iter()
         .filter(|index| is_hidden(*index, cpuid))
@@ -161,15 +161,14 @@ pub fn set_first_values(vcpu: &VcpuFd, cpuid: &[kvm_cpuid_entry2]) -> Result<(),
         first.push(entry(MTRR_DEF_TYPE, MTRR_WRITE_BACK));
     }
     let refused = write(vcpu, &first);
-    let refused = refused.map_err(|e| GuestError::System { what: "KVM_SET_MSRS", cause: e.into() });
-    for kvm_msr_entry { index, data, .. } in refused? {
+    for kvm_msr_entry { index, data, .. } in refused.map_err(VcpuError::kvm("KVM_SET_MSRS"))? {
         tracing::debug!("MSR {index:#x} cannot be set to {data:#x} here");
     }
     Ok(())
 }
 
 /// Returns the feature registers by which `vcpu` describes the processor to its guest.
-pub fn shown(vcpu: &VcpuFd, cpuid: &[kvm_cpuid_entry2]) -> Result<Vec<MsrWord>, GuestError> {
+pub fn shown(vcpu: &VcpuFd, cpuid: &[kvm_cpuid_entry2]) -> Result<Vec<MsrWord>, VcpuError> {
     let indices = [ARCH_CAPABILITIES, PERF_CAPABILITIES].into_iter();
     let indices: Vec<u32> = indices.filter(|i| !is_hidden(*i, cpuid)).collect();
     let read = read(vcpu, &indices)?;
@@ -230,7 +229,7 @@ fn entry(index: u32, data: u64) -> kvm_msr_entry {
 }
 
 /// Returns the values of those of `indices` that can be read.
-pub(super) fn read(vcpu: &VcpuFd, indices: &[u32]) -> Result<Vec<kvm_msr_entry>, GuestError> {
+pub(super) fn read(vcpu: &VcpuFd, indices: &[u32]) -> Result<Vec<kvm_msr_entry>, VcpuError> {
     const WHAT: &str = "KVM_GET_MSRS";
     let mut out = Vec::with_capacity(indices.len());
     let mut rest = indices;
@@ -238,9 +237,9 @@ pub(super) fn read(vcpu: &VcpuFd, indices: &[u32]) -> Result<Vec<kvm_msr_entry>,
         let wanted: Vec<kvm_msr_entry> =
             rest.iter().take(KVM_MAX_MSR_ENTRIES).map(|&index| entry(index, 0)).collect();
         let mut msrs = Msrs::from_entries(&wanted)
-            .map_err(|e| GuestError::System { what: WHAT, cause: format!("{e:?}").into() })?;
+            .map_err(|e| VcpuError::kvm(WHAT)(std::io::Error::other(format!("{e:?}"))))?;
         let read = vcpu.get_msrs(&mut msrs);
-        let read = read.map_err(|e| GuestError::System { what: WHAT, cause: Box::new(e) })?;
+        let read = read.map_err(VcpuError::kvm(WHAT))?;
         // KVM stops at the first register that it cannot read.
         let read = read.min(wanted.len());
         out.extend_from_slice(&msrs.as_slice()[..read]);

@@ -4,10 +4,13 @@
 //! Saving omits what the host lacks. Restoring refuses, by name, what the host cannot take, while
 //! the guest still has its old host.
 
-use driftline_guest::{Clock, GuestError, RunState};
+use std::error::Error;
+
+use driftline_guest::Clock;
 use kvm_bindings::*;
 use serde::{Deserialize, Serialize};
 
+use super::error::VcpuError;
 use super::state_context::StateContext;
 use super::{Vcpu, VcpuState, control, cpu_compat, msrs, reset, tsc};
 use crate::kvm::{get_pdptrs, get_xsave, set_sregs_with_pdptrs, set_xsave};
@@ -86,17 +89,16 @@ impl SavedVcpu {
     }
 }
 
-/// Converts the error of a failed ioctl while saving.
 fn ioctl_result<T, E: Into<std::io::Error>>(
     what: &'static str,
     r: Result<T, E>,
-) -> Result<T, GuestError> {
-    r.map_err(|e| GuestError::System { what, cause: Box::new(e.into()) })
+) -> Result<T, VcpuError> {
+    r.map_err(VcpuError::kvm(what))
 }
 
 impl Vcpu {
     /// Returns the whole state. The order matters where noted.
-    pub(crate) fn save(&self) -> Result<Box<SavedVcpu>, GuestError> {
+    pub(crate) fn save(&self) -> Result<Box<SavedVcpu>, VcpuError> {
         self.refuse_running("save")?;
         let (fd, ctx) = (&self.fd, &self.context);
         // Comes first: the query makes KVM process a pending INIT or SIPI, which changes
@@ -138,7 +140,7 @@ impl Vcpu {
     /// the rest may contain; the APIC's mode comes with the special registers; the APIC timer's
     /// deadline needs the APIC; pending events come after everything that could raise or clear
     /// them.
-    pub(crate) fn restore(&mut self, saved: &SavedVcpu, adjust: Adjust) -> Result<(), GuestError> {
+    pub(crate) fn restore(&mut self, saved: &SavedVcpu, adjust: Adjust) -> Result<(), VcpuError> {
         self.refuse_running("restore")?;
         // The first time, registers with their reset values need not be set: each takes ten
         // microseconds of downtime.
@@ -146,11 +148,9 @@ impl Vcpu {
         self.restore_cpuid(&saved.cpuid)?;
         self.restore_tsc_khz(saved)?;
         let (fd, ctx) = (&self.fd, &self.context);
-        let put = |what: &str, r: Result<(), std::io::Error>| {
-            r.map_err(|e| self.unsupported(what, e.to_string()))
-        };
+        let put = |part, r: Result<(), std::io::Error>| r.map_err(|e| self.unsupported(part, e));
         control::check_efer(&saved.sregs, &saved.cpuid)
-            .map_err(|e| self.unsupported("special registers", e.to_string()))?;
+            .map_err(|e| self.unsupported("special registers", e))?;
         put("general registers", fd.set_regs(&saved.regs).map_err(io))?;
         let set = match saved.pdptrs.filter(|_| ctx.has(KVM_CAP_SREGS2)) {
             Some(p) => set_sregs_with_pdptrs(fd, &saved.sregs, p),
@@ -188,21 +188,21 @@ impl Vcpu {
     }
 
     /// Raises a non-maskable interrupt.
-    pub(crate) fn nmi(&self) -> Result<(), GuestError> {
+    pub(crate) fn nmi(&self) -> Result<(), VcpuError> {
         ioctl_result("KVM_NMI", self.fd.nmi())
     }
 
-    fn refuse_running(&self, request: &'static str) -> Result<(), GuestError> {
+    fn refuse_running(&self, request: &'static str) -> Result<(), VcpuError> {
         match self.state {
-            VcpuState::Running => Err(GuestError::State { request, state: RunState::Running }),
+            VcpuState::Running => Err(VcpuError::Running { request }),
             _ => Ok(()),
         }
     }
 
-    fn restore_cpuid(&mut self, saved: &[kvm_cpuid_entry2]) -> Result<(), GuestError> {
+    fn restore_cpuid(&mut self, saved: &[kvm_cpuid_entry2]) -> Result<(), VcpuError> {
         let supported = self.context.supported();
         if !cpu_compat::same_vendor(saved, supported) {
-            return Err(self.unsupported("processor", "it is of another vendor".to_owned()));
+            return Err(self.unsupported("processor", "it is of another vendor"));
         }
         if let Some(lacks) = cpu_compat::lacking(saved, supported) {
             return Err(self.unsupported("processor", format!("{lacks} is missing here")));
@@ -215,7 +215,7 @@ impl Vcpu {
         let cpuid = CpuId::from_entries(saved);
         let cpuid = cpuid.map_err(|e| self.unsupported("CPUID table", format!("{e:?}")))?;
         let set = self.fd.set_cpuid2(&cpuid);
-        set.map_err(|e| self.unsupported("CPUID table", e.to_string()))?;
+        set.map_err(|e| self.unsupported("CPUID table", e))?;
         self.cpuid = cpuid;
         Ok(())
     }
@@ -223,7 +223,7 @@ impl Vcpu {
     /// Gives the guest its own frequency if the host's differs. Without hardware for that, the
     /// guest continues only if it was not promised a constant rate: it then keeps time by kvmclock,
     /// which knows the real rate.
-    fn restore_tsc_khz(&mut self, saved: &SavedVcpu) -> Result<(), GuestError> {
+    fn restore_tsc_khz(&mut self, saved: &SavedVcpu) -> Result<(), VcpuError> {
         let (Some(want), Some(have)) = (saved.tsc_khz, self.tsc_khz) else { return Ok(()) };
         if tsc::is_near(want, have) {
             return Ok(());
@@ -246,8 +246,8 @@ impl Vcpu {
         Ok(())
     }
 
-    fn restore_msrs(&self, saved: &SavedVcpu, adjust: Adjust) -> Result<(), GuestError> {
-        let unsupported = |why| self.unsupported("model-specific registers", why);
+    fn restore_msrs(&self, saved: &SavedVcpu, adjust: Adjust) -> Result<(), VcpuError> {
+        const PART: &str = "model-specific registers";
         let (mut put, mut deadline) = (Vec::new(), None);
         for msr in saved.msrs.iter().filter_map(|m| msrs::to_restore(*m, &saved.cpuid)) {
             match msr.index {
@@ -258,8 +258,8 @@ impl Vcpu {
         }
         // The deadline depends on a correct TSC.
         put.extend(deadline);
-        let refused = msrs::write(&self.fd, &put).map_err(|e| unsupported(e.to_string()))?;
-        msrs::check_refused(&refused).map_err(|e| unsupported(e.to_string()))
+        let refused = msrs::write(&self.fd, &put).map_err(|e| self.unsupported(PART, e))?;
+        msrs::check_refused(&refused).map_err(|e| self.unsupported(PART, e))
     }
 
     /// Returns the TSC value to restore, never less than what the guest has seen.
@@ -272,16 +272,20 @@ impl Vcpu {
         tsc
     }
 
-    fn unsupported(&self, what: &str, why: String) -> GuestError {
-        GuestError::unsupported(format_args!("the {what} of vCPU {}", self.id), why)
+    fn unsupported(
+        &self,
+        part: &'static str,
+        cause: impl Into<Box<dyn Error + Send + Sync>>,
+    ) -> VcpuError {
+        VcpuError::Unsupported { vcpu: self.id, part, cause: cause.into() }
     }
 }
 
 fn optional<T>(
     ctx: &StateContext,
     capability: u32,
-    get: impl FnOnce() -> Result<T, GuestError>,
-) -> Result<Option<T>, GuestError> {
+    get: impl FnOnce() -> Result<T, VcpuError>,
+) -> Result<Option<T>, VcpuError> {
     ctx.has(capability).then(get).transpose()
 }
 

@@ -1,9 +1,9 @@
 //! The host's properties that saving and restoring a vCPU depend on.
 
-use driftline_guest::GuestError;
 use kvm_bindings::{CpuId, kvm_cpuid_entry2};
 use kvm_ioctls::VcpuFd;
 
+use super::error::VcpuError;
 use super::msrs;
 use crate::kvm::Capabilities;
 
@@ -24,7 +24,7 @@ impl StateContext {
         supported: CpuId,
         msrs: &[u32],
         vcpu: &VcpuFd,
-    ) -> Result<Self, GuestError> {
+    ) -> Result<Self, VcpuError> {
         Ok(Self { capabilities, supported, msrs: msrs::saved(vcpu, msrs)? })
     }
 
