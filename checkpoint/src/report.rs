@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use driftline_guest::{CopyBeforeWriteError, GuestError, RunState};
 use driftline_store::StoreError;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use vm_memory::GuestMemoryError;
 
 /// The steps of an epoch, for logs and errors.
@@ -138,8 +138,8 @@ fn next_has_it(guest: RunState) -> &'static str {
     }
 }
 
-/// One stored epoch. Its serialized form is a line of `checkpoint --json`.
-#[derive(Clone, Copy, PartialEq, Debug, Serialize)]
+/// One stored epoch.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 pub struct EpochReport {
     /// Its number.
     #[serde(rename = "checkpoint")]

@@ -78,7 +78,7 @@ async fn status(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
     };
     let last = match &page.last {
         None => "none yet".to_owned(),
-        Some(EpochOutcome::Stored(line)) => line.epoch.to_string(),
+        Some(EpochOutcome::Stored(line)) => line.report.epoch.to_string(),
         Some(EpochOutcome::Failed(why)) => format!("failed: {why}"),
     };
     print(output::table(&[
@@ -173,7 +173,7 @@ async fn follow(args: &CheckpointArgs, client: &Client, job: u64) -> Result<Exit
         };
         for outcome in &page.epochs {
             if let EpochOutcome::Stored(line) = outcome {
-                last = Some(line.epoch);
+                last = Some(line.report.epoch);
             }
             match outcome {
                 EpochOutcome::Stored(line) if args.json => print_json(line)?,
@@ -289,11 +289,11 @@ async fn verdict(client: &Client, why: &str) -> Failure {
 }
 
 fn describe(line: &EpochLine) -> String {
-    let disks = match line.disk_blocks {
+    let disks = match line.report.disk_blocks {
         0 => String::new(),
         blocks => format!(" and {} of disks", output::count(blocks, "block")),
     };
-    let copied_after = match line.copied_after_frames {
+    let copied_after = match line.report.copied_after_frames {
         0 => String::new(),
         pages => format!(" ({pages} copied after it)"),
     };
@@ -308,11 +308,11 @@ fn describe(line: &EpochLine) -> String {
     };
     format!(
         "checkpoint {}: {}{disks}, pause {:.2} ms{copied_after}, durable after {:.1} ms, {}{late}",
-        line.epoch,
-        output::count(line.frames, "page"),
-        line.pause_us as f64 / 1e3,
-        line.write_ms,
-        output::bytes(line.written_bytes),
+        line.report.epoch,
+        output::count(line.report.frames, "page"),
+        line.report.pause_us as f64 / 1e3,
+        line.report.write_ms,
+        output::bytes(line.report.written_bytes),
     )
 }
 
@@ -338,22 +338,26 @@ fn millis(d: Duration) -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use driftline_checkpoint::EpochReport;
+
     use super::*;
 
     #[test]
     fn late_checkpoint_names_skipped_intervals() {
         let line = |late_ms, skipped, early| {
             describe(&EpochLine {
-                epoch: 4,
-                frames: 2,
-                disk_blocks: 0,
-                pause_us: 1_500,
-                copied_after_frames: 0,
-                waits: 0,
-                waited_us: 0,
-                write_ms: 2.0,
-                written_bytes: 8_192,
-                durable: true,
+                report: EpochReport {
+                    epoch: 4,
+                    frames: 2,
+                    disk_blocks: 0,
+                    pause_us: 1_500,
+                    copied_after_frames: 0,
+                    waits: 0,
+                    waited_us: 0,
+                    write_ms: 2.0,
+                    written_bytes: 8_192,
+                    durable: true,
+                },
                 late_ms,
                 early,
                 skipped,

@@ -45,10 +45,10 @@ pub(super) struct DemoFigures {
 impl DemoFigures {
     pub(super) fn add_checkpoints(&mut self, lines: &[EpochLine]) {
         self.checkpoints = lines.len() as u64;
-        self.pause_p50_us = median(lines.iter().map(|l| l.pause_us));
-        self.pause_max_us = lines.iter().map(|l| l.pause_us).max().unwrap_or(0);
-        self.full_frames = lines.first().map_or(0, |l| l.frames);
-        self.incremental_frames_p50 = median(lines.iter().skip(1).map(|l| l.frames));
+        self.pause_p50_us = median(lines.iter().map(|l| l.report.pause_us));
+        self.pause_max_us = lines.iter().map(|l| l.report.pause_us).max().unwrap_or(0);
+        self.full_frames = lines.first().map_or(0, |l| l.report.frames);
+        self.incremental_frames_p50 = median(lines.iter().skip(1).map(|l| l.report.frames));
     }
 
     pub(super) fn add_migration(&mut self, report: &SendReport) {

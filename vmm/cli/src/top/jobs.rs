@@ -58,8 +58,8 @@ fn checkpoints(run: &CheckpointSummary) -> Sentence {
         Some(EpochOutcome::Stored(line)) => {
             text += &format!(
                 "checkpoint {} is durable ({})",
-                line.epoch,
-                output::count(line.frames, "page")
+                line.report.epoch,
+                output::count(line.report.frames, "page")
             );
         }
         Some(EpochOutcome::Failed(why)) => {

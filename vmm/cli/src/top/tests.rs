@@ -300,16 +300,18 @@ fn migration_has_the_figures_of_send_migration() {
 #[test]
 fn checkpoints_show_pauses_and_failures() {
     let line = EpochLine {
-        epoch: 812,
-        frames: 4100,
-        disk_blocks: 0,
-        pause_us: 900,
-        copied_after_frames: 0,
-        waits: 0,
-        waited_us: 0,
-        write_ms: 1.3,
-        written_bytes: 1 << 20,
-        durable: true,
+        report: driftline_checkpoint::EpochReport {
+            epoch: 812,
+            frames: 4100,
+            disk_blocks: 0,
+            pause_us: 900,
+            copied_after_frames: 0,
+            waits: 0,
+            waited_us: 0,
+            write_ms: 1.3,
+            written_bytes: 1 << 20,
+            durable: true,
+        },
         late_ms: 0,
         early: false,
         skipped: 0,

@@ -110,28 +110,9 @@ pub enum EpochOutcome {
 /// One stored epoch, which is a line of `checkpoint --json`.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 pub struct EpochLine {
-    /// The epoch's number.
-    #[serde(rename = "checkpoint")]
-    pub epoch: u64,
-    /// Number of memory frames in the epoch.
-    pub frames: u64,
-    /// Number of disk blocks in the epoch, 4 KiB each.
-    pub disk_blocks: u64,
-    /// Duration of the pause, in µs.
-    pub pause_us: u64,
-    /// Number of its frames that were copied after the guest resumed.
-    pub copied_after_frames: u64,
-    /// Number of times the guest or one of its devices waited to write to a frame whose old
-    /// content had to be saved first.
-    pub waits: u64,
-    /// Time during which at least one of them was waiting, in µs.
-    pub waited_us: u64,
-    /// Time from the end of the pause until the epoch was durable, in ms.
-    pub write_ms: f64,
-    /// Size of the epoch in the store, in bytes.
-    pub written_bytes: u64,
-    /// Whether the epoch survives a crash of the host.
-    pub durable: bool,
+    /// What the epoch has and what it cost.
+    #[serde(flatten)]
+    pub report: EpochReport,
     /// Delay of the epoch's start after it was due, in ms.
     pub late_ms: u64,
     /// Whether the epoch was started before it was due because much had changed.
@@ -144,16 +125,7 @@ impl EpochLine {
     /// Combines a report of the checkpointer with the figures of the run's pace.
     pub fn new(report: &EpochReport, taken: &TakenEpoch) -> Self {
         Self {
-            epoch: report.epoch,
-            frames: report.frames,
-            disk_blocks: report.disk_blocks,
-            pause_us: report.pause_us,
-            copied_after_frames: report.copied_after_frames,
-            waits: report.waits,
-            waited_us: report.waited_us,
-            write_ms: report.write_ms,
-            written_bytes: report.written_bytes,
-            durable: report.durable,
+            report: *report,
             late_ms: u64::try_from(taken.late.as_millis()).unwrap_or(u64::MAX),
             early: taken.early,
             skipped: taken.skipped,
