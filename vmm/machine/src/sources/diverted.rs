@@ -69,4 +69,12 @@ impl<S: Divert> DirtySource for Diverted<S> {
     fn collect(&mut self, _: &Tracker) -> Result<CollectionReport, SourceError> {
         self.source.collect_into(&self.sink)
     }
+
+    fn dirtied(&self) -> &[u64] {
+        self.source.dirtied()
+    }
+
+    fn harvested(&self) -> &[u64] {
+        self.source.harvested()
+    }
 }
