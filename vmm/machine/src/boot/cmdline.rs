@@ -8,7 +8,7 @@ use linux_loader::cmdline::Cmdline;
 use vm_memory::GuestAddress;
 
 use super::error::BootError;
-use super::platform::{MMIO_BYTES, MmioSlot};
+use crate::devices::{DevicePlacement, REGISTERS_LEN};
 
 /// Maximum length of an assembled line, in bytes. Linux itself takes 2,047 bytes.
 const MAX_BYTES: usize = 1 << 20;
@@ -20,7 +20,11 @@ const DEFAULTS: [(&str, &str); 3] = [("console", "ttyS0"), ("panic", "-1"), ("re
 
 /// Returns the whole line: `given`, the defaults whose keys it does not have, and each virtio
 /// device. A `bare` line stays as it is. Arguments for init, after ` -- `, stay last.
-pub(super) fn assemble(given: &str, bare: bool, devices: &[MmioSlot]) -> Result<String, BootError> {
+pub(super) fn assemble(
+    given: &str,
+    bare: bool,
+    devices: &[DevicePlacement],
+) -> Result<String, BootError> {
     if given.bytes().any(|b| b == 0) {
         return Err(BootError::NulInCmdline);
     }
@@ -46,7 +50,7 @@ pub(super) fn assemble(given: &str, bare: bool, devices: &[MmioSlot]) -> Result<
 pub(crate) fn with_parameters(
     given: &str,
     parameters: &[String],
-    devices: &[MmioSlot],
+    devices: &[DevicePlacement],
 ) -> Result<String, BootError> {
     let mut line = Cmdline::try_from(given, MAX_BYTES).map_err(BootError::Cmdline)?;
     for parameter in parameters {
@@ -56,10 +60,10 @@ pub(crate) fn with_parameters(
 }
 
 /// Adds each virtio device.
-fn finish(mut line: Cmdline, devices: &[MmioSlot]) -> Result<String, BootError> {
+fn finish(mut line: Cmdline, devices: &[DevicePlacement]) -> Result<String, BootError> {
     for device in devices {
         let base = GuestAddress(device.base);
-        line.add_virtio_mmio_device(MMIO_BYTES.into(), base, device.gsi, None)
+        line.add_virtio_mmio_device(REGISTERS_LEN, base, device.irq, None)
             .map_err(BootError::Cmdline)?;
     }
     let line = line.as_cstring().map_err(BootError::Cmdline)?;
@@ -92,8 +96,10 @@ mod tests {
 
     #[test]
     fn devices_are_named_before_inits_arguments() {
-        let slots =
-            [MmioSlot { base: 0xd000_0000, gsi: 5 }, MmioSlot { base: 0xd000_1000, gsi: 16 }];
+        let slots = [
+            DevicePlacement { base: 0xd000_0000, irq: 5 },
+            DevicePlacement { base: 0xd000_1000, irq: 16 },
+        ];
         assert_eq!(
             assemble("console=x panic=1 reboot=k -- sh", false, &slots).unwrap(),
             "console=x panic=1 reboot=k virtio_mmio.device=4K@0xd0000000:5 \
@@ -104,7 +110,7 @@ mod tests {
 
     #[test]
     fn given_parameters_precede_the_devices() {
-        let slots = [MmioSlot { base: 0xd000_0000, gsi: 5 }];
+        let slots = [DevicePlacement { base: 0xd000_0000, irq: 5 }];
         let line = |given| with_parameters(given, &["pci=off".to_owned(), "ro".to_owned()], &slots);
         let devices = "pci=off ro virtio_mmio.device=4K@0xd0000000:5";
         assert_eq!(line("").unwrap(), devices);

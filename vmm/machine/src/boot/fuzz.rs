@@ -8,8 +8,9 @@ use driftline_dirty_tracker::{FrameRun, Gfn};
 use vm_memory::{Bytes, GuestAddress};
 
 use super::loaded::Loaded;
-use super::platform::{DescribedMachine, Entry, MmioSlot};
+use super::platform::{DescribedMachine, Entry};
 use super::{enter, kernel};
+use crate::devices::DevicePlacement;
 use crate::memory::{Memory, MemoryOptions};
 
 const MEM_BYTES: u64 = 64 << 20;
@@ -36,7 +37,7 @@ pub fn kernel(bytes: &[u8]) {
             assert!(start < end && memory.layout().contains(run), "{start:#x}..{end:#x}");
         }
         let before = contents(memory, &loaded);
-        let devices = [MmioSlot { base: 0xd000_0000, gsi: 5 }];
+        let devices = [DevicePlacement { base: 0xd000_0000, irq: 5 }];
         let machine = DescribedMachine { vcpus: 2, devices: &devices, has_keyboard: true };
         let Ok(entry) = enter(machine, memory, &loaded, None, &line) else { return };
         let (Entry::Pvh { rip, .. } | Entry::Linux64 { rip, .. }) = entry;

@@ -30,14 +30,15 @@ use std::io::{self, Cursor};
 use std::path::Path;
 
 use crate::config::{Boot, HostConfig, MachineConfig, OpenedFile, OpenedFiles};
+use crate::devices::DevicePlacement;
 use crate::memory::Memory;
 use loaded::{Loaded, Start};
 
 pub(crate) use cmdline::with_parameters;
 pub use error::BootError;
 pub(crate) use firmware::{generation_frame, renew_generation_id};
+pub(crate) use platform::Entry;
 use platform::{DescribedMachine, GuestRange};
-pub(crate) use platform::{Entry, MmioSlot};
 pub(crate) use registers::set_registers;
 
 /// Loads the kernel of `config`, or the embedded image that it names, into `memory`. The machine
@@ -50,7 +51,7 @@ pub(crate) fn load(
     config: &MachineConfig,
     host: &HostConfig,
     memory: &Memory,
-    devices: &[MmioSlot],
+    devices: &[DevicePlacement],
 ) -> Result<Entry, BootError> {
     let machine = DescribedMachine { vcpus: config.vcpus, devices, has_keyboard: host.keyboard };
     let OpenedFiles { kernel: opened_kernel, initrd: opened_initrd, .. } = &host.opened;

@@ -1,6 +1,8 @@
 //! Addresses, devices and the entry, which the loader shares with the tables that describe the
 //! machine.
 
+use crate::devices::DevicePlacement;
+
 /// Addresses of KVM's interrupt controllers.
 pub(super) const LOCAL_APIC: u32 = 0xfee0_0000;
 pub(super) const IOAPIC: u32 = 0xfec0_0000;
@@ -13,23 +15,11 @@ pub(super) const fn ioapic_id(vcpus: u8) -> u8 {
 /// A range of guest physical addresses that is in use: start and end.
 pub(super) type GuestRange = (u64, u64);
 
-/// Bytes of a virtio device's registers: a page.
-pub(super) const MMIO_BYTES: u32 = 4096;
-
-/// Registers and interrupt of a virtio device.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct MmioSlot {
-    /// Guest physical address of its page of registers.
-    pub base: u64,
-    /// Pin of the IOAPIC.
-    pub gsi: u32,
-}
-
 /// The parts of a machine that the tables in its memory describe.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct DescribedMachine<'d> {
     pub(super) vcpus: u8,
-    pub(super) devices: &'d [MmioSlot],
+    pub(super) devices: &'d [DevicePlacement],
     /// Whether there is a keyboard controller.
     pub(super) has_keyboard: bool,
 }

@@ -47,7 +47,7 @@ pub use error::{DeviceError, StateError};
 pub(crate) use keyboard::Keyboard;
 pub use keyboard::KeyboardFull;
 pub use net::TapError;
-pub(crate) use placement::placement;
+pub(crate) use placement::{DevicePlacement, placement};
 pub(crate) use power::PowerState;
 #[cfg(any(test, fuzzing))]
 pub(crate) use serial::fuzz as fuzz_serial;
@@ -65,6 +65,6 @@ pub use stats::DeviceStats;
 pub(crate) use stats::StatsHandle;
 #[cfg(test)]
 pub(crate) use virtio::fake;
-pub(crate) use virtio::{Completion, RequestError, VirtioState};
+pub(crate) use virtio::{Completion, REGISTERS_LEN, RequestError, VirtioState};
 pub use virtio::{RateLimitControl, RateLimitError};
 pub use vsock::VsockError;

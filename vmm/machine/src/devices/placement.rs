@@ -10,13 +10,11 @@ const BASE: u64 = 0xd000_0000;
 const PINS: [u32; crate::config::MAX_DEVICES] =
     [5, 6, 7, 10, 11, 12, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23];
 
-/// Registers and interrupt of a device.
+/// Registers, of [`REGISTERS_LEN`] bytes, and interrupt of a device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct DevicePlacement {
     /// Guest address of the registers.
     pub(crate) base: u64,
-    /// Size of the registers in bytes.
-    pub(crate) len: u64,
     /// Interrupt: the GSI, which in the guest is the number of the pin.
     pub(crate) irq: u32,
 }
@@ -24,7 +22,7 @@ pub(crate) struct DevicePlacement {
 /// Returns the placement of device number `index`, or `None` if no interrupt is left for it.
 pub(crate) fn placement(index: usize) -> Option<DevicePlacement> {
     let irq = *PINS.get(index)?;
-    Some(DevicePlacement { base: BASE + index as u64 * REGISTERS_LEN, len: REGISTERS_LEN, irq })
+    Some(DevicePlacement { base: BASE + index as u64 * REGISTERS_LEN, irq })
 }
 
 /// Returns the number of the device whose registers contain `addr`, and the offset in them.
@@ -42,7 +40,8 @@ mod tests {
     #[test]
     fn placements_are_disjoint_and_in_the_hole() {
         for i in 0..PINS.len() {
-            let DevicePlacement { base, len, irq } = placement(i).unwrap();
+            let DevicePlacement { base, irq } = placement(i).unwrap();
+            let len = REGISTERS_LEN;
             assert!(base >= HOLE_START && base + len < HOLE_END - (64 << 20), "{base:#x}");
             assert!((5..24).contains(&irq) && ![8, 9, 13].contains(&irq));
             assert_eq!(device_at(base), Some((i, 0)));

@@ -20,11 +20,11 @@ use super::supervisor::{EndReporter, Peer, Supervisor};
 use super::vcpus::{VcpuHandle, Vcpus};
 use super::{KvmMachine, MachineError};
 use crate::actor::{self, Handle, Inbox};
-use crate::boot::{self, BootError, Entry, MmioSlot};
+use crate::boot::{self, BootError, Entry};
 use crate::collector::{self, Collector};
 use crate::config::{BackendKind, CpuConfig, HostConfig, MachineConfig, SerialSink};
 use crate::devices::{
-    Bus, Com1, DeviceError, DeviceSet, Keyboard, SerialInput, SerialOutputThread,
+    Bus, Com1, DeviceError, DevicePlacement, DeviceSet, Keyboard, SerialInput, SerialOutputThread,
     open_serial_output, placement,
 };
 use crate::kvm::{Capabilities, ImmediateExit, KvmVm, register_kick_handler};
@@ -187,7 +187,7 @@ impl KvmMachine {
             false => Memory::new(config.mem_bytes, &host.memory)?,
         });
         step("kernel")?;
-        let boot = || boot::load(&config, host, &memory, &mmio_slots(config.devices.len()));
+        let boot = || boot::load(&config, host, &memory, &placements(config.devices.len()));
         let entry = load.then(boot).transpose()?;
         if let Some(before_devices) = before_devices {
             before_devices().map_err(MachineError::system("restricting the process"))?;
@@ -289,9 +289,8 @@ impl KvmMachine {
 }
 
 /// Returns the addresses and interrupts at which the guest finds its virtio devices.
-fn mmio_slots(devices: usize) -> Vec<MmioSlot> {
-    let places = (0..devices).filter_map(placement);
-    places.map(|place| MmioSlot { base: place.base, gsi: place.irq }).collect()
+fn placements(devices: usize) -> Vec<DevicePlacement> {
+    (0..devices).filter_map(placement).collect()
 }
 
 /// Returns the command line of a kernel: `given` with `parameters` and the addresses of the virtio
@@ -306,7 +305,7 @@ pub fn command_line(
     parameters: &[String],
     devices: usize,
 ) -> Result<String, BootError> {
-    boot::with_parameters(given, parameters, &mmio_slots(devices))
+    boot::with_parameters(given, parameters, &placements(devices))
 }
 
 /// Checks that `config` is valid and selects the KVM backend.

@@ -23,7 +23,7 @@ use crate::log;
 use crate::thread_end::join_until;
 
 use super::error::MemoryError;
-use super::region::{all, is_pooled};
+use super::region::{all, frame_at, is_pooled};
 use super::userfault::Userfault;
 
 /// Frames that one background fetch takes. A fault may have to wait while it lasts.
@@ -263,13 +263,6 @@ impl LazyRestoreShared {
         self.state.lock()
     }
 
-    fn gfn(&self, address: u64) -> Option<Gfn> {
-        self.ram.iter().find_map(|region| {
-            let offset = address.checked_sub(region.as_ptr() as u64)?;
-            (offset < region.len()).then(|| Gfn::containing(region.start_addr().0 + offset))
-        })
-    }
-
     /// Returns the address of the first of `frames`, and the part of `frames` that lies in that
     /// mapping.
     fn place(&self, frames: FrameRun) -> Option<(u64, FrameRun)> {
@@ -431,7 +424,7 @@ impl Fetcher {
 
     /// Handles a fault at `address`.
     fn handle_fault(&mut self, address: u64) {
-        let Some(gfn) = self.shared.gfn(address) else { return };
+        let Some(gfn) = frame_at(&self.shared.ram, address) else { return };
         let mut state = self.shared.lock();
         if state.left.contains(gfn) {
             if state.fetching.faulted.len() < MAX_RECORDED_FAULTS && !state.is_read {

@@ -1,13 +1,22 @@
 //! One mapping of guest memory.
 
 use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE, TrackedBitmap};
-use vm_memory::{GuestMemoryRegion, GuestRegionMmap};
+use driftline_guest::GuestRam;
+use vm_memory::{GuestMemoryBackend, GuestMemoryRegion, GuestRegionMmap};
 
 pub(super) type Region = GuestRegionMmap<TrackedBitmap>;
 
 /// Returns whether the region consists of huge pages from the pool.
 pub(super) fn is_pooled(region: &Region) -> bool {
     region.is_hugetlbfs() == Some(true)
+}
+
+/// Returns the frame of `ram` that is mapped at `address` in this process, if there is one.
+pub(super) fn frame_at(ram: &GuestRam, address: u64) -> Option<Gfn> {
+    ram.iter().find_map(|region| {
+        let offset = address.checked_sub(region.as_ptr() as u64)?;
+        (offset < region.len()).then(|| Gfn::containing(region.start_addr().0 + offset))
+    })
 }
 
 /// Returns all frames of a region.

@@ -13,14 +13,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE};
+use driftline_dirty_tracker::{FrameRun, FrameSet, PAGE_SIZE};
 use driftline_guest::{GuestError, GuestRam, WriteProtection};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
 use super::error::FrameError;
 use super::lazy_restore::LazyRestore;
-use super::region::{all, is_pooled};
+use super::region::{all, frame_at, is_pooled};
 use super::userfault::Userfault;
 
 /// The frames that are protected and the frames that have not been restored yet, for threads that
@@ -187,13 +187,6 @@ impl MemoryWriteProtection {
         }
         Ok(())
     }
-
-    fn gfn(&self, address: u64) -> Option<Gfn> {
-        self.ram.iter().find_map(|region| {
-            let offset = address.checked_sub(region.as_ptr() as u64)?;
-            (offset < region.len()).then(|| Gfn::containing(region.start_addr().0 + offset))
-        })
-    }
 }
 
 impl WriteProtection for MemoryWriteProtection {
@@ -241,7 +234,7 @@ impl WriteProtection for MemoryWriteProtection {
         let mut faults = self.faults.lock();
         loop {
             while let Some(address) = faults.pop_front() {
-                if let Some(start) = self.gfn(address) {
+                if let Some(start) = frame_at(&self.ram, address) {
                     return Ok(Some(FrameRun { start, count: 1 }));
                 }
             }
@@ -266,6 +259,7 @@ mod tests {
     use std::sync::mpsc;
     use std::thread;
 
+    use driftline_dirty_tracker::Gfn;
     use vm_memory::{Bytes, GuestAddress};
 
     use super::*;

@@ -6,14 +6,15 @@ use acpi_tables::aml::{
 };
 use acpi_tables::{Aml, aml::AmlStr};
 
-use crate::boot::platform::{MMIO_BYTES, MmioSlot};
-use crate::devices::{COM1_IRQ, COM1_PORTS, GENERATION_EVENT, PVPANIC};
+use crate::devices::{
+    COM1_IRQ, COM1_PORTS, DevicePlacement, GENERATION_EVENT, PVPANIC, REGISTERS_LEN,
+};
 
 /// The notification value for a changed generation ID.
 const CHANGED: u8 = 0x80;
 
 /// Returns the definition block.
-pub(super) fn body(devices: &[MmioSlot], generation_id: u64) -> Vec<u8> {
+pub(super) fn body(devices: &[DevicePlacement], generation_id: u64) -> Vec<u8> {
     let mut aml = Vec::new();
     // S5, soft off, is sleep type 0; there is no other sleep state.
     let off = Package::new(vec![&ZERO, &ZERO, &ZERO, &ZERO]);
@@ -51,10 +52,10 @@ fn com1(aml: &mut Vec<u8>) {
     device(aml, "COM1", vec![&id, &name("_UID", &ONE), &name("_CRS", &resources)]);
 }
 
-fn virtio(aml: &mut Vec<u8>, slot: &MmioSlot, number: u32) {
+fn virtio(aml: &mut Vec<u8>, slot: &DevicePlacement, number: u32) {
     // Devices lie below 4 GiB, in the memory hole.
-    let registers = Memory32Fixed::new(true, slot.base as u32, MMIO_BYTES);
-    let interrupt = edge(slot.gsi);
+    let registers = Memory32Fixed::new(true, slot.base as u32, REGISTERS_LEN as u32);
+    let interrupt = edge(slot.irq);
     let resources = ResourceTemplate::new(vec![&registers, &interrupt]);
     let id: AmlStr = "LNRO0005";
     let children: [&dyn Aml; 4] = [

@@ -140,7 +140,8 @@ fn madt_body(vcpus: u8) -> Vec<u8> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::boot::{MmioSlot, map};
+    use crate::boot::map;
+    use crate::devices::DevicePlacement;
     use crate::limits::MAX_VCPUS;
 
     fn sum(bytes: &[u8]) -> u8 {
@@ -183,8 +184,8 @@ mod tests {
     #[test]
     fn every_table_is_found_with_valid_checksum() {
         let (at, end) = map::ACPI_TABLES;
-        let devices: Vec<MmioSlot> = (0..16)
-            .map(|i| MmioSlot { base: 0xd000_0000 + i * 0x1000, gsi: 5 + i as u32 })
+        let devices: Vec<DevicePlacement> = (0..16)
+            .map(|i| DevicePlacement { base: 0xd000_0000 + i * 0x1000, irq: 5 + i as u32 })
             .collect();
         for (vcpus, devices) in [(1, &devices[..0]), (MAX_VCPUS, &devices[..])] {
             let machine = DescribedMachine { vcpus, devices, has_keyboard: true };
