@@ -99,6 +99,14 @@ pub enum ShadowError {
     /// The guest cannot be tracked or read.
     #[error(transparent)]
     Guest(#[from] GuestError),
+    /// An operation on guest memory failed.
+    #[error("{what} failed: {cause}")]
+    System {
+        /// The operation.
+        what: &'static str,
+        /// The system's error.
+        cause: std::io::Error,
+    },
     /// The thread cannot be started.
     #[error("the thread of --shadow cannot be started: {0}")]
     Thread(std::io::Error),
@@ -213,7 +221,7 @@ impl ShadowChecker {
     }
 
     /// Performs one check. Returns the missed frames.
-    fn check(&mut self) -> Result<Vec<Gfn>, GuestError> {
+    fn check(&mut self) -> Result<Vec<Gfn>, ShadowError> {
         let guest = self.guest.clone();
         let paused = Paused::new(&*guest)?;
         let missed = self.compare()?;
@@ -223,7 +231,7 @@ impl ShadowChecker {
 
     /// Checks a guest that has ended. A frame counts as missed only if it is still missed after the
     /// guest's devices have ended, too.
-    fn final_check(&mut self) -> Result<Vec<Gfn>, GuestError> {
+    fn final_check(&mut self) -> Result<Vec<Gfn>, ShadowError> {
         let mut missed = self.compare()?;
         if !missed.is_empty() {
             thread::sleep(FINAL_DELAY);
@@ -237,7 +245,7 @@ impl ShadowChecker {
     }
 
     /// Returns the frames that changed since the last check and were not reported.
-    fn compare(&mut self) -> Result<Vec<Gfn>, GuestError> {
+    fn compare(&mut self) -> Result<Vec<Gfn>, ShadowError> {
         self.guest.collect()?;
         let epoch = self.subscription.drain();
         let reported: FrameSet = epoch.runs().collect();
@@ -269,7 +277,7 @@ impl ShadowChecker {
     }
 
     /// Returns whether a frame's content differs from the last time it was read.
-    fn has_changed(&mut self, gfn: Gfn) -> Result<bool, GuestError> {
+    fn has_changed(&mut self, gfn: Gfn) -> Result<bool, ShadowError> {
         let read = self.guest.ram().read_slice(&mut self.buffer, GuestAddress(gfn.gpa()));
         read.map_err(|e| failed("reading guest memory", std::io::Error::other(e)))?;
         let sum = crc32c::crc32c(&self.buffer);
@@ -307,6 +315,6 @@ fn names(frames: &[Gfn]) -> String {
     format!("gfn {}{more}", names.join(", "))
 }
 
-fn failed(what: &'static str, e: std::io::Error) -> GuestError {
-    GuestError::System { what, cause: Box::new(e) }
+fn failed(what: &'static str, cause: std::io::Error) -> ShadowError {
+    ShadowError::System { what, cause }
 }
