@@ -1,4 +1,5 @@
-//! Dependencies between the workspace's crates: every arrow of a product points to its left.
+//! Dependencies between the workspace's crates: every arrow of a product points to its left. Only
+//! one crate uses KVM.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::process::Command;
@@ -66,12 +67,17 @@ const DEPENDS_ON: &[(&str, &[&str])] = &[
     ),
 ];
 
+/// The crate that opens `/dev/kvm`.
+const KVM_CRATE: &str = "driftline-machine";
+
 /// A crate of the workspace.
 pub(crate) struct WorkspaceMember {
     pub(crate) name: String,
     pub(crate) dir: std::path::PathBuf,
     /// Crates of the workspace on which it depends, without those that only its tests need.
     depends_on: BTreeSet<String>,
+    /// Other crates on which it depends, without those that only its tests need.
+    external: BTreeSet<String>,
 }
 
 /// Returns the members of the workspace, as `cargo metadata` reports them.
@@ -87,32 +93,86 @@ pub(crate) fn members() -> Vec<WorkspaceMember> {
         let depends_on = package["dependencies"].as_array().unwrap().iter();
         let depends_on = depends_on.filter(|d| d["kind"] != "dev");
         let depends_on = depends_on.map(|d| d["name"].as_str().unwrap().to_owned());
+        let (depends_on, external) = depends_on.partition(|d| names.contains(d.as_str()));
         let manifest = std::path::Path::new(package["manifest_path"].as_str().unwrap());
         WorkspaceMember {
             name: package["name"].as_str().unwrap().to_owned(),
             dir: manifest.parent().unwrap().to_owned(),
-            depends_on: depends_on.filter(|d| names.contains(d.as_str())).collect(),
+            depends_on,
+            external,
         }
     };
     packages.iter().map(member).collect()
 }
 
-#[test]
-fn crates_depend_only_on_those_left_of_them() {
+/// Returns a sentence for each way in which `members` and `allowed` differ, and for each arrow of
+/// `allowed` that does not point to the left.
+fn wrong_arrows(allowed: &[(&str, &[&str])], members: &[WorkspaceMember]) -> Vec<String> {
+    let mut wrong = Vec::new();
     let mut left = BTreeSet::new();
-    for (name, depends_on) in DEPENDS_ON {
-        for dependency in *depends_on {
-            assert!(left.contains(dependency), "{dependency} is not left of {name}");
-        }
+    for (name, depends_on) in allowed {
+        let right = depends_on.iter().filter(|dependency| !left.contains(*dependency));
+        wrong.extend(right.map(|dependency| format!("{dependency} is not left of {name}")));
         left.insert(*name);
     }
-    let listed: BTreeMap<_, _> = DEPENDS_ON.iter().copied().collect();
-    for member in members().iter().filter(|m| m.name != "tests") {
-        let Some(listed) = listed.get(member.name.as_str()) else {
-            panic!("{} has no line in {}", member.name, file!());
+    let allowed: BTreeMap<_, _> = allowed.iter().copied().collect();
+    for WorkspaceMember { name, depends_on, .. } in members.iter().filter(|m| m.name != "tests") {
+        let Some(allowed) = allowed.get(name.as_str()) else {
+            wrong.push(format!("{name} has no line in {}", file!()));
+            continue;
         };
-        let found: BTreeSet<_> = member.depends_on.iter().map(String::as_str).collect();
-        let listed: BTreeSet<_> = listed.iter().copied().collect();
-        assert_eq!(found, listed, "{}: see ARCHITECTURE.md", member.name);
+        let allowed: BTreeSet<_> = allowed.iter().map(|name| (*name).to_owned()).collect();
+        if *depends_on != allowed {
+            wrong.push(format!("{name} depends on {depends_on:?}, not on {allowed:?}"));
+        }
     }
+    wrong
+}
+
+/// Returns the crates that use KVM and are not [`KVM_CRATE`].
+fn kvm_users(members: &[WorkspaceMember]) -> Vec<&str> {
+    let uses_kvm = |m: &&WorkspaceMember| m.external.iter().any(|d| d.starts_with("kvm-"));
+    let users = members.iter().filter(uses_kvm).map(|m| m.name.as_str());
+    users.filter(|name| *name != KVM_CRATE).collect()
+}
+
+#[test]
+fn crates_depend_only_on_those_left_of_them() {
+    let wrong = wrong_arrows(DEPENDS_ON, &members());
+    assert!(wrong.is_empty(), "see ARCHITECTURE.md: {wrong:#?}");
+}
+
+#[test]
+fn one_crate_uses_kvm() {
+    let members = members();
+    assert!(members.iter().any(|m| m.name == KVM_CRATE && m.external.contains("kvm-ioctls")));
+    assert_eq!(kvm_users(&members), [""; 0]);
+}
+
+fn member(name: &str, depends_on: &[&str], external: &[&str]) -> WorkspaceMember {
+    let set = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
+    let (depends_on, external) = (set(depends_on), set(external));
+    WorkspaceMember { name: name.to_owned(), dir: "".into(), depends_on, external }
+}
+
+#[test]
+fn wrong_arrows_are_found() {
+    let allowed: &[(&str, &[&str])] = &[("a", &[]), ("b", &["a"])];
+    let [a, b] = [member("a", &[], &["serde"]), member("b", &["a"], &[])];
+    assert_eq!(wrong_arrows(allowed, &[a, b, member("tests", &["b"], &[])]), [""; 0]);
+    for (allowed, found, expected) in [
+        (allowed, member("a", &["b"], &[]), r#"a depends on {"b"}, not on {}"#),
+        (allowed, member("b", &[], &[]), r#"b depends on {}, not on {"a"}"#),
+        (allowed, member("c", &[], &[]), "c has no line in"),
+        (&[("a", &["b"]), ("b", &[])], member("b", &[], &[]), "b is not left of a"),
+    ] {
+        let wrong = wrong_arrows(allowed, &[found]);
+        assert!(wrong.len() == 1 && wrong[0].starts_with(expected), "{expected}: {wrong:?}");
+    }
+}
+
+#[test]
+fn users_of_kvm_are_found() {
+    let found = [member(KVM_CRATE, &[], &["kvm-ioctls"]), member("a", &[], &["kvm-bindings"])];
+    assert_eq!(kvm_users(&found), ["a"]);
 }

@@ -2,18 +2,17 @@
 //! that are one link.
 
 use std::fs;
-use std::path::Path;
 
 use super::files::{files, relative, root};
 
 const COLUMNS: usize = 100;
 
-/// Returns the lines of prose in a file with their numbers, without tables and code.
-fn prose(path: &Path) -> Vec<(usize, String)> {
-    let rust = path.extension().is_some_and(|e| e == "rs");
+/// Returns the lines of prose in `text` with their numbers, without tables and code. `rust` says
+/// whether it is a Rust file, of which only the comments count.
+fn prose(text: &str, rust: bool) -> Vec<(usize, &str)> {
     let mut in_code = false;
     let mut found = Vec::new();
-    for (i, line) in fs::read_to_string(path).unwrap().lines().enumerate() {
+    for (i, line) in text.lines().enumerate() {
         let mut text = line.trim_start();
         if rust {
             let Some(comment) = text.strip_prefix("//") else {
@@ -25,7 +24,7 @@ fn prose(path: &Path) -> Vec<(usize, String)> {
         if text.starts_with("```") {
             in_code = !in_code;
         } else if !in_code && !text.starts_with('|') && (rust || !line.starts_with("    ")) {
-            found.push((i + 1, line.to_owned()));
+            found.push((i + 1, line));
         }
     }
     found
@@ -37,18 +36,35 @@ fn is_one_word(line: &str) -> bool {
     words.split_whitespace().count() <= 1
 }
 
+/// Returns the lines of prose that are too long, each with its number and its columns.
+fn long_lines(text: &str, rust: bool) -> Vec<(usize, usize)> {
+    let lines = prose(text, rust).into_iter().filter(|(_, line)| !is_one_word(line));
+    let columns = lines.map(|(number, line)| (number, line.chars().count()));
+    columns.filter(|(_, columns)| *columns > COLUMNS).collect()
+}
+
 #[test]
 fn prose_fits_into_the_columns() {
     let found = files(&root(), &["rs", "md"]);
     assert!(found.len() > 100, "only {} files were found", found.len());
     let mut long = Vec::new();
     for path in found {
-        for (number, line) in prose(&path) {
-            if line.chars().count() > COLUMNS && !is_one_word(&line) {
-                let path = relative(&path);
-                long.push(format!("{path}:{number}: {} columns", line.chars().count()));
-            }
+        let rust = path.extension().is_some_and(|e| e == "rs");
+        let text = fs::read_to_string(&path).unwrap();
+        for (number, columns) in long_lines(&text, rust) {
+            long.push(format!("{}:{number}: {columns} columns", relative(&path)));
         }
     }
     assert!(long.is_empty(), "lines of prose over {COLUMNS} columns:\n{}", long.join("\n"));
+}
+
+#[test]
+fn long_prose_is_found_outside_tables_and_code() {
+    let words = |columns: usize| format!("é {}", "b".repeat(columns - 2));
+    let (fits, long) = (words(COLUMNS), words(COLUMNS + 1));
+    let text = format!("{fits}\n{long}\n| {long} |\n    {long}\n```\n{long}\n```\n{long}\n");
+    assert_eq!(long_lines(&text, false), [(2, COLUMNS + 1), (8, COLUMNS + 1)]);
+    let text = format!("    /// {long}\n{long}\n// ```\n// {long}\ncode\n//! {long}\n");
+    assert_eq!(long_lines(&text, true), [(1, COLUMNS + 9), (6, COLUMNS + 5)]);
+    assert_eq!(long_lines(&format!("- {}", "b".repeat(2 * COLUMNS)), false), [], "one word");
 }
