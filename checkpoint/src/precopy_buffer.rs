@@ -24,7 +24,7 @@ pub(crate) struct StagedFrames {
     /// Runs copied before the pause, ascending, each with the number of frames before it.
     early: Vec<(FrameRun, u64)>,
     pub(crate) early_frames: u64,
-    /// Runs copied in the pause, behind the early ones.
+    /// Runs copied in the pause, stored after the early ones.
     late: Vec<FrameRun>,
     late_frames: u64,
     /// Early frames that were copied once more in the pause.

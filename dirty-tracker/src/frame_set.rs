@@ -27,7 +27,7 @@ use crate::{FrameRun, Gfn};
 /// frame.
 ///
 /// Let *n* be the number of runs in the set. A look-up takes O(log *n*) steps. Inserting or
-/// removing a run takes the same, and one move of the runs behind it. A run takes 16 bytes.
+/// removing a run takes the same, and one move of the runs after it. A run takes 16 bytes.
 ///
 /// ```
 /// use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn};
@@ -194,8 +194,8 @@ impl FrameSet {
 
     /// Adds the frames of `run`. Returns how many of them were not in the set.
     ///
-    /// Finds the position, joins runs that overlap or touch, and moves the runs behind once if the
-    /// number of runs changed. A run behind all others costs O(1).
+    /// Finds the position, joins runs that overlap or touch, and moves the later runs once if the
+    /// number of runs changed. A run after all others costs O(1).
     pub fn insert(&mut self, run: FrameRun) -> u64 {
         let (mut low, mut high) = (run.start.0, run.end().0);
         if low == high {
@@ -298,7 +298,7 @@ impl FrameSet {
 
     /// Removes the frames of `run`. Returns how many of them were in the set.
     ///
-    /// Takes one pass, and one move of the runs behind if the number of runs changed.
+    /// Takes one pass, and one move of the later runs if the number of runs changed.
     pub fn remove(&mut self, run: FrameRun) -> u64 {
         let (low, high) = (run.start.0, run.end().0);
         if low == high {

@@ -24,7 +24,7 @@ impl Tracker {
             state.members = state.members.iter().cloned().chain([member]).collect();
             Ok(subscriber)
         })?;
-        // Orders the caller's later reads of memory behind the change of the state: pairs with the
+        // Orders the caller's later reads of memory after the change of the state: pairs with the
         // fence of `is_watched`.
         sync::fence(Ordering::SeqCst);
         Ok(Subscription { subscriber, tracker: self.clone() })

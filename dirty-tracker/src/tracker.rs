@@ -260,7 +260,7 @@ impl Tracker {
     #[inline]
     fn is_watched(&self) -> bool {
         // A mark that sees a subscriber takes a lock that `subscribe` takes, too. One that sees
-        // none is ordered behind the caller's writes by the fence: pairs with that of `subscribe`.
+        // none is ordered after the caller's writes by the fence: pairs with that of `subscribe`.
         self.active.load(Ordering::SeqCst) != 0 || {
             sync::fence(Ordering::SeqCst);
             self.active.load(Ordering::SeqCst) != 0

@@ -1,5 +1,5 @@
 //! Test support: corrects checksums, counts and lengths of damaged files, so that tests reach the
-//! checks behind them.
+//! checks after those of the checksums, counts and lengths.
 
 use std::collections::BTreeSet;
 

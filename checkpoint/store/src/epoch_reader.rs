@@ -34,7 +34,7 @@ pub(super) struct RecordCursor<'l> {
 impl RecordCursor<'_> {
     /// Returns the offset in the file of the next byte of data.
     fn offset(&self) -> u64 {
-        // Behind the data of a sector comes its checksum, and then the next sector.
+        // After the data of a sector comes its checksum, and then the next sector.
         let at = if self.at == DATA { SECTOR } else { self.at };
         self.sector * SECTOR as u64 + at as u64
     }

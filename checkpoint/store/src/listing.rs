@@ -15,7 +15,7 @@ use crate::store::Store;
 /// The content of a store's directory.
 #[derive(Debug, Default)]
 pub struct Listing {
-    /// Retained epochs, ascending: those in front of any damage of the log.
+    /// Retained epochs, ascending: those before any damage of the log.
     pub epochs: Vec<EpochInfo>,
     /// Damage of the log.
     pub damaged: Vec<StoreError>,

@@ -39,7 +39,7 @@ struct DamageGap {
     damage: StoreError,
     /// Number of the damaged epoch, if that can be read.
     epoch: Option<u64>,
-    /// The epochs in front of the damage.
+    /// The epochs before the damage.
     epochs: Vec<LoggedEpoch>,
     end: LogPosition,
     last_sectors: Option<Vec<u8>>,
@@ -50,16 +50,16 @@ struct DamageGap {
 pub(crate) struct LogFile {
     sectors: Sectors,
     pub(crate) vm_id: VmId,
-    /// Epochs of the log behind [skipped](Self::skipped) damage, ascending; includes epochs that
-    /// are no longer retained.
+    /// Epochs of the log after [skipped](Self::skipped) damage, ascending; includes epochs that are
+    /// no longer retained.
     pub(crate) epochs: Vec<LoggedEpoch>,
-    /// Position behind the last epoch.
+    /// Position after the last epoch.
     pub(crate) end: LogPosition,
     /// The two sectors before that position, as read with the last epoch, if known: its digest is
     /// in them.
     last_sectors: Option<Vec<u8>>,
     pub(crate) tail: Tail,
-    /// Damage in front of `epochs`, in epochs that no retained epoch needs.
+    /// Damage before `epochs`, in epochs that no retained epoch needs.
     pub(crate) skipped: Option<StoreError>,
     /// For a salvage: damage of the guest's state, by the sector in which the epoch begins.
     pub(crate) lost: BTreeMap<u64, StoreError>,
@@ -107,7 +107,7 @@ fn salvage_header(
 /// A damaged part of a salvaged log, in place of one or several epochs.
 #[derive(Debug)]
 pub(crate) struct Hole {
-    /// Index of the epoch behind it.
+    /// Index of the epoch after it.
     pub(crate) at: usize,
     pub(crate) damage: StoreError,
     /// Number of the epoch, if that can be read.
@@ -199,7 +199,7 @@ impl LogFile {
     }
 
     /// Reads all that is left of the log of `generation` of guest `vm_id`. That includes epochs
-    /// behind damage, whose parents may be lost, and epochs whose state is damaged. Returns the log
+    /// after damage, whose parents may be lost, and epochs whose state is damaged. Returns the log
     /// with the damage of its header, if any, and the places where epochs are missing.
     pub(crate) fn salvage(
         store: &Store,
@@ -213,7 +213,7 @@ impl LogFile {
         Ok((log, header_damage, holes))
     }
 
-    /// Reads all epochs, also those behind damage. Returns the places where epochs are missing.
+    /// Reads all epochs, also those after damage. Returns the places where epochs are missing.
     fn salvage_epochs(&mut self) -> Result<Vec<Hole>, StoreError> {
         let mut holes: Vec<Hole> = Vec::new();
         while self.end.sector < self.sectors.count() {
@@ -318,12 +318,12 @@ impl LogFile {
         Ok(())
     }
 
-    /// Continues behind the damage that `stop` found in the epoch at the end. Another epoch begins
+    /// Continues after the damage that `stop` found in the epoch at the end. Another epoch begins
     /// at `later`.
     fn skip_damage(&mut self, stop: SectorError, later: LogPosition, gap: &mut Option<DamageGap>) {
         let (epoch, end) = (self.front_epoch(self.end), std::mem::replace(&mut self.end, later));
         let (epochs, last_sectors) = (std::mem::take(&mut self.epochs), self.last_sectors.take());
-        // Epochs that were found behind an earlier gap are useless without the epochs of this gap.
+        // Epochs that were found after an earlier gap are useless without the epochs of this gap.
         gap.get_or_insert_with(|| DamageGap {
             damage: stop.into(),
             epoch,
@@ -389,12 +389,12 @@ impl LogFile {
         Ok(None)
     }
 
-    /// Reads the epoch at the end. `after` is the last one that is known in front of a gap.
+    /// Reads the epoch at the end. `after` is the last one that is known before a gap.
     fn next_epoch(
         &mut self,
         after: Option<u64>,
     ) -> Result<(LoggedEpoch, LogPosition), SectorError> {
-        // A salvage knows nothing of what is in front of a hole.
+        // A salvage knows nothing of what is before a hole.
         let lenient = self.sectors.lenient;
         let fresh = self.end.digest.is_none() && lenient;
         let (place, before) = (self.end, self.epochs.last().copied().filter(|_| !fresh));
@@ -419,7 +419,7 @@ impl LogFile {
         let oldest = before.map_or(commit.oldest, |before| before.oldest);
         let known =
             |n: u64| n == epoch || self.epochs.binary_search_by_key(&n, |g| g.info.epoch).is_ok();
-        // Behind a gap, the oldest epoch may be one in front of it.
+        // After a gap, the oldest epoch may be one before it.
         let is_behind =
             place.digest.is_none() || self.epochs.first().is_some_and(|g| g.place.digest.is_none());
         let beyond =

@@ -283,7 +283,7 @@ impl Commit {
 }
 
 /// The digest of a log: CRC32C over its header and the heads of all records, each without its own
-/// CRC. A CRC directly behind the bytes that it covers would cancel them: later values would not
+/// CRC. A CRC directly after the bytes that it covers would cancel them: later values would not
 /// depend on them any more.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Digest(pub(crate) u32);
@@ -391,7 +391,7 @@ pub(crate) fn encode_zeros(runs: &[FrameRun], table: &mut Vec<u8>) {
     }
 }
 
-/// Returns the table at the front of `payload`, and the bytes behind it.
+/// Returns the table at the front of `payload`, and the bytes after it.
 pub(super) fn table<T: FromBytes + KnownLayout + Immutable + Unaligned>(
     payload: &[u8],
 ) -> Result<(&[T], &[u8]), Damage> {

@@ -165,7 +165,7 @@ struct EpochChanges {
 
 impl LogCopier<'_> {
     /// Copies epoch `index`; `before` is the one that was copied last. Returns its number and the
-    /// position behind it.
+    /// position after it.
     fn copy(
         &mut self,
         index: usize,

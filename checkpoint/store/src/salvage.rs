@@ -375,7 +375,7 @@ fn is_timeout(e: &StoreError) -> bool {
     matches!(e, StoreError::Io { cause, .. } if cause.kind() == io::ErrorKind::TimedOut)
 }
 
-/// Notes what is missing in front of epoch `at`. Returns whether anything is.
+/// Notes what is missing before epoch `at`. Returns whether anything is.
 fn note_holes(survey: &mut Survey, log: &LogFile, holes: &[Hole], at: usize, oldest: u64) -> bool {
     let behind = log.epochs.get(at);
     for hole in holes.iter().filter(|hole| hole.at == at) {

@@ -20,7 +20,7 @@ pub(super) const FAILED_READ_LIMIT: Duration = Duration::from_secs(60);
 /// Number of consecutive units that are still tried one by one after [`FAILED_READ_LIMIT`].
 const EXACT: u64 = 16;
 
-/// Stretches of units, by first unit, with the unit behind the last.
+/// Stretches of units: the first unit of each, mapped to one past its last unit.
 #[derive(Debug, Default)]
 struct Stretches(BTreeMap<u64, u64>);
 

@@ -154,7 +154,7 @@ impl Store {
         if let Some(pinned) = self.pin_all()? {
             first_damage = verify_epochs(pinned, &mut report, &mut on_epoch)?;
         }
-        // Damage of the log comes first: epochs behind it may have reused slots of those before it.
+        // Damage of the log comes first: epochs after it may have reused slots of those before it.
         let damage = listing.damaged.into_iter().next().or(first_damage);
         damage.map_or(Ok(report), Err)
     }

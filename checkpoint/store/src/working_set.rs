@@ -73,9 +73,9 @@ impl WorkingSetFile {
         &self.runs
     }
 
-    /// Records `faulted` for the next restore, behind the runs that were recorded before. Those
-    /// were prefetched in this restore, so the guest waited for the runs that follow. Records
-    /// nothing in a directory that cannot be written to.
+    /// Records `faulted` for the next restore, after the runs that were recorded before. Those were
+    /// prefetched in this restore, so the guest waited for the runs that follow. Records nothing in
+    /// a directory that cannot be written to.
     pub(crate) fn record(&self, faulted: &[FrameRun]) {
         if faulted.is_empty() {
             return;

@@ -5,8 +5,9 @@
 //! - a pass over the regions counts the pieces of the new range that none of them covers;
 //! - the array doubles until they fit;
 //! - a second pass, from the first region on, inserts each piece at its position and moves the
-//!   regions behind it up by one;
-//! - a pass over the regions joins neighbours and moves the regions behind down by one each time.
+//!   regions after it up by one;
+//! - a pass over the regions joins neighbours and moves the regions after them down by one each
+//!   time.
 //!
 //! `SHORTCUT` adds two later changes of the kernel: no count where twice the regions and one would
 //! fit ("memblock: avoid some repeat when add new range"), and joining only where a piece was
@@ -138,7 +139,7 @@ impl<const SHORTCUT: bool, const SEARCH: bool> Memblock<SHORTCUT, SEARCH> {
         self.regions.reserve_exact(self.max - self.regions.len());
     }
 
-    /// Returns the range of new regions: the first, and the one behind the last.
+    /// Returns the range of new regions: the first, and one past the last.
     fn insert(&mut self, from: usize, mut base: u64, end: u64) -> Option<(usize, usize)> {
         let (mut at, mut new) = (from, None);
         while let Some(r) = self.regions.get(at).copied() {

@@ -134,8 +134,8 @@ fn expand(simd: impl Simd, stage: &mut StageBuffer, len: usize, bits: u64, base:
 /// stage. For fewer words the switch costs more than it saves.
 const MIN_RANGE_WORDS: usize = 16;
 
-/// Appends single frames to a list. Writes directly behind the end of the list where it has room
-/// and the SIMD level prefers it, and otherwise through a stage.
+/// Appends single frames to a list. Writes directly after the end of the list where it has room and
+/// the SIMD level prefers it, and otherwise through a stage.
 pub(super) struct FrameWriter<'a> {
     place: SlotPosition<'a>,
     out: &'a mut Vec<Gfn>,

@@ -26,7 +26,7 @@ fn large() -> MemoryConfig {
     MemoryConfig { slots, working_set: 2048, ..MemoryConfig::small() }
 }
 
-/// Fills frames behind the working set with the values of `byte`.
+/// Fills frames after the working set with the values of `byte`.
 fn fill(guest: &dyn Guest, frames: std::ops::Range<u64>, byte: impl Fn(u64, usize) -> u8) {
     for gfn in frames {
         let page: Vec<u8> = (0..PAGE_SIZE as usize).map(|at| byte(gfn, at)).collect();

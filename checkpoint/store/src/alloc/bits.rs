@@ -1,9 +1,9 @@
-//! The bitmap: one bit a slot, set if the slot is used. Bits behind the last slot are set, so that
-//! no search finds them.
+//! The bitmap: one bit a slot, set if the slot is used. Bits past the last slot are set, so that no
+//! search finds them.
 
 const WORD: u64 = 64;
 
-/// A bitmap. Positions and ends are in slots; an end is behind the last slot.
+/// A bitmap. Positions and ends are in slots; an end is one past the last slot.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Bits {
     words: Vec<u64>,
@@ -106,8 +106,8 @@ impl Bits {
         }
     }
 
-    /// Finds a run of up to 64 slots, which lies in a word and the next. Slots behind the end are
-    /// used.
+    /// Finds a run of up to 64 slots, which lies in a word and the next. Slots past the end count
+    /// as used.
     fn find_short(&self, from: u64, to: u64, count: u32, align: u32) -> Option<u32> {
         let mut free = !self.word(from / WORD);
         for w in from / WORD..to.div_ceil(WORD) {
@@ -124,7 +124,7 @@ impl Bits {
         None
     }
 
-    /// Finds a run of more slots: a used slot in the way moves the next attempt behind the last of
+    /// Finds a run of more slots: a used slot in the way moves the next attempt past the last of
     /// them.
     fn find_long(&self, from: u64, to: u64, end: u64, count: u64, align: u64) -> Option<u32> {
         let mut at = from.next_multiple_of(align);

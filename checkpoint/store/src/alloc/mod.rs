@@ -39,7 +39,7 @@ pub struct SlotRun {
 }
 
 impl SlotRun {
-    /// Returns the number of the slot behind the last.
+    /// Returns one past the last slot.
     pub const fn end(self) -> u64 {
         self.start as u64 + self.count as u64
     }

@@ -1,5 +1,5 @@
 //! Test support: corrects checksums and counts of a damaged archive, so that tests reach the checks
-//! behind them.
+//! after those of the checksums and counts.
 
 use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_format::{HEADER_LEN, RECORD_HEAD_LEN};

@@ -10,7 +10,7 @@ use crate::sync::AtomicU64;
 /// are not written.
 pub(in super::super) struct SpareRoom<'l> {
     list: &'l mut Vec<Gfn>,
-    /// The places behind the list's end, of which the first `len` are initialized.
+    /// The places past the list's end, of which the first `len` are initialized.
     places: *mut MaybeUninit<Gfn>,
     count: usize,
     len: usize,

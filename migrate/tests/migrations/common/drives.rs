@@ -114,7 +114,7 @@ impl GuestWithDrives {
                 let half = (*bytes / 2) as usize;
                 model[..half].iter_mut().enumerate().for_each(|(at, b)| *b = (at / 4096) as u8 | 1);
                 let file = File::create_new(&path).unwrap();
-                // Longer than the disk, with content behind its end.
+                // Longer than the disk, with content past its end.
                 file.set_len(*bytes + 8192).unwrap();
                 file.write_all_at(&model[..half], 0).unwrap();
                 file.write_all_at(&[0xee; 8192], *bytes).unwrap();

@@ -291,7 +291,7 @@ impl ConnectionHandle {
     }
 
     /// Waits until the client has disconnected. Nothing reads from the connection meanwhile, and
-    /// bytes behind the request would hide its end.
+    /// bytes after the request would hide its end.
     async fn disconnected(&self) {
         let closed_by_client = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
         while let Some(stream) = self.stream.upgrade() {

@@ -60,7 +60,7 @@ pub(super) fn load<F: Read + Seek + ReadVolatile>(
     Ok(Loaded { start, segments: vec![placement.load, placement.run] })
 }
 
-/// Returns the header up to the end that the file declares; fields behind that are 0.
+/// Returns the header up to the end that the file declares; fields past that end are 0.
 fn read_header(what: &str, head: &[u8]) -> Result<setup_header, BootError> {
     let bad = |why: String| BootError::BadHeader { what: what.to_owned(), cause: why.into() };
     let mut header = setup_header::default();
@@ -268,7 +268,7 @@ mod tests {
 
     #[test]
     fn a_header_ends_where_its_jump_says() {
-        // Bytes behind the header are code: xloadflags and all later fields count as 0.
+        // Bytes after the header are code: xloadflags and all later fields count as 0.
         let short = refused(|h| h.jump = 0x30eb);
         assert_eq!(short, "it cannot be booted: it has no 64-bit entry (xloadflags 0x0)");
     }

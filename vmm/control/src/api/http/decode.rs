@@ -92,7 +92,7 @@ pub(super) struct HttpDecoder {
     bytes: Vec<u8>,
     /// Number of `bytes` that were decoded.
     start: usize,
-    /// Number of bytes behind `start` that contain no end of a line.
+    /// Number of bytes from `start` on that contain no end of a line.
     scanned: usize,
 }
 

@@ -57,7 +57,7 @@ impl RateLimitControl {
         Ok(self.worker.call("report its rate limits", deadline, |worker| worker.rate_limits())?)
     }
 
-    /// Changes the limits, in the order of [`limits`](Self::limits); limiters behind the last item
+    /// Changes the limits, in the order of [`limits`](Self::limits); limiters past the last item
     /// keep theirs. A limit that is set starts with a full bucket. Requests that wait are tried
     /// again at once, or when a paused guest resumes.
     ///
