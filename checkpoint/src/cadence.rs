@@ -133,10 +133,10 @@ impl<F: FnMut(TakenEpoch) -> ControlFlow<()>> EpochSeries<F> {
 }
 
 impl Checkpointer {
-    /// Takes epochs as `cadence` says, the first at once. Ends when the count is reached, `cancel`
-    /// becomes true, or `on_taken` breaks. Returns the number of epochs tried.
+    /// Takes epochs as `cadence` says, the first immediately. Ends when the count is reached,
+    /// `cancel` becomes true, or `on_taken` breaks. Returns the number of epochs tried.
     ///
-    /// Up to four epochs are in flight to the disk at once. They become durable in order.
+    /// Up to four epochs are in flight to the disk at a time. They become durable in order.
     /// `on_taken` receives the outcome of each, in the same order, when it is durable or has
     /// failed; this continues after `on_taken` has broken off. If an epoch fails, so do the later
     /// ones that were built on it; the next one has all that they had. Nothing else queues: an

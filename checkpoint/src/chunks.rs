@@ -1,4 +1,5 @@
-//! Splits the frames of an epoch into pieces: what is copied and unprotected at once.
+//! Splits the frames of an epoch into pieces. The frames of a piece are copied and unprotected
+//! together.
 //!
 //! ```text
 //! frames    ##.#  ##       .: a gap small enough to be protected with its neighbours

@@ -134,7 +134,7 @@ impl StagedFrames {
         [(early, 0), (self.late.clone(), at)]
     }
 
-    /// Returns the number of frames that should have had room at once.
+    /// Returns the number of frames for which the buffer should have had room.
     pub(crate) fn staged(&self) -> u64 {
         self.early_frames + self.late_frames
     }

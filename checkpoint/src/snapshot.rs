@@ -11,11 +11,11 @@
 //!
 //! So the length of the pause depends on what changes while little is protected, not on what
 //! changed before. Frames are protected before the pause; if that takes long, so are the frames
-//! that change meanwhile. A frame that the guest writes before the pause is unprotected at once,
-//! becomes dirty again, and is copied in the pause. After the pause, a frame is unprotected when it
-//! has been copied: frames with a waiting writer first, the others in order. Copies wait in the
-//! staging area until they are written to the file. If the file is slow, writers wait for room in
-//! the area.
+//! that change meanwhile. A frame that the guest writes before the pause is unprotected
+//! immediately, becomes dirty again, and is copied in the pause. After the pause, a frame is
+//! unprotected when it has been copied: frames with a waiting writer first, the others in order.
+//! Copies wait in the staging area until they are written to the file. If the file is slow, writers
+//! wait for room in the area.
 
 use std::io;
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -48,7 +48,7 @@ pub(crate) struct Snapshot<'s> {
 pub(crate) struct EpochCopy {
     /// Changed frames and blocks, to be committed once the epoch is durable.
     pub(crate) changed: Vec<DirtySet>,
-    /// Frames that had to fit into the staging area at once.
+    /// Frames that had to fit into the staging area together.
     pub(crate) staged: u64,
     /// Frames, and blocks of drives, that were copied in the pause.
     pub(crate) in_pause: u64,

@@ -45,7 +45,7 @@ impl Staging {
         staging
     }
 
-    /// Returns the number of frames that fit at once.
+    /// Returns the number of frames that fit into the area together.
     pub(crate) fn frames(&self) -> u64 {
         self.pages.len() as u64
     }
@@ -101,7 +101,7 @@ impl Staging {
     fn reserve(&mut self, bytes: usize) -> bool {
         let wanted = bytes / PAGE_SIZE as usize;
         let had = self.pages.len();
-        // Freed first: both areas at once would exceed the limit.
+        // Freed first: both areas together would exceed the limit.
         self.pages = Vec::new();
         for count in [wanted, had] {
             if count > 0 && self.pages.try_reserve_exact(count).is_ok() {

@@ -5,7 +5,8 @@ use crate::subscriber::Subscriber;
 use crate::sync::Arc;
 use crate::tree::{ListedRuns, RunLists};
 
-/// The frames drained from one subscriber's tree. The set is owned, so several can exist at once.
+/// The frames drained from one subscriber's tree. The set is owned, so several can exist at the
+/// same time.
 ///
 /// [`commit`](Self::commit) discards the frames. [`give_back`](Self::give_back), or dropping the
 /// set, returns them to their tree, so that the next drain has them again. None of these fails.

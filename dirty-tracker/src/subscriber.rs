@@ -18,7 +18,7 @@ pub(crate) struct Subscriber {
     spare: Mutex<Vec<RunLists>>,
 }
 
-/// Number of buffers kept for reuse: the usual number of dirty sets that exist at once.
+/// Number of buffers kept for reuse: the usual number of dirty sets that exist at the same time.
 const SPARE_BUFFERS: usize = 4;
 
 impl Subscriber {

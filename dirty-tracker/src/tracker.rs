@@ -6,10 +6,10 @@
 //! # The cost of a mark
 //! Devices mark one frame at a time, so such a mark must cost little. Without a subscriber it costs
 //! a fence and two loads. With subscribers it takes a lock, if that is free, and adds a bit to a
-//! batch of up to 64 words. A full batch is inserted into all trees at once. Every look at a tree
-//! inserts the batch first. The lock also orders the write before the mark and the read after the
-//! drain, so that no fence is needed. A mark that finds the lock taken, and one of more than a few
-//! words, goes to the trees directly. `cargo bench -p driftline-dirty-tracker --all-features --
+//! batch of up to 64 words. A full batch is inserted into all trees in one call. Every look at a
+//! tree inserts the batch first. The lock also orders the write before the mark and the read after
+//! the drain, so that no fence is needed. A mark that finds the lock taken, and one of more than a
+//! few words, goes to the trees directly. `cargo bench -p driftline-dirty-tracker --all-features --
 //! marks` has the figures.
 //!
 //! # Locks
@@ -155,7 +155,7 @@ pub struct TrackerStats {
     /// Frames marked by sources and by the VMM while there was a subscriber. A frame that is marked
     /// twice counts twice, unless one word of a batch has both marks.
     pub marked_frames: u64,
-    /// Number of times that all memory was marked at once: overruns and requests.
+    /// Number of times that all memory was marked together: overruns and requests.
     pub marked_all: u64,
     /// Number of marks by the VMM outside the layout, each of which marked all memory instead. Any
     /// is a bug in the VMM.
@@ -305,7 +305,7 @@ impl Tracker {
 
     /// Marks a frame in KVM's terms, slot and offset in frames, as the iterators of other crates
     /// over a dirty ring return it. Costs O(log slots) and one insert in each tree. A
-    /// [`Harvester`](crate::ring::Harvester) marks many frames at once, and costs less.
+    /// [`Harvester`](crate::ring::Harvester) marks many frames in one call, and costs less.
     ///
     /// # Errors
     /// Returns an error that names slot and offset if there is no such slot, or if the slot is

@@ -22,7 +22,7 @@ use parking_lot::{Mutex, MutexGuard};
 /// The verdict *discarded* of ANSWER.
 const DISCARDED: u64 = 3;
 
-/// Connections that a receiver serves at once: before HELLO, sources, joins and questions.
+/// Connections that a receiver serves at a time: before HELLO, sources, joins and questions.
 const SERVED: usize = 4 * 16;
 
 /// Duration of an attack with `DRIFTLINE_FULL=1`.

@@ -1,4 +1,4 @@
-//! Clones of a Linux guest: ten guests restored from one checkpoint at once have randomness of
+//! Clones of a Linux guest: ten guests restored together from one checkpoint have randomness of
 //! their own, and each answers on its own network.
 
 use std::time::{Duration, Instant};
@@ -7,7 +7,7 @@ use tests::{Driftline, EchoClient, LinuxImage, Namespace, PEER, SOON, ScratchDir
 
 use super::{ms, text};
 
-/// Number of guests that are restored from one checkpoint at once.
+/// Number of guests that are restored together from one checkpoint.
 const CLONES: usize = 10;
 
 /// Boots `kernel` with a network, takes a checkpoint, and restores ten clones, each on its own host
@@ -85,7 +85,7 @@ fn checkpoint_and_kill(mut guest: Driftline, checkers: &str, store: &str) {
     guest.kill();
 }
 
-/// Checks that all clones answer at once, each on its own tap.
+/// Checks that all clones answer at the same time, each on its own tap.
 fn all_answer(linux: &LinuxImage, hosts: &[Namespace], scratch: &ScratchDir) {
     let echo = |i: usize| {
         let name = format!("clone{i}");

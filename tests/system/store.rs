@@ -66,7 +66,7 @@ fn flipped_bit_is_reported_with_its_place() {
         let file = store.join(name);
         let sound = fs::read(&file).expect("readable");
         let some = [0, 9, 60, 64, 90, sound.len() / 3, sound.len() / 2, sound.len() - 1];
-        // In the page file the header and all frames at once, because no epoch may refer to a
+        // In the page file the header and all frames together, because no epoch may refer to a
         // single frame any more.
         let places = match name {
             "pages-1" => vec![0, 9, 60, 64, 90, 5000],

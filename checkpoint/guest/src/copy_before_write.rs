@@ -12,10 +12,10 @@
 //!
 //! | event | limit | effect on copy-before-write |
 //! |---|---|---|
-//! | the copy thread drops its `FrozenBlocks` | at once | it ends and every write continues |
+//! | the copy thread drops its `FrozenBlocks` | immediately | it ends and every write continues |
 //! | one write has waited | 2 s | that write ends it |
 //! | all writes of one epoch have waited | 10 s in total | the last of them ends it |
-//! | the guest is to pause, a write waits for room | at once | that write ends it |
+//! | the guest is to pause, a write waits for room | immediately | that write ends it |
 //! | the guest is to pause, a write waits for a read | 10 ms | that write ends it |
 //!
 //! In the last four cases the copy thread gets an error, and its epoch fails. Memory: 16 bytes per
@@ -286,10 +286,10 @@ impl CopyBeforeWrite {
     }
 
     /// Tells waiting writes that the guest is to be paused (`true`), or no longer is (`false`).
-    /// While it is, a write that needs room ends copy-before-write at once; a write to a block that
-    /// is being read waits some milliseconds at most. Call with `true` before any thread that may
-    /// wait for a write is told to pause, and with `false` before those threads resume. Only one
-    /// thread may call this.
+    /// While it is, a write that needs room ends copy-before-write immediately; a write to a block
+    /// that is being read waits some milliseconds at most. Call with `true` before any thread that
+    /// may wait for a write is told to pause, and with `false` before those threads resume. Only
+    /// one thread may call this.
     pub fn set_pausing(&self, pausing: bool) {
         self.pausing.store(pausing, Ordering::Release);
         // Without the lock, which may be held while a block is read: a writer that misses this

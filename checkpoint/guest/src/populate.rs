@@ -8,9 +8,9 @@ use crate::page_source::{LazyRestoreProgress, PageSource};
 
 /// Takes the memory contents of a guest that is restored or received.
 pub trait Populate: Send + Sync {
-    /// Populates frames that are about to be written, which is cheaper for many at once than for
-    /// one at a time. Frames that are not reached are populated by the write itself. Contents are
-    /// unchanged.
+    /// Populates frames that are about to be written, which is cheaper for many in one call than
+    /// for one at a time. Frames that are not reached are populated by the write itself. Contents
+    /// are unchanged.
     fn prefault(&self, frames: FrameRun);
 
     /// Returns a way to put contents into untouched memory of a paused guest that has never run, at
@@ -57,11 +57,11 @@ impl<T: Delegate<dyn Populate>> Populate for T {
 }
 
 /// Puts contents into untouched memory, which is cheaper than a write because the kernel does not
-/// clear a page that is overwritten at once. While this exists, nothing else may touch that memory;
-/// an access waits until it is dropped.
+/// clear a page that is overwritten immediately. While this exists, nothing else may touch that
+/// memory; an access waits until it is dropped.
 pub trait MemoryLoader: Send + Sync {
-    /// Puts `contents`, whole frames, into `run`. Several threads may call this at once, each with
-    /// its own frames.
+    /// Puts `contents`, whole frames, into `run`. Several threads may call this at the same time,
+    /// each with its own frames.
     ///
     /// # Errors
     ///

@@ -40,7 +40,7 @@ pub enum LockError {
 /// - the bytes of a file survive a crash once [`StoreFile::sync`] has returned;
 /// - a name (created, renamed or removed) survives once [`sync_dir`](Self::sync_dir) has returned;
 /// - a rename replaces its target atomically;
-/// - of 512 bytes that are written at once, at a multiple of 512, all survive a crash or none.
+/// - of 512 bytes that are written in one call, at a multiple of 512, all survive a crash or none.
 ///
 /// The store relies on nothing else: bytes and names that were not synced may survive or not, in
 /// parts and in any order.

@@ -16,7 +16,7 @@ use crate::page_file::PageFile;
 use crate::records::{Front, TAG_STORE, limit};
 
 const PAGE: usize = PAGE_SIZE as usize;
-/// Number of frames for which slots are taken at once: 1 MiB.
+/// Number of frames for which slots are taken in one call: 1 MiB.
 const AT_ONCE: usize = 256;
 
 /// An epoch that is being written. Dropping it frees its slots.
@@ -147,7 +147,7 @@ impl EpochWriter {
                 self.entries.push(*gfn, slot, crc32c::crc32c(&contents[*at..*at + PAGE]));
             }
             let mut slot = start;
-            // Adjacent contents are written at once.
+            // Adjacent contents are written in one call.
             for piece in now.chunk_by(|(_, a), (_, b)| a + PAGE == *b) {
                 let from = piece[0].1;
                 self.pages.write(slot, &contents[from..from + piece.len() * PAGE])?;

@@ -143,9 +143,9 @@ impl Pinned {
         Ok(map.blocks().collect())
     }
 
-    /// Reads `frames`, ascending by frame, and passes them to `sink`, as many adjacent ones at once
-    /// as there are. Sorts and reads them by slot, which suits disks, unless `sink` wants them in
-    /// their own order. An error stops all threads.
+    /// Reads `frames`, ascending by frame, and passes them to `sink`, as many adjacent ones in one
+    /// call as there are. Sorts and reads them by slot, which suits disks, unless `sink` wants them
+    /// in their own order. An error stops all threads.
     ///
     /// # Errors
     ///

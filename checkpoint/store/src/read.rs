@@ -17,8 +17,8 @@ const PAGE: usize = PAGE_SIZE as usize;
 const AT_ONCE: usize = 256;
 /// Maximum number of threads that read.
 const THREADS: usize = 4;
-/// Number of frames that the system is asked to read ahead at once: 128 KiB, its own default for
-/// reading ahead. It may ignore longer requests.
+/// Number of frames that the system is asked to read ahead in one call: 128 KiB, its own default
+/// for reading ahead. It may ignore longer requests.
 const AHEAD: u32 = 32;
 /// Largest gap of unneeded slots that is read ahead as well, to save a request.
 const GAP: u32 = 16;
@@ -53,9 +53,9 @@ pub trait Sink: Sync {
 }
 
 /// Reads `frames` of `epoch`, ascending by frame, and passes them to `sink`, as many adjacent ones
-/// at once as there are. Sorts and reads them by slot, which suits disks, unless `sink` wants them
-/// in their own order. In that case, what is not in the page cache is read ahead by slot. An error
-/// stops all threads; if several have one, the first in the order of reading is returned.
+/// in one call as there are. Sorts and reads them by slot, which suits disks, unless `sink` wants
+/// them in their own order. In that case, what is not in the page cache is read ahead by slot. An
+/// error stops all threads; if several have one, the first in the order of reading is returned.
 pub(crate) fn fetch<S: Sink>(
     pages: &PageReader,
     epoch: u64,
@@ -158,7 +158,7 @@ fn read_piece<S: Sink>(
     check_and_deliver(pages, epoch, &piece[done..at], &buffer[done * PAGE..at * PAGE], sink)
 }
 
-/// Checks frames that were read at once, and passes them on.
+/// Checks frames that were read in one call, and passes them on.
 fn check_and_deliver<S: Sink>(
     pages: &PageReader,
     epoch: u64,

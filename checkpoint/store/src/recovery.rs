@@ -21,7 +21,7 @@ use crate::retention::Space;
 use crate::sectors::LogPosition;
 use crate::store::Store;
 
-/// Number of bytes of a log that are rewritten at once.
+/// Number of bytes of a log that are rewritten in one call.
 const AT_ONCE: u64 = 1 << 20;
 
 impl Committer {

@@ -30,7 +30,7 @@ use crate::unreadable::UnreadableUnits;
 
 /// Bytes of data in a sector.
 pub(crate) const DATA: usize = SECTOR - 4;
-/// Number of sectors that are read at once: 64 KiB.
+/// Number of sectors that are read in one call: 64 KiB.
 const READ: u64 = 128;
 /// Time for which a sector may look damaged because it is being written while it is read.
 const SECTOR_WRITE_TIME: Duration = Duration::from_millis(1);
@@ -201,7 +201,7 @@ pub(crate) struct Sectors {
     /// Number of the first sector in `buffer`.
     buffered: u64,
     pause_gate: PauseGate,
-    /// Last sector of a range that could not be read at once.
+    /// Last sector of a range that could not be read in one call.
     bad: Option<u64>,
     /// Sectors that could not be read one by one.
     unreadable: UnreadableUnits,
@@ -263,7 +263,7 @@ impl Sectors {
         self.file.read_exact_at(&mut self.buffer, number * SECTOR as u64)
     }
 
-    /// Reads sector `number`, and as many after it as can be read at once.
+    /// Reads sector `number`, and as many after it as can be read in one call.
     fn fill(&mut self, number: u64) -> io::Result<()> {
         let end = match self.unreadable.next(number) {
             Some(next) if next == number => return Err(self.unreadable.error()),
@@ -311,7 +311,7 @@ impl Sectors {
         Ok(&self.buffer[at..at + SECTOR])
     }
 
-    /// Returns the bytes of these sectors, if the last read has returned all of them at once.
+    /// Returns the bytes of these sectors, if the last read has returned all of them.
     pub(crate) fn buffered(&self, sectors: Range<u64>) -> Option<Vec<u8>> {
         let at = |number: u64| usize::try_from(number.checked_sub(self.buffered)?).ok();
         let (from, to) = (at(sectors.start)? * SECTOR, at(sectors.end)? * SECTOR);

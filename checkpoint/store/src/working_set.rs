@@ -108,7 +108,7 @@ impl WorkingSetFile {
         Header::new(MAGIC_WORKING_SET, self.vm_id, self.epoch, self.layout).write_to(&mut bytes)?;
         bytes.extend_from_slice(&head.to_bytes());
         bytes.extend_from_slice(&payload);
-        // The name is unique: several guests may be restored at once.
+        // The name is unique: several guests may be restored at the same time.
         let new = format!("{WORKING_SET_NEW}{}", uuid::Uuid::new_v4());
         let written = self.backend.create(&new).and_then(|file| {
             file.write_all_at(&bytes, 0)?;

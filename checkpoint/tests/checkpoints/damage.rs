@@ -41,7 +41,7 @@ fn every_flipped_bit_is_refused() {
     let disk = small_store();
     for name in [MANIFEST, LOG] {
         let sound = disk.contents(name).unwrap();
-        // A restore waits for the threads of its guest, so several run at once.
+        // A restore waits for the threads of its guest, so several run at the same time.
         std::thread::scope(|scope| {
             for first in 0..4 {
                 let (disk, sound) = (disk.copy(), &sound);

@@ -120,7 +120,7 @@ pub struct Flat(Vec<u64>);
 /// a line is empty.
 pub struct FlatSimd(Vec<u64>);
 
-/// Number of words that are skipped at once.
+/// Number of words that one step skips.
 pub const LINE: usize = 32;
 
 impl Flat {

@@ -42,8 +42,8 @@ impl Sealed for Gfn {
 impl Tree {
     /// Empties the tree and returns its frames as ascending runs; adjacent frames of a slot are
     /// joined. Inserts may run at the same time. An insert that returned before this call is in the
-    /// result. One that overlaps it is in the result or still in the tree. If two drains run at
-    /// once, each frame is in one of them.
+    /// result. One that overlaps it is in the result or still in the tree. If two drains run at the
+    /// same time, each frame is in one of them.
     ///
     /// Costs a few loads and an exchange for each dirty word, wherever it lies in the tree.
     /// Example at [`Tree`].
@@ -55,7 +55,7 @@ impl Tree {
 
     /// As [`drain`](Self::drain), but appends the frames to `out`, as runs or as single frames.
     /// Returns the number of frames. Allocates only if `out` has no more room, or if two threads
-    /// drain at once.
+    /// drain at the same time.
     ///
     /// ```
     /// # use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};

@@ -9,9 +9,9 @@ use crate::{FrameRun, Gfn, OutOfSlot, Slot};
 const MAX_LISTED_WORDS: u64 = 4;
 
 impl Tree {
-    /// Inserts a run of frames, which must lie in one slot. Many threads may insert at once. A
-    /// thread that drains the frames sees what the caller wrote to them before. An empty run
-    /// inserts nothing.
+    /// Inserts a run of frames, which must lie in one slot. Many threads may insert at the same
+    /// time. A thread that drains the frames sees what the caller wrote to them before. An empty
+    /// run inserts nothing.
     ///
     /// Costs a load for each word of 64 frames and its summaries, an atomic OR for each word that
     /// changes, and one access to the list of small epochs.

@@ -25,9 +25,9 @@ struct Subtrees {
 }
 
 impl Tree {
-    /// Inserts the frames of a KVM dirty bitmap of `slot`: bit `i` of word `w` is frame
-    /// `64 * w + i` of the slot. Returns the number of frames in the bitmap. Many threads may
-    /// insert at once.
+    /// Inserts the frames of a KVM dirty bitmap of `slot`: bit `i` of word `w` is frame `64 * w +
+    /// i` of the slot. Returns the number of frames in the bitmap. Many threads may insert at the
+    /// same time.
     ///
     /// Costs a load of each word, an atomic OR for each word that changes, and a load of the
     /// summaries for every 64 words. Several threads share bitmaps of at least 32 GiB of memory.

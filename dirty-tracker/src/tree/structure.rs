@@ -29,8 +29,8 @@ pub struct NoMemory {
 /// A set of frames of a [`Layout`], in one allocation of packed levels: see the [front
 /// page](crate#the-structure).
 ///
-/// All methods take `&self` and may be called from many threads at once. The only owner of a tree
-/// marks and drains it without atomic operations through [`exclusive`](Self::exclusive).
+/// All methods take `&self` and may be called from many threads at the same time. The only owner of
+/// a tree marks and drains it without atomic operations through [`exclusive`](Self::exclusive).
 ///
 /// ```
 /// use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
@@ -154,7 +154,8 @@ impl Tree {
         self.words[word as usize].load(SeqCst)
     }
 
-    /// Calls `f` with the scratch memory. If two drains run at once, the second allocates its own.
+    /// Calls `f` with the scratch memory. If two drains run at the same time, the second allocates
+    /// its own.
     pub(super) fn with_scratch(&self, f: impl FnOnce(&mut [LevelBuffer], &mut Stages)) {
         match sync::try_lock(&self.scratch) {
             Some(mut scratch) => {

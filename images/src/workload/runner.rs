@@ -18,7 +18,7 @@ pub const ERROR_LINES: u64 = 10;
 /// The result of a tick: what the caller does next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TickOutcome {
-    /// Call `tick` again at once.
+    /// Call `tick` again immediately.
     TickAgain,
     /// Call `tick` at this time, ns; there is nothing to do before.
     SleepUntil(u64),

@@ -1,4 +1,4 @@
-//! Admission of connections: a bounded number is served at once, and a new one may displace
+//! Admission of connections: a bounded number is served at a time, and a new one may displace
 //! another.
 //!
 //! A connection begins in [`Stage::Undecided`]; its first message moves it to the stage of its

@@ -169,7 +169,7 @@ impl ReceiveChannels {
 }
 
 impl Drop for ReceiveChannels {
-    /// Ends the threads at once, because the guest at the source may be paused.
+    /// Ends the threads immediately, because the guest at the source may be paused.
     fn drop(&mut self) {
         self.shared.group.halt();
         self.closers.iter().for_each(Closer::close);

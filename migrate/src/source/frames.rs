@@ -34,7 +34,7 @@ const DIRECT: u64 = 8;
 /// exceeds [`MAX_ZERO_RUNS`].
 const ZERO_RUNS: usize = 512;
 const _: () = assert!(ZERO_RUNS as u64 + MAX_PAGES < MAX_ZERO_RUNS as u64);
-/// Bytes that are compared with zero at once.
+/// Number of bytes that one step compares with zero.
 const PIECE: usize = 512;
 /// Bytes of a cache line.
 const LINE: usize = 64;

@@ -142,7 +142,7 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
             return Ok(());
         }
         let numbers: Vec<u32> = (2..more + 2).collect();
-        // The destination's listener serves a bounded number of connections at once.
+        // The destination's listener serves a bounded number of connections at a time.
         for batch in numbers.chunks(JOINS_AT_ONCE) {
             channels.joined.extend(self.join_batch(batch, more + 1)?);
         }

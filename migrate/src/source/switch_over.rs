@@ -225,7 +225,7 @@ impl<'a, G: Migratable + ?Sized> PauseTransfer<'_, 'a, G> {
     }
 
     /// Sends the frames and blocks written since the last pass. Small messages that follow share
-    /// its packets, except VERIFY, which must arrive at once.
+    /// its packets, except VERIFY, which must arrive immediately.
     fn send_last_pass(
         &mut self,
         channels: &mut Channels,

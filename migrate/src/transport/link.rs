@@ -86,7 +86,7 @@ impl Link {
         self.deadline = deadline;
     }
 
-    /// Closes the connection at once, in both directions; bytes in flight may still arrive.
+    /// Closes the connection immediately, in both directions; bytes in flight may still arrive.
     pub(crate) fn close(&self) {
         let _ = self.stream.shutdown(std::net::Shutdown::Both);
     }
@@ -107,7 +107,7 @@ impl Link {
         self.stream.try_clone().map(Closer)
     }
 
-    /// Whether a wait would end at once, because of a stop request, a halted group, or the
+    /// Whether a wait would end immediately, because of a stop request, a halted group, or the
     /// deadline.
     pub(crate) fn is_over(&self) -> bool {
         self.stop.is_cancelled()
@@ -163,7 +163,7 @@ impl Link {
         while self.deadline.is_some_and(|d| Instant::now() < d) && self.read(&mut sink).is_ok() {}
     }
 
-    /// Writes all of `buf` without a packet of its own, because more bytes follow at once. Sets
+    /// Writes all of `buf` without a packet of its own, because more bytes follow immediately. Sets
     /// `torn` after the first byte.
     pub(crate) fn write_all_more(&mut self, mut buf: &[u8], torn: &mut bool) -> io::Result<()> {
         while !buf.is_empty() {
@@ -257,7 +257,7 @@ impl Link {
 pub(crate) struct Closer(TcpStream);
 
 impl Closer {
-    /// Closes the connection at once, in both directions, which ends the reader's wait.
+    /// Closes the connection immediately, in both directions, which ends the reader's wait.
     pub(crate) fn close(&self) {
         let _ = self.0.shutdown(std::net::Shutdown::Both);
     }

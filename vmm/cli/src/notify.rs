@@ -11,7 +11,7 @@ use std::time::Duration;
 
 /// The environment variable with the socket's address.
 const VARIABLE: &str = "NOTIFY_SOCKET";
-/// Time limit for one message. The service manager reads them at once.
+/// Time limit for one message. The service manager reads messages immediately.
 const LIMIT: Duration = Duration::from_secs(2);
 
 /// The socket, connected before the process enters its sandbox.

@@ -171,8 +171,8 @@ impl MachineBench {
         let sink = match cell.way.sink() {
             None | Some(SinkKind::Tree) => None,
             Some(SinkKind::List) => {
-                // The initial capacity is what the rings can hold at once. A bitmap's list grows as
-                // needed.
+                // The initial capacity is what the rings can hold together. A bitmap's list grows
+                // as needed.
                 let room = match cell.way.source() {
                     TrackingMode::DirtyRing => {
                         settings.ring_entries as usize * usize::from(settings.vcpus)

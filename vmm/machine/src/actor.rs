@@ -12,7 +12,7 @@
 //! nevertheless.
 //!
 //! When the thread ends, its inbox is dropped with all jobs that are left, and their callers get
-//! [`CallError::Ended`] at once.
+//! [`CallError::Ended`] immediately.
 
 use std::fmt;
 use std::sync::Arc;
@@ -88,7 +88,8 @@ impl<S> Handle<S> {
         self.begin(what, deadline, job).wait()
     }
 
-    /// Does as [`call`](Self::call), but returns at once. The caller waits for the result later.
+    /// Does as [`call`](Self::call), but returns immediately. The caller waits for the result
+    /// later.
     pub fn begin<R: Send + 'static>(
         &self,
         what: &'static str,
@@ -204,7 +205,7 @@ pub struct Inbox<S>(Receiver<Option<Job<S>>>);
 
 /// The next message of an inbox.
 pub enum Next<S> {
-    /// A job, to be run at once.
+    /// A job, to be run immediately.
     Job(Job<S>),
     /// No job has arrived in time.
     Nothing,

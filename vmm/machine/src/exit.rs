@@ -1,5 +1,5 @@
-//! Ends the process at once, without waiting for any of its threads: after a second request to end
-//! it, and when a guest with lost memory does not end by itself.
+//! Ends the process immediately, without waiting for any of its threads: after a second request to
+//! end it, and when a guest with lost memory does not end by itself.
 //!
 //! [`now`] first undoes what would outlive the process: it restores the terminal's settings and
 //! removes the files of the sockets at which the process listens.

@@ -136,7 +136,7 @@ pub struct ListSet {
 }
 
 impl ListSet {
-    /// Returns an empty list with `room` entries reserved, as many as the rings hold at once.
+    /// Returns an empty list with `room` entries reserved, as many as the rings hold together.
     pub fn new(layout: &Layout, room: usize) -> Self {
         Self { places: places(layout), frames: Vec::with_capacity(room) }
     }

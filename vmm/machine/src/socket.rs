@@ -22,9 +22,10 @@
 //! A live socket can lose its name in two cases:
 //!
 //! - On a file system with neither `RENAME_NOREPLACE` nor hard links, if two starters find the name
-//!   free at once: the second one gets it.
+//!   free at the same time: the second one gets it.
 //! - In a directory with the sticky bit, if a stranger's file has the claim's name: starters
-//!   proceed without the claim, and of two at once the slower may remove the faster one's socket.
+//!   proceed without the claim, and of two simultaneous ones the slower may remove the faster one's
+//!   socket.
 //!
 //! The private name of a killed starter remains. A sweep would read directories, which the sandbox
 //! forbids, for a file that only a kill within microseconds leaves behind.
@@ -250,8 +251,8 @@ impl Dir {
             Err(Errno::PERM | Errno::NOSYS | Errno::OPNOTSUPP) => {}
             linked => return linked.and_then(|()| self.unlink(private)),
         }
-        // Some file systems have neither. There, of two starters that find the name free at once,
-        // the second one gets it.
+        // Some file systems have neither. There, of two starters that find the name free at the
+        // same time, the second one gets it.
         match self.identity(name) {
             Ok(_) => Err(Errno::EXIST),
             Err(Errno::NOENT) => rustix::fs::renameat(&self.fd, private, &self.fd, name),

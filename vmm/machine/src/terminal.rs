@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 
 use libc::termios2;
 
-/// `TCGETS2` and `TCSETS2`. The latter takes effect at once.
+/// `TCGETS2` and `TCSETS2`. The latter takes effect immediately.
 const GET: u32 = 0x802c_542a;
 pub(crate) const SET: u32 = 0x402c_542b;
 

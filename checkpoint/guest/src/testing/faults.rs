@@ -73,7 +73,8 @@ impl Faults {
     }
 }
 
-/// A drive that only one host may hold. Counts how many guests that share it ever ran at once.
+/// A drive that only one host may hold. Counts how many guests that share it ever ran at the same
+/// time.
 #[derive(Debug, Default)]
 pub struct ExclusiveDrive {
     /// The guest that holds it; 0 is none.

@@ -19,7 +19,8 @@ pub(super) const TAG_CONTENTS: u16 = 0x8020;
 /// The end of an archive.
 pub(super) const TAG_END: u16 = 0x80fe;
 
-/// Maximum number of frames in a record of contents: 2 MiB, which is packed and unpacked at once.
+/// Maximum number of frames in a record of contents: 2 MiB, which is packed and unpacked as a
+/// whole.
 pub(super) const MAX_FRAMES: usize = 512;
 /// Length of the contents of that many frames, in bytes.
 pub(super) const MAX_CONTENTS: usize = MAX_FRAMES * PAGE_SIZE as usize;

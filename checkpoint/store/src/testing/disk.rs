@@ -206,7 +206,7 @@ impl MemoryDisk {
         Ok(disk.files[disk.find(name)?].bytes.clone())
     }
 
-    /// Replaces a file's bytes, or creates the file; durable at once.
+    /// Replaces a file's bytes, or creates the file; durable immediately.
     pub fn put(&self, name: &str, bytes: Vec<u8>) {
         let mut disk = self.lock();
         let inode = disk.files.len();

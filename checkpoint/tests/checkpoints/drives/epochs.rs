@@ -131,8 +131,8 @@ fn epoch_has_only_changed_blocks() {
     assert_eq!(page, [3; 4096]);
 }
 
-/// A drive of 1 TiB with some MiB of data, half of which is then discarded at once, as a trim does.
-/// Neither step reads the whole drive or takes memory per block.
+/// A drive of 1 TiB with some MiB of data, half of which is then discarded in one call, as a trim
+/// does. Neither step reads the whole drive or takes memory per block.
 #[test]
 fn large_drive_costs_its_data() {
     const TIB: u64 = 1 << 40;

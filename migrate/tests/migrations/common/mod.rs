@@ -39,7 +39,7 @@ pub const CUT_COMMIT_DEADLINE: Duration = Duration::from_secs(10);
 /// that only one guest may hold.
 pub struct HostPair {
     dir: tempfile::TempDir,
-    /// Disk that the running guest holds; counts how many guests ran at once.
+    /// Disk that the running guest holds; counts how many guests ran at the same time.
     pub drive: Arc<ExclusiveDrive>,
     /// Faults of guests that receivers build.
     pub there: Arc<Faults>,
@@ -221,7 +221,7 @@ impl Sender {
 }
 
 /// Checks the state after a migration, successful or not: exactly one guest runs, both sides agree
-/// which one, its memory is whole, and two guests never ran at once.
+/// which one, its memory is whole, and two guests never ran at the same time.
 pub fn exactly_one_runs(
     hosts: &HostPair,
     source: &Arc<MemoryGuest>,
@@ -300,7 +300,8 @@ pub fn await_last_message(proxy: &Proxy) {
     });
 }
 
-/// Migrations at once. Most of the time they wait for a guest's writes or for a limit.
+/// Number of migrations that run at the same time. Most of the time they wait for a guest's writes
+/// or for a limit.
 pub const AT_ONCE: usize = 4;
 
 /// Calls `work` for each case, `at_once` at a time, because a case waits for most of its time. A

@@ -24,7 +24,7 @@ pub(super) enum Update {
 pub(super) struct Feed {
     client: Client,
     watch: Option<u64>,
-    /// Whether the feed has already asked for a guest, so that it does not ask again at once.
+    /// Whether the feed has already asked for a guest, so that it does not ask again immediately.
     has_asked: bool,
 }
 

@@ -319,7 +319,7 @@ fn silent_clients_keep_no_other_out() {
         })
         .collect();
     assert_eq!(vmm.get("/")["state"], "Not started");
-    // Refused while the server answers as many requests of others as it may at once.
+    // Refused while the server answers as many requests of others as it may at a time.
     wait_for("a turn", || (vmm.answer("PUT", "/entropy", "{}").0 == 204).then_some(()));
     // The idle connections that stay open, and some that are ending.
     wait_for("room", || (files() <= before + 64 + 16).then_some(()));

@@ -278,8 +278,8 @@ fn sigterm_ends_guest_in_hanging_flush() {
     assert!(stderr.contains("\"disk0\""), "{stderr}");
 }
 
-/// Sends a request and disconnects before the answer. Returns true if the server at once refuses
-/// the request because too many others are being answered.
+/// Sends a request and disconnects before the answer. Returns true if the server immediately
+/// refuses the request because too many others are being answered.
 fn leave(vmm: &Vmm<'_>, head: &str, body: &str) -> bool {
     let mut stream = UnixStream::connect(vmm.socket()).unwrap();
     stream.set_read_timeout(Some(Duration::from_millis(10))).unwrap();

@@ -256,7 +256,7 @@ impl App {
         }
     }
 
-    /// Runs [`interrupt`](Self::interrupt) on a new thread, which starts at once. The runtime's
+    /// Runs [`interrupt`](Self::interrupt) on a new thread, which starts immediately. The runtime's
     /// blocking threads cannot be used: all of them may be waiting for storage.
     pub(super) async fn interrupt_aside(
         self: Arc<Self>,

@@ -94,8 +94,8 @@ struct Serving {
 
 impl Server {
     /// Starts the control thread, which handles SIGINT, SIGTERM and SIGHUP from now on. Before
-    /// [`serve`](Self::serve) there is no guest to end: a signal ends the process at once, after
-    /// its terminal is restored and its sockets are removed.
+    /// [`serve`](Self::serve) there is no guest to end: a signal ends the process immediately,
+    /// after its terminal is restored and its sockets are removed.
     ///
     /// # Errors
     /// The system's error if it cannot provide the thread or the descriptors.
@@ -293,8 +293,8 @@ impl Signals {
 }
 
 /// Turns a signal into a request for a clean end. The next signal, at least [`SAME_REQUEST`] later,
-/// does not wait for that end: the process ends at once. If the first request was refused, the next
-/// signal asks again; if that one is also refused, a third signal ends the process.
+/// does not wait for that end: the process ends immediately. If the first request was refused, the
+/// next signal asks again; if that one is also refused, a third signal ends the process.
 async fn forward(mut signals: Signals, app: Arc<App>) {
     let mut last_request: Option<Instant> = None;
     let refusals = Arc::new(AtomicU32::new(0));

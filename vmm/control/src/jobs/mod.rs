@@ -208,8 +208,8 @@ impl Jobs {
     }
 
     /// Returns the reports of run `number`, or of the latest run, from number `since` on. Returns
-    /// at once if there are any. Otherwise it returns when there is one, the run is over, or `wait`
-    /// has passed.
+    /// immediately if there are any. Otherwise it returns when there is one, the run is over, or
+    /// `wait` has passed.
     ///
     /// # Errors
     /// That run does not exist.
@@ -302,7 +302,7 @@ impl Jobs {
         Ok(())
     }
 
-    /// Returns the state of migration `number`, or of the latest one. Returns at once if the
+    /// Returns the state of migration `number`, or of the latest one. Returns immediately if the
     /// migration is over. Otherwise it returns when the migration ends, or `wait` has passed.
     ///
     /// # Errors

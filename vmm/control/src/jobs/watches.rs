@@ -19,8 +19,8 @@ use crate::model::VcpuWindow;
 
 /// Time after which a watch ends if no client sends a request.
 const IDLE_LIMIT: Duration = Duration::from_secs(5);
-/// Time after which a watch ends once the guest has ended. A live client sends its next request at
-/// once.
+/// Time after which a watch ends once the guest has ended. A live client sends its next request
+/// immediately.
 const ENDED_IDLE_LIMIT: Duration = Duration::from_secs(1);
 /// Interval at which a thread checks whether the guest still exists.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);

@@ -76,8 +76,8 @@ fn default_timeout_s() -> u64 {
 }
 
 /// Answer to `GET /migration?job=N&wait_ms=N`, by default for the latest migration. The answer
-/// comes at once if the migration is over. Otherwise it comes when the migration ends or `wait_ms`
-/// have passed.
+/// comes immediately if the migration is over. Otherwise it comes when the migration ends or
+/// `wait_ms` have passed.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct MigrationPage {
     /// The migration's number.

@@ -255,7 +255,7 @@ impl CollectorState {
     /// collected.
     fn collect(&mut self) -> Result<u64, SourceError> {
         let collected = self.source.collect(&self.tracker);
-        // Also after an error, so that the next check is not due at once.
+        // Also after an error, so that the next check is not due immediately.
         self.pacing.harvested(self.source.dirtied(), Instant::now());
         if self.caught == CaughtWrites::Everything {
             self.peaks.record(self.source.harvested(), Instant::now());
@@ -291,7 +291,7 @@ impl CollectorState {
         // stopped, until it has been harvested often enough.
         if let Err(e) = self.collect() {
             tracing::warn!("vCPU {vcpu} waits for room in its dirty ring, but {e}");
-            // The vCPU finds its ring full again at once. The sleep keeps this thread from
+            // The vCPU finds its ring full again immediately. The sleep keeps this thread from
             // spinning.
             std::thread::sleep(PERIOD_LEAST);
         }

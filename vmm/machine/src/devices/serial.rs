@@ -20,8 +20,8 @@ pub(crate) const IRQ: u32 = 4;
 /// Bit of the interrupt enable register: interrupt on received data.
 const RECEIVED_DATA: u8 = 1 << 0;
 
-/// Raises the interrupt through the VM at once. An event file descriptor would raise it some time
-/// later, perhaps after the interrupt controllers were saved.
+/// Raises the interrupt through the VM, immediately. An event file descriptor would raise it some
+/// time later, perhaps after the interrupt controllers were saved.
 #[derive(Debug)]
 pub(crate) struct IrqPulse(Arc<KvmVm>);
 

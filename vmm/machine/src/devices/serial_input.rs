@@ -31,8 +31,8 @@ use crate::thread_end::join_until;
 
 /// Bytes of terminal input that may wait for a guest.
 const MAX_WAITING: usize = 4096;
-/// Retry interval for a guest that does not listen. A guest that reads its input is noticed at
-/// once.
+/// Retry interval for a guest that does not listen. A guest that reads its input is noticed
+/// immediately.
 const RETRY: Duration = Duration::from_millis(50);
 
 /// Upper bound on waiting for the thread's end: a read of a file on storage that hangs may never

@@ -20,7 +20,7 @@ impl Timer {
         Ok(Self(timerfd_create(TimerfdClockId::Monotonic, flags)?))
     }
 
-    /// Arms the timer to expire once, after `wait`. A `wait` of zero expires almost at once.
+    /// Arms the timer to expire once, after `wait`. A `wait` of zero expires almost immediately.
     pub(super) fn set(&self, wait: Duration) -> io::Result<()> {
         self.arm(wait.max(Duration::from_nanos(1)))
     }

@@ -1,10 +1,10 @@
 //! Makes a vCPU thread leave `KVM_RUN`: a signal, and a flag that closes the race before it.
 //!
 //! *Kick*: the sender puts a job into the thread's inbox, sets `immediate_exit` and sends the
-//! signal. The thread, once out of `KVM_RUN`, first clears the flag and then empties its inbox.
-//! If the signal arrives after the thread's last check and before the next `KVM_RUN`, the flag is
-//! still set and `KVM_RUN` returns at once, so no kick is lost. A thread that has not started yet,
-//! or has ended, needs no signal.
+//! signal. The thread, once out of `KVM_RUN`, first clears the flag and then empties its inbox. If
+//! the signal arrives after the thread's last check and before the next `KVM_RUN`, the flag is
+//! still set and `KVM_RUN` returns immediately, so no kick is lost. A thread that has not started
+//! yet, or has ended, needs no signal.
 
 use std::io;
 use std::sync::OnceLock;

@@ -23,7 +23,7 @@ pub(super) struct Filters {
 }
 
 impl Filters {
-    /// Compiles the programs that the process needs at once.
+    /// Compiles the programs that the process needs from the start.
     ///
     /// # Errors
     ///

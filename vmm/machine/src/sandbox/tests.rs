@@ -231,7 +231,7 @@ fn work() {
     }
     std::thread::sleep(std::time::Duration::from_millis(1));
     assert!(from.recv_timeout(std::time::Duration::from_millis(1)).is_err());
-    // Many small pieces, freed at once, so that the allocator also returns memory to the system.
+    // Many small pieces, freed together, so that the allocator also returns memory to the system.
     drop((0..1000).map(|n| vec![n as u8; 20_000]).collect::<Vec<_>>());
     let table: std::collections::HashMap<u32, u32> = (0..1000).map(|n| (n, n)).collect();
     eprintln!("{} {:?}", table.len(), std::time::SystemTime::now());

@@ -1,4 +1,4 @@
-//! Starters of every kind at one name: several at once, killed ones, and strangers.
+//! Starters of every kind at one name: several at a time, killed ones, and strangers.
 
 use std::collections::HashSet;
 use std::fs;
@@ -117,7 +117,7 @@ fn listener_with_full_backlog_is_in_use() {
     assert!(e.to_string().ends_with("; stop that one, or name another path"), "{e}");
 }
 
-/// In each round, `starters` threads start at once while a dead process's socket exists.
+/// In each round, `starters` threads start at the same time while a dead process's socket exists.
 fn start_at_once(path: &Path, starters: usize, rounds: u32) {
     for round in 0..rounds {
         leave_stale(path);

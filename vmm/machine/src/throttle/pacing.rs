@@ -48,7 +48,7 @@ pub(crate) trait StallTarget {
     /// Stalls the vCPU until `until`, then lets it run for `slice` and report.
     fn stall(&self, until: Instant, slice: Duration);
 
-    /// Ends the vCPU's stall at once.
+    /// Ends the vCPU's stall immediately.
     fn end_stall(&self);
 
     /// Returns the number of completed stalls.
@@ -390,7 +390,7 @@ mod tests {
         let mut pacing = Pacing::new(vec![fake.clone()]);
         let begun = Instant::now();
         pacing.set_rate(Some(100), &[0], begun);
-        // At this rate, 65,536 frames at once take 11 minutes.
+        // At this rate, 65,536 frames in one harvest take 11 minutes.
         let mut now = begun + MIN_SLICE;
         pacing.harvested(&[1 << 16], now);
         let stalled = now + MAX_STALL;

@@ -248,8 +248,8 @@ impl Vcpu {
         }
     }
 
-    /// Ends the stall, if there is one, so that the vCPU enters the guest at once. The caller must
-    /// kick the vCPU.
+    /// Ends the stall, if there is one, so that the vCPU enters the guest immediately. The caller
+    /// must kick the vCPU.
     pub(crate) fn end_stall(&mut self) {
         self.throttle.end(&self.counters.throttled);
     }

@@ -109,8 +109,8 @@ pub fn wait_for<T>(what: &str, mut check: impl FnMut() -> Option<T>) -> T {
     }
 }
 
-/// Runs the cases of a test at once, because each waits for most of its time. A failure of one
-/// fails the test.
+/// Runs the cases of a test at the same time, because each waits for most of its time. A failure of
+/// one fails the test.
 pub fn side_by_side<T: Send>(cases: impl IntoIterator<Item = T>, test: impl Fn(T) + Sync) {
     std::thread::scope(|scope| {
         for case in cases {

@@ -222,7 +222,7 @@ fn stuck_device_is_named_by_every_request() {
         assert!(why.contains("virtio-rng \"stuck\""), "{why}");
         Script::set(&script.stuck, false);
     };
-    // Each waits for its limit, so all do at once.
+    // Each waits for its limit, so they all wait at the same time.
     std::thread::scope(|scope| {
         for request in requests {
             scope.spawn(move || check(request));

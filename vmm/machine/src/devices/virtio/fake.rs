@@ -205,7 +205,7 @@ mod tests {
         assert!(!driver.transport.write(0x30, &[0; 4], || unreachable!()), "nothing to wait for");
     }
 
-    /// The thread is busy outside of a job, so it finds all three jobs at once. No later message
+    /// The thread is busy outside of a job, so it finds all three jobs together. No later message
     /// wakes it for the last one.
     #[test]
     fn job_behind_a_pause_and_resume_runs() {

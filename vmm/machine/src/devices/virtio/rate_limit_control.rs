@@ -59,7 +59,7 @@ impl RateLimitControl {
 
     /// Changes the limits, in the order of [`limits`](Self::limits); limiters past the last item
     /// keep theirs. A limit that is set starts with a full bucket. Requests that wait are tried
-    /// again at once, or when a paused guest resumes.
+    /// again immediately, or when a paused guest resumes.
     ///
     /// # Errors
     ///

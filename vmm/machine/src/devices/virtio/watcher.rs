@@ -6,7 +6,7 @@ use std::os::fd::{AsRawFd, RawFd};
 
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
-/// Upper bound on the events taken at once.
+/// Maximum number of events taken in one call.
 const MAX_EVENTS: usize = 32;
 const JOB: u64 = u64::MAX;
 const TURN: u64 = u64::MAX - 1;
