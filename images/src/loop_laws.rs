@@ -101,7 +101,7 @@ fn pause_during_sleep_is_a_gap() {
     gap.sleep_until(2_000_000);
     gap.tick(41_500_000);
     assert_eq!((gap.max_us(), gap.take_us()), (39_500, 39_500));
-    // An early wake-up is no gap.
+    // An early wake-up is not a gap.
     gap.sleep_until(42_500_000);
     gap.tick(42_000_000);
     assert_eq!((gap.max_us(), gap.take_us()), (39_500, 0));

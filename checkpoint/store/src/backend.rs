@@ -203,7 +203,7 @@ pub trait StoreFile: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     ///
-    /// The system's error; a conflict is none.
+    /// The system's error; a conflict is not an error.
     fn lock_range(&self, range: Range<u64>, lock: RangeLock) -> io::Result<bool>;
 
     /// Returns a value that is unique to the file: a new file with the same name has another one.
@@ -241,7 +241,7 @@ impl DirBackend {
     ///
     /// # Errors
     ///
-    /// `dir` does not exist or is no directory.
+    /// `dir` does not exist or is not a directory.
     pub fn open(dir: &Path) -> io::Result<Self> {
         if !fs::metadata(dir)?.is_dir() {
             return Err(io::ErrorKind::NotADirectory.into());
@@ -253,7 +253,7 @@ impl DirBackend {
     ///
     /// # Errors
     ///
-    /// `dir` cannot be created, or is no directory.
+    /// `dir` cannot be created, or is not a directory.
     pub fn create_or_open(dir: &Path) -> io::Result<Self> {
         create_dir(dir)?;
         Self::open(dir)

@@ -282,7 +282,7 @@ impl StoreError {
     pub fn is_damage(&self) -> bool {
         match self {
             Self::Damaged { .. } => true,
-            // Failed writes to the store or to an export are no damage.
+            // Failed writes to the store or to an export are not damage.
             Self::Io { what: "opening" | "reading", path, cause } => {
                 matches!(named_by(path), Named::Manifest | Named::Log(_) | Named::Pages(_))
                     && is_media_error(cause)
@@ -458,7 +458,7 @@ pub enum Damage {
         /// What is wrong with it.
         why: &'static str,
     },
-    /// Memory slots that are no valid layout.
+    /// Memory slots that are not a valid layout.
     #[error("the memory layout is invalid: {0}")]
     Layout(#[from] LayoutError),
 }

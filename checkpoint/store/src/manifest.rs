@@ -91,7 +91,7 @@ impl Store {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
             other => other.map_err(io)?,
         };
-        // Reads one byte more than a manifest has: a longer file is no manifest.
+        // Reads one byte more than a manifest has: a longer file is not a manifest.
         let len = file.len().map_err(io)?.min(LEN as u64 + 1);
         let mut bytes = vec![0; len as usize];
         file.read_exact_at(&mut bytes, 0).map_err(io)?;

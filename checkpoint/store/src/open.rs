@@ -41,7 +41,7 @@ impl Store {
     ///
     /// # Errors
     ///
-    /// `dir` does not exist or is no directory.
+    /// `dir` does not exist or is not a directory.
     pub fn open(dir: &Path) -> Result<Self, StoreError> {
         let backend = DirBackend::open(dir).map_err(|cause| StoreError::Io {
             what: "opening the store",

@@ -30,7 +30,7 @@ pub struct VerifyReport {
     pub frames: u64,
     /// Number of bytes read.
     pub read_bytes: u64,
-    /// Files and log records that were never finished. They are no damage, and the next writer
+    /// Files and log records that were never finished. They are not damage, and the next writer
     /// removes them.
     pub unfinished: Vec<String>,
     /// Files that do not belong to a store, and are left alone.

@@ -150,7 +150,7 @@ fn read(
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
         other => other.map_err(WorkingSetError::Io)?,
     };
-    // Reads one byte more than the maximum: a longer file is no working set.
+    // Reads one byte more than the maximum: a longer file is not a working set.
     let len = file.len().map_err(WorkingSetError::Io)?.min(MAX_BYTES as u64 + 1);
     let mut bytes = vec![0; len as usize];
     file.read_exact_at(&mut bytes, 0).map_err(WorkingSetError::Io)?;

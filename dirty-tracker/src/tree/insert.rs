@@ -135,8 +135,8 @@ impl Tree {
     }
 
     /// Sets the bits `bits` of word `word` of level 1, if there is one, and the summaries above it.
-    /// The words below have been written: see Ordering in the module above. Sets nothing if there
-    /// are no bits.
+    /// The words below have been written: see Ordering in the module above. Sets nothing if `bits`
+    /// is 0.
     pub(super) fn insert_summary(&self, mut word: usize, mut bits: u64) {
         if bits == 0 {
             return;

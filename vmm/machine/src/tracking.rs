@@ -64,7 +64,7 @@ impl fmt::Display for TrackingMode {
     }
 }
 
-/// The error for a name that is no tracking mode, with that name.
+/// The error for a name that is not a tracking mode, with that name.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "unknown tracking mode \"{0}\": use dirty-ring, dirty-bitmap, dirty-bitmap-manual, \

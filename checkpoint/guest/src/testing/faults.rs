@@ -77,9 +77,9 @@ impl Faults {
 /// time.
 #[derive(Debug, Default)]
 pub struct ExclusiveDrive {
-    /// The guest that holds it; 0 is none.
+    /// The guest that holds it; 0 means none.
     holder: AtomicU64,
-    /// The guest that peers reach by its tap; 0 is none.
+    /// The guest that peers reach by its tap; 0 means none.
     reached: AtomicU64,
     /// Number of flushes for the guest that runs on it.
     flushes: AtomicU64,

@@ -35,7 +35,8 @@ pub(super) struct WriterGate {
     changed: Condvar,
     /// Whether to stop at the gate; checked before every write.
     halt: AtomicBool,
-    /// Writes per second that each writer may make; 0 is no limit. See `WriteThrottle::throttle`.
+    /// Writes per second that each writer may make; 0 means no limit. See
+    /// `WriteThrottle::throttle`.
     limit: AtomicU64,
 }
 

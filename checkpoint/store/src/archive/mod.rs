@@ -63,7 +63,8 @@ impl Archive {
     ///
     /// # Errors
     ///
-    /// [`StoreError::Damaged`] if the file is truncated, its state is damaged, or it is no archive.
+    /// [`StoreError::Damaged`] if the file is truncated, its state is damaged, or it is not an
+    /// archive.
     pub fn open(path: &Path) -> Result<Self, StoreError> {
         let io = |cause| StoreError::Io { what: "opening", path: path.to_owned(), cause };
         let file = File::open(path).map_err(io)?;

@@ -48,7 +48,7 @@ fn bitmaps(layout: &Layout) -> impl Strategy<Value = Bitmaps> + use<> {
         .slots()
         .map(|&slot| {
             let words = slot.frames.div_ceil(64) as usize;
-            // Long bitmaps repeat a pattern whose length is no multiple of a summary.
+            // Long bitmaps repeat a pattern whose length is not a multiple of a summary.
             let pattern = prop::collection::vec(word.clone(), 0..words.min(100) + 1);
             (pattern, any::<bool>(), any::<prop::sample::Index>()).prop_map(
                 move |(pattern, cut, at)| {

@@ -118,7 +118,7 @@ impl Screen<'_> {
     /// Draws the history of the figures next to them, if there is room.
     fn curves(&self, first: u16, rows: usize, x: u16, width: u16, buffer: &mut Buffer) {
         let room = width.saturating_sub(FIGURE_COLUMNS);
-        // A single window is no curve.
+        // A single window is not a curve.
         if room < 8 || self.view.rates.iter().all(|rates| rates.len() < 2) {
             return;
         }

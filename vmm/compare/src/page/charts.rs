@@ -56,7 +56,7 @@ pub(super) fn over_memory(groups: &[RowGroup<'_>]) -> Option<PageFigure> {
         let points: Vec<ChartPoint> = series.iter().filter_map(point).collect();
         LineSeries { name: way.to_string(), style: styles.style(*way), points }
     };
-    // A single point is no curve.
+    // A single point is not a curve.
     let lines = styles.0.iter().map(line).filter(|line| line.points.len() > 1).collect();
     let ticks = series.iter().map(|g| (g.mem_bytes as f64, size(g.mem_bytes))).collect();
     let plot = LineChart {

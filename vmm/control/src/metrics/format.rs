@@ -17,7 +17,7 @@ impl Format {
         for range in header.split(',') {
             let mut parts = range.split(';').map(str::trim);
             let kind = parts.next().unwrap_or_default();
-            // The default of HTTP is 1. A weight that is no number is ignored.
+            // The default of HTTP is 1. A weight that is not a number is ignored.
             let weight = parts.find_map(|part| part.strip_prefix("q=")?.parse::<f32>().ok());
             let weight = weight.unwrap_or(1.0);
             if kind.eq_ignore_ascii_case("application/openmetrics-text") {

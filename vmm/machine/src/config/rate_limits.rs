@@ -56,7 +56,7 @@ impl RateLimit {
     }
 }
 
-/// Limits of a device, or of one direction of a network interface. `None` is no limit.
+/// Limits of a device, or of one direction of a network interface. `None` means no limit.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct RateLimits {
     /// Limit of the bytes that requests move.

@@ -41,7 +41,7 @@ pub enum StateError {
     /// The state cannot be encoded.
     #[error("it cannot be encoded: {0}")]
     Encode(postcard::Error),
-    /// The bytes are no state.
+    /// The bytes are not a valid state.
     #[error(transparent)]
     Decode(#[from] DecodeError),
     /// No guest can bring a keyboard controller into the state.

@@ -188,7 +188,7 @@ fn set_time_slices(class: Class) {
 }
 
 /// Restricts the calling thread to `class`. If that fails, the process exits: a partial sandbox is
-/// no sandbox.
+/// not a sandbox.
 fn enter(class: Class) {
     #[cfg(test)]
     tests::start_everywhere();
