@@ -142,6 +142,7 @@ fn collect(vm: &ExampleVm, harvester: &mut Harvester, tracker: &Tracker) -> io::
 /// Loads the guest and runs it twice. Returns what changed: by the VMM, then in each run.
 ///
 /// # Errors
+///
 /// Returns an error if there is no /dev/kvm, or no dirty ring.
 pub fn track() -> Result<[Vec<FrameRun>; 3], Box<dyn Error>> {
     let slot = Slot { id: SlotId(0), base: Gfn(0), frames: PAGES };

@@ -193,6 +193,7 @@ impl Layout {
     /// log slots).
     ///
     /// # Errors
+    ///
     /// Returns an error if there are no slots, if a slot has no frames or ends past the last guest
     /// frame, or if two slots have the same number or overlap.
     pub fn new(slots: impl IntoIterator<Item = Slot>) -> Result<Self, LayoutError> {
@@ -202,6 +203,7 @@ impl Layout {
     /// As [`new`](Self::new), with frames of another size. Example at [`PageSize`].
     ///
     /// # Errors
+    ///
     /// As [`new`](Self::new).
     pub fn with_page_size(
         page: PageSize,

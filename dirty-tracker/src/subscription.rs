@@ -14,6 +14,7 @@ impl Tracker {
     /// when the caller begins to read memory. Costs a [`Tree::new`].
     ///
     /// # Errors
+    ///
     /// Returns an error if [`Tree::new`] does. The other subscribers are unaffected.
     pub fn subscribe(self: &Arc<Self>, name: impl Into<String>) -> Result<Subscription, NoMemory> {
         let name = name.into();

@@ -195,6 +195,7 @@ impl Tracker {
     /// slot's number. Costs a drain of each tree and an insert for each run of dirty frames.
     ///
     /// # Errors
+    ///
     /// Returns an error if the size of a frame differs, or if the system refuses the address space
     /// of a tree. Nothing changes.
     ///
@@ -271,6 +272,7 @@ impl Tracker {
     /// nanoseconds for a frame, and O(words of 64 frames) in each tree for a long run.
     ///
     /// # Errors
+    ///
     /// Returns an error that names the run if it does not lie in one slot. Nothing is marked.
     #[inline]
     pub fn mark(&self, run: FrameRun) -> Result<(), OutOfSlot> {
@@ -308,6 +310,7 @@ impl Tracker {
     /// [`Harvester`](crate::ring::Harvester) marks many frames in one call, and costs less.
     ///
     /// # Errors
+    ///
     /// Returns an error that names slot and offset if there is no such slot, or if the slot is
     /// shorter.
     pub fn mark_offset(&self, slot: SlotId, offset: u64) -> Result<(), OutOfSlot> {
@@ -350,6 +353,7 @@ impl Tracker {
     /// [`Tree::absorb_bitmap`](crate::Tree::absorb_bitmap)).
     ///
     /// # Errors
+    ///
     /// Returns an error if there is no such slot, or if the bitmap has bits past the slot's end.
     /// Nothing is marked.
     pub fn absorb_bitmap(&self, slot: SlotId, bitmap: &[u64]) -> Result<u64, OutOfSlot> {

@@ -309,6 +309,7 @@ pub fn tsc() -> u64 {
 /// Writes a model-specific register; in ring 0 only.
 ///
 /// # Safety
+///
 /// The register must exist, and its new value must not take memory away from the program.
 pub unsafe fn write_msr(register: u32, value: u64) {
     // SAFETY: left to the caller.
@@ -321,6 +322,7 @@ pub unsafe fn write_msr(register: u32, value: u64) {
 /// Reads a model-specific register; in ring 0 only.
 ///
 /// # Safety
+///
 /// The register must exist.
 pub unsafe fn read_msr(register: u32) -> u64 {
     let (low, high): (u32, u32);

@@ -39,6 +39,7 @@ impl Namespace {
     /// Creates a namespace with a bridge `br0`, which has `address` (without a prefix).
     ///
     /// # Errors
+    ///
     /// Returns the output of the `ip` command that failed.
     pub fn new(address: &str) -> Result<Self, String> {
         static MADE: AtomicU32 = AtomicU32::new(0);
@@ -61,6 +62,7 @@ impl Namespace {
     /// Adds a tap to the bridge.
     ///
     /// # Errors
+    ///
     /// Returns the output of the `ip` command that failed.
     pub fn add_tap(&self, name: &str) -> Result<(), String> {
         self.ip(&["tuntap", "add", "dev", name, "mode", "tap"])?;
@@ -109,6 +111,7 @@ impl Network {
     /// Creates the three namespaces.
     ///
     /// # Errors
+    ///
     /// Returns the output of the `ip` command that failed.
     pub fn new() -> Result<Self, String> {
         let peer = Namespace::new(PEER)?;

@@ -45,6 +45,7 @@ impl PageSourceError {
     /// Returns the cause, if it is an `E`.
     ///
     /// # Errors
+    ///
     /// Returns the error itself if the cause is of another type.
     pub fn downcast<E: Error + 'static>(self) -> Result<E, Self> {
         self.0.downcast().map(|cause| *cause).map_err(Self)

@@ -58,6 +58,7 @@ impl Exclusive<'_> {
     /// usually costs O(words of 64 frames).
     ///
     /// # Errors
+    ///
     /// Returns an error that names the run if it does not lie in one slot. Nothing changes.
     pub fn mark(&mut self, run: FrameRun) -> Result<(), OutOfSlot> {
         let tree = &mut *self.0;

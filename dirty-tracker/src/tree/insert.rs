@@ -17,6 +17,7 @@ impl Tree {
     /// changes, and one access to the list of small epochs.
     ///
     /// # Errors
+    ///
     /// Returns an error that names the run if it does not lie in one slot. Nothing changes.
     pub fn mark(&self, run: FrameRun) -> Result<(), OutOfSlot> {
         if run.count > 0 {

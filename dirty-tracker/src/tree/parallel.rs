@@ -33,6 +33,7 @@ impl Tree {
     /// summaries for every 64 words. Several threads share bitmaps of at least 32 GiB of memory.
     ///
     /// # Errors
+    ///
     /// Returns an error if there is no such slot, or if the bitmap has bits past the slot's end; it
     /// names the first. Nothing is inserted.
     ///

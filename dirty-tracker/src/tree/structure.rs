@@ -82,6 +82,7 @@ impl Tree {
     /// frames become dirty, and some 40 KiB for walks.
     ///
     /// # Errors
+    ///
     /// Returns an error if the system refuses the address space.
     pub fn new(layout: impl Into<Arc<Layout>>) -> Result<Self, NoMemory> {
         let layout = layout.into();
@@ -173,6 +174,7 @@ impl Tree {
     /// `KVM_GET_DIRTY_LOG`. Costs a load for each word.
     ///
     /// # Errors
+    ///
     /// Returns an error if there is no such slot.
     ///
     /// ```

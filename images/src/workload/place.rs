@@ -49,6 +49,7 @@ impl WorkingSetPlacement {
     /// Places the working set into `ram`, ranges of (address, bytes) in ascending order.
     ///
     /// # Errors
+    ///
     /// Returns an error if `ram` does not hold the working set.
     ///
     /// ```

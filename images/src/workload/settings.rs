@@ -136,6 +136,7 @@ impl PayloadSpec {
     /// Applies one setting, `key=value`.
     ///
     /// # Errors
+    ///
     /// Returns the reason if the key is unknown or the value is not valid.
     pub fn set(&mut self, key: &[u8], value: &[u8]) -> Result<(), SettingRefusal> {
         match key {

@@ -74,6 +74,7 @@ pub(crate) fn place(
 /// [`HostConfig`](driftline_machine::config::HostConfig) that a machine needs for it.
 ///
 /// # Errors
+///
 /// The payload's spec is invalid, or the payload does not fit the guest.
 pub fn image(config: &MachineConfig) -> Result<Option<Image>, PayloadError> {
     let Boot::Payload(guest) = &config.boot else { return Ok(None) };

@@ -103,6 +103,7 @@ impl GroundTruth {
     /// Prepares the comparison for a guest that runs `spec`.
     ///
     /// # Errors
+    ///
     /// The spec is invalid, or its working set does not fit into guest memory.
     pub(super) fn new(spec: &str, guest: &dyn Guest) -> Result<Self, TruthError> {
         let spec: PayloadSpec = spec.parse()?;
@@ -177,6 +178,7 @@ impl GroundTruth {
     /// since the last check.
     ///
     /// # Errors
+    ///
     /// Guest memory cannot be read.
     pub(super) fn check(&mut self, ram: &GuestRam) -> Result<Audit, TruthError> {
         let mut audit =

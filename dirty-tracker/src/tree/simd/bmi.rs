@@ -20,6 +20,7 @@ impl Bmi {
 /// Runs the portable code, compiled for these instructions.
 ///
 /// # Safety
+///
 /// The CPU has them, as a `Bmi` shows.
 #[target_feature(enable = "bmi1,bmi2,lzcnt,popcnt")]
 pub(super) unsafe fn with_bmi(job: impl SimdJob, _: Bmi) {

@@ -174,6 +174,7 @@ impl App {
     /// Returns the guest and its jobs.
     ///
     /// # Errors
+    ///
     /// The reason why there is no guest yet.
     pub(crate) fn jobs(&self) -> Result<&Arc<Jobs>, AppError> {
         self.jobs.get().ok_or_else(|| {
@@ -230,6 +231,7 @@ impl App {
     /// is stopped as soon as it has been taken over. Blocks.
     ///
     /// # Errors
+    ///
     /// The reason why the guest cannot be stopped: for example, another host may own it.
     pub(crate) fn interrupt(&self, why: &str) -> Result<(), AppError> {
         let until = Instant::now() + TAKE_OVER_LIMIT;

@@ -116,6 +116,7 @@ impl Client {
     /// report it.
     ///
     /// # Errors
+    ///
     /// [`ClientError::Connect`] if the socket cannot be connected to.
     pub async fn process(&self) -> Result<Option<i32>, ClientError> {
         let connected = UnixStream::connect(&self.socket).await;
@@ -132,6 +133,7 @@ impl Client {
     /// Sends `GET path`.
     ///
     /// # Errors
+    ///
     /// Those of [`call`](Self::call).
     pub async fn get<T: DeserializeOwned>(&self, path: &str) -> Result<T, ClientError> {
         self.call(Method::GET, path, None::<&()>).await
@@ -140,6 +142,7 @@ impl Client {
     /// Sends one request. An empty answer reads as `null`, which is the JSON of `()`.
     ///
     /// # Errors
+    ///
     /// A [`ClientError`]: the server is unreachable, broken, silent, or has refused the request.
     pub async fn call<T: DeserializeOwned>(
         &self,

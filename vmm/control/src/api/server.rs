@@ -69,6 +69,7 @@ impl ControlThread {
     /// Runs `work`, which must not block, on the control thread. Returns its result.
     ///
     /// # Errors
+    ///
     /// The control thread has ended, or does not answer within 10 s.
     pub fn run<T: Send + 'static>(
         &self,
@@ -98,6 +99,7 @@ impl Server {
     /// after its terminal is restored and its sockets are removed.
     ///
     /// # Errors
+    ///
     /// The system's error if it cannot provide the thread or the descriptors.
     pub fn begin() -> io::Result<Self> {
         let runtime = Builder::new_current_thread().enable_all().build()?;
@@ -122,6 +124,7 @@ impl Server {
     /// Serves `app` on `listeners`, and forwards the signals to `app`.
     ///
     /// # Errors
+    ///
     /// The system's error for a socket.
     pub fn serve(&mut self, listeners: Listeners, app: Arc<App>) -> io::Result<()> {
         let Listeners { api: socket, metrics } = listeners;
@@ -148,6 +151,7 @@ impl Server {
     /// Calls [`begin`](Self::begin), then [`serve`](Self::serve).
     ///
     /// # Errors
+    ///
     /// Those of both.
     pub fn start(listeners: Listeners, app: Arc<App>) -> io::Result<Self> {
         let mut server = Self::begin()?;

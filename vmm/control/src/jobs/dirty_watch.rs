@@ -36,6 +36,7 @@ impl Jobs {
     /// Returns the watch's number.
     ///
     /// # Errors
+    ///
     /// The watch cannot be started.
     pub(crate) fn begin_watch(&self, bins: u32) -> Result<u64, JobError> {
         let _starting = self.watches.starting.lock();
@@ -74,6 +75,7 @@ impl Jobs {
     /// that one is at least `wait` ago. No answer comes if the watch ends earlier.
     ///
     /// # Errors
+    ///
     /// There is no such watch, or its queue of requests is full.
     pub(crate) fn ask_watch(
         self: &Arc<Self>,
@@ -99,6 +101,7 @@ impl Jobs {
     /// Ends watch `number`.
     ///
     /// # Errors
+    ///
     /// There is no such watch.
     pub(crate) fn end_watch(&self, number: u64) -> Result<(), JobError> {
         let mut open = self.watches.open.lock();

@@ -131,6 +131,7 @@ impl Jobs {
     /// Pauses the vCPUs for the operator.
     ///
     /// # Errors
+    ///
     /// An [`OperatorError`] if a migration controls the guest, or the guest refuses.
     pub(crate) fn pause(&self) -> Result<(), OperatorError> {
         self.holds.operator_pause()
@@ -139,6 +140,7 @@ impl Jobs {
     /// Resumes the vCPUs for the operator.
     ///
     /// # Errors
+    ///
     /// As for [`pause`](Self::pause).
     pub(crate) fn resume(&self) -> Result<(), OperatorError> {
         self.holds.operator_resume()
@@ -148,6 +150,7 @@ impl Jobs {
     /// [`end_shadow`](Self::end_shadow). Reads all guest memory first.
     ///
     /// # Errors
+    ///
     /// A [`ShadowError`] if the host lacks the method, or the guest cannot be read.
     pub fn start_shadow(&self, mode: ShadowMode) -> Result<(), ShadowError> {
         let shadow = Shadow::start(self.holds.guest_for(JobRole::Checkpoint), mode)?;
@@ -167,6 +170,7 @@ impl Jobs {
     /// Starts a checkpoint run and returns its number. At most one run is active at a time.
     ///
     /// # Errors
+    ///
     /// A run is active, or the new one cannot be started.
     pub(crate) fn start_checkpoints(&self, request: &CheckpointRequest) -> Result<u64, JobError> {
         // Opening a store may take time. Only calls that start a job wait for it.
@@ -184,6 +188,7 @@ impl Jobs {
     /// Ends checkpoint run `number`, or the latest one, after the epoch in progress.
     ///
     /// # Errors
+    ///
     /// That run does not exist, or is over.
     pub(crate) fn stop_checkpoints(&self, number: Option<u64>) -> Result<(), JobError> {
         let job = find_job(&self.checkpoint, number)?.filter(|job| !job.is_over());
@@ -194,6 +199,7 @@ impl Jobs {
     /// Holds checkpoint run `number`, or the latest one, until it is over.
     ///
     /// # Errors
+    ///
     /// That run does not exist.
     pub(crate) async fn hold_checkpoints(&self, number: Option<u64>) -> Result<(), JobError> {
         find_job(&self.checkpoint, number)?.ok_or(JobError::NoCheckpoints)?.hold().await;
@@ -212,6 +218,7 @@ impl Jobs {
     /// `wait` has passed.
     ///
     /// # Errors
+    ///
     /// That run does not exist.
     pub(crate) async fn checkpoints(
         &self,
@@ -229,6 +236,7 @@ impl Jobs {
     /// migration is under way at a time.
     ///
     /// # Errors
+    ///
     /// A migration is under way, or the new one cannot be started.
     pub(crate) fn start_migration(&self, request: &MigrationRequest) -> Result<u64, JobError> {
         let _starting = self.starting.lock();
@@ -249,6 +257,7 @@ impl Jobs {
     /// Cancels migration `number`, or the latest one. The guest stays on this host.
     ///
     /// # Errors
+    ///
     /// No migration is under way, or it is too late to cancel it.
     pub(crate) fn cancel_migration(&self, number: Option<u64>) -> Result<(), JobError> {
         let job = find_job(&self.migration, number)?.filter(|job| !job.is_over());
@@ -259,6 +268,7 @@ impl Jobs {
     /// Ends the guest.
     ///
     /// # Errors
+    ///
     /// Another host may have the guest. Only the operator's resolution ends it then.
     pub fn stop(&self, why: &str) -> Result<(), JobError> {
         if let Some(job) = self.migration_job().filter(|job| job.is_handed_over()) {
@@ -271,6 +281,7 @@ impl Jobs {
     /// Resolves a migration in doubt as the operator decides.
     ///
     /// # Errors
+    ///
     /// No migration is in doubt, or the resolution failed.
     pub(crate) fn resolve_migration(&self, how: Resolution) -> Result<(), JobError> {
         let job = self.migration_job().filter(|job| !job.is_over());
@@ -306,6 +317,7 @@ impl Jobs {
     /// migration is over. Otherwise it returns when the migration ends, or `wait` has passed.
     ///
     /// # Errors
+    ///
     /// That migration does not exist.
     pub(crate) async fn migration(
         &self,

@@ -108,6 +108,7 @@ impl Jobs {
     /// Observes the guest for about four seconds. Its writes are tracked as in a migration.
     ///
     /// # Errors
+    ///
     /// The guest cannot be observed, or the observation ended early.
     pub(crate) fn sample_writes(&self) -> Result<WriteProfile, JobError> {
         let Some(_alone) = self.sampling.try_lock() else {

@@ -66,6 +66,7 @@ impl Scrape {
     /// Writes the page.
     ///
     /// # Errors
+    ///
     /// None in practice: writing to a string cannot fail.
     pub(crate) fn write(self, format: Format) -> Result<String, fmt::Error> {
         let mut registry = Registry::with_labels(self.labels().into_iter());
