@@ -1,6 +1,6 @@
 //! The copy thread: copies write-protected frames while the guest runs and unprotects them, first
-//! those with a waiting writer. Before the pause it unprotects a frame that is written to, without
-//! a copy.
+//! those with a waiting writer. Before the pause, it unprotects a frame that the guest writes to
+//! without copying it.
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError};
 use std::time::{Duration, Instant};
@@ -16,9 +16,9 @@ use crate::protection::{EpochProtection, UnprotectOnDrop, WriterWaits};
 use crate::report::EpochFailure;
 use crate::staging::copy;
 
-/// Frames unprotected before the pause; `None` once that is no longer done. One lock covers both,
-/// so that no frame is unprotected without the pause knowing: its writer may have been stopped
-/// before it wrote, and writes after the pause.
+/// Frames unprotected before the pause; `None` once no more frames are unprotected. One lock covers
+/// the list and that decision, so that the list is complete at the pause: the writer of an
+/// unprotected frame may have been stopped before its write, and then writes after the pause.
 pub(crate) type ReleasedFrames = Mutex<Option<Vec<FrameRun>>>;
 
 /// A piece on its way to the file.

@@ -7,8 +7,8 @@
 //! ```
 //!
 //! Several epochs may be in flight. If one fails, so do all later ones that build on it. Their
-//! frames return to the tracker (I4). No epoch builds on a failed one after the last epoch in
-//! flight has landed.
+//! frames return to the tracker (I4). Once the last epoch in flight has landed, the next epoch
+//! builds on a durable one or is full.
 
 mod early;
 

@@ -16,8 +16,8 @@ pub(crate) struct CopyPolicy {
     pub(crate) background_from: u64,
     /// Frames: the same threshold if, by the previous epoch's measure, a copy before the pause
     /// leaves at most [`few_left`](Self::few_left) frames for the pause. 5,120, some milliseconds
-    /// of copying. An epoch that comes late has more frames than its share, and must not cost the
-    /// guest more than the others for that.
+    /// of copying. A late epoch has more frames than the others, and must not cost the guest more
+    /// because of that.
     pub(crate) background_from_if_few_left: u64,
     /// Frames left for the pause that count as few: 512, a third of a millisecond of copying.
     pub(crate) few_left: u64,

@@ -1,10 +1,10 @@
-//! The blocks of drives that change shortly before a pause: how they get into the epoch.
+//! Copies the blocks of drives that change shortly before a pause into the epoch.
 //!
 //! In the pause, blocks changed since the last copy are drained and [protected by
-//! copy-before-write](driftline_guest::CopyBeforeWrite). They are copied when the guest runs again:
-//! blocks that were saved before an overwrite between pieces of memory, the rest after memory.
-//! After a write has waited for too long, the next epochs copy blocks that may find no room in the
-//! pause.
+//! copy-before-write](driftline_guest::CopyBeforeWrite). They are copied after the guest has
+//! resumed. Blocks that were saved before an overwrite are copied between pieces of memory, the
+//! others after memory. After a write has waited for too long, blocks for which there may be no
+//! room are copied in the pause, for the next epochs.
 
 use std::fs::File;
 use std::io;

@@ -1,9 +1,9 @@
-//! The drives in a chain of epochs: how their writes are tracked, and what is copied of them while
-//! the guest runs.
+//! The drives in a chain of epochs: tracks writes to them, and copies their blocks while the guest
+//! runs.
 //!
 //! A full epoch copies the whole content of a drive before the pause. Every epoch copies changed
-//! blocks before the pause if there are many. What changes after that is for
-//! [`DiskCopy`](crate::disk_copy::DiskCopy).
+//! blocks before the pause if there are many. [`DiskCopy`](crate::disk_copy::DiskCopy) copies
+//! blocks that change after that.
 
 use std::fs::File;
 use std::io;

@@ -2,7 +2,7 @@
 
 use driftline_guest::{DirtyLog, GuestContents, GuestIdentity, Lifecycle, Stateful};
 
-/// A guest that can be checkpointed. Every type that has these parts is one.
+/// A guest that can be checkpointed. Implemented by every type with these traits.
 pub trait Checkpointable: GuestIdentity + GuestContents + DirtyLog + Lifecycle + Stateful {}
 
 impl<T> Checkpointable for T where

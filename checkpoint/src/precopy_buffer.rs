@@ -1,14 +1,14 @@
-//! Copies, in the staging area, of an epoch whose frames are not write-protected. Most are made
-//! before the pause, while the guest runs. A frame that the guest writes meanwhile is dirty again
-//! in the pause, and is copied over its outdated copy.
+//! The staging area's copies of the frames of an epoch that does not write-protect them. Most
+//! copies are made before the pause, while the guest runs. A frame that the guest writes meanwhile
+//! is dirty again in the pause, and is copied over its outdated copy.
 //!
 //! ```text
 //! staging area   [ changed before the pause, in ascending runs ][ changed since, and not before ]
 //!                    ^ a frame that changed again is copied to its place
 //! ```
 //!
-//! So the pause costs what the guest writes while the rest is copied. If these are mostly the same
-//! frames, nothing is gained.
+//! So the length of the pause depends on what the guest writes during the copy before it. If the
+//! guest writes mostly the same frames again, the early copy saves nothing.
 
 use driftline_dirty_tracker::{DirtySet, FrameRun, Gfn};
 use driftline_guest::GuestRam;

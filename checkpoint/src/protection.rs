@@ -8,8 +8,8 @@ use driftline_guest::{GuestError, WriteProtection};
 use parking_lot::Mutex;
 
 /// Write protection for the duration of one epoch. After `end` has unprotected everything, nothing
-/// can be protected any more: a late caller would otherwise protect frames whose writers nothing
-/// serves.
+/// can be protected any more: otherwise a late caller would protect frames, and their writers would
+/// wait for ever.
 pub(crate) struct EpochProtection<'s> {
     protection: &'s dyn WriteProtection,
     over: Mutex<bool>,

@@ -9,9 +9,9 @@
 //!                                                                            uncopied frame waits
 //! ```
 //!
-//! So the length of the pause depends on what changes while little is protected, not on what
-//! changed before. Frames are protected before the pause; if that takes long, so are the frames
-//! that change meanwhile. A frame that the guest writes before the pause is unprotected
+//! So the length of the pause depends on what changes during the last round of protection, not on
+//! what changed before it. Frames are protected before the pause. If many frames change meanwhile,
+//! another round protects them. A frame that the guest writes before the pause is unprotected
 //! immediately, becomes dirty again, and is copied in the pause. After the pause, a frame is
 //! unprotected when it has been copied: frames with a waiting writer first, the others in order.
 //! Copies wait in the staging area until they are written to the file. If the file is slow, writers

@@ -1,4 +1,5 @@
-//! Handles to a migration in progress: they show its progress, cancel it, and resolve it in doubt.
+//! Handles to a migration in progress: they show its progress, cancel it, and resolve it when it is
+//! in doubt.
 
 use std::fmt;
 use std::sync::Arc;

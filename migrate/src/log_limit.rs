@@ -1,10 +1,10 @@
-//! Limits log lines that strangers can cause to one a second of each kind.
+//! Limits the log lines that strangers can cause: one line of each kind a second.
 
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-/// Least time between two lines of one kind.
+/// Minimum time between two lines of one kind.
 const EVERY: Duration = Duration::from_secs(1);
 
 /// The limit on lines of one kind.

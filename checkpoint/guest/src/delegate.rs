@@ -2,10 +2,10 @@
 
 /// Passes one part of a guest through to another guest, whole.
 ///
-/// A type that is `Delegate<dyn DirtyLog>` is a [`DirtyLog`](crate::DirtyLog), and so for each of
-/// the guest traits: a view of a guest implements the traits that it changes and delegates the
-/// others, and cannot forget a method of these. [`delegate!`](crate::delegate!) writes the
-/// implementations.
+/// A type that implements `Delegate<dyn DirtyLog>` is a [`DirtyLog`](crate::DirtyLog); the same
+/// holds for each of the guest traits. A view of a guest implements the traits that it changes and
+/// delegates the others, so it cannot omit one of their methods. [`delegate!`](crate::delegate!)
+/// writes the implementations.
 pub trait Delegate<Part: ?Sized>: Send + Sync {
     /// Returns the guest that has this part.
     fn delegate(&self) -> &Part;

@@ -8,8 +8,9 @@ use crate::error::GuestError;
 
 /// Reports which frames of a guest's memory were written.
 pub trait DirtyLog: Send + Sync {
-    /// Begins to track writes for one more subscriber. When this returns, every later write will be
-    /// in one of its epochs: a copy of memory taken from now on plus the epochs since is complete.
+    /// Begins to track writes for one more subscriber. After this returns, every later write is in
+    /// one of the subscriber's epochs. A copy of memory that is taken after that is complete
+    /// together with these epochs.
     ///
     /// # Errors
     ///
@@ -17,7 +18,7 @@ pub trait DirtyLog: Send + Sync {
     fn subscribe(&self, name: &str) -> Result<Subscription, GuestError>;
 
     /// Brings every subscriber's tree up to date: harvest, reprotect, insert. From a running guest
-    /// it takes what has been reported so far; from a paused one, everything.
+    /// this takes the writes that were reported so far; from a paused guest, all writes.
     ///
     /// # Errors
     ///

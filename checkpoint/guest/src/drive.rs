@@ -16,7 +16,7 @@ use crate::copy_before_write::CopyBeforeWrite;
 /// Properties of a drive that are known before any of it is copied.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct DriveHead {
-    /// The name by which its guest's configuration knows it.
+    /// Name of the drive in its guest's configuration.
     pub id: String,
     /// Its size, bytes.
     pub bytes: u64,

@@ -8,14 +8,14 @@ use crate::guest::Guest;
 use crate::lineage::Origin;
 use crate::vm_id::VmId;
 
-/// A guest, and its drives or copies of them that are being filled.
+/// A guest, and its drives or the copies of its drives that are being filled.
 pub type GuestWithCopies<G> = (Arc<G>, Vec<Box<dyn DriveCopy>>);
 
 /// Builds guests from what [`GuestIdentity::config`](crate::GuestIdentity::config) returned, on
 /// this host or another. A new guest is paused and has zeroed memory; its state comes later.
 /// `config` and `drives` are hostile input: bounds are checked before anything is allocated.
 pub trait GuestFactory: Send + Sync {
-    /// The guest that it builds.
+    /// Type of the guests that the factory builds.
     type Guest: Guest + ?Sized;
 
     /// Builds a guest whose drives, if it has any, are on this host already.

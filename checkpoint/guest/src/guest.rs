@@ -9,10 +9,10 @@ use crate::populate::Populate;
 use crate::stateful::Stateful;
 use crate::write_throttle::WriteThrottle;
 
-/// A guest with all its parts. Every type that has them is one.
+/// A guest with all its parts. Implemented by every type with all of the part traits.
 ///
 /// All methods may be called from any thread; implementations pass them as messages to the thread
-/// that owns the state concerned. Code that needs only some parts asks for these.
+/// that owns the state concerned. Code that needs only some parts takes the traits of those parts.
 pub trait Guest:
     GuestIdentity
     + GuestContents

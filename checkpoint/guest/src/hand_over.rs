@@ -1,4 +1,4 @@
-//! What only one host may hold of a guest: drives, ports, the right to run.
+//! Resources of a guest that only one host may hold: drives, ports, the right to run.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use crate::error::GuestError;
 /// and the guest's peers decide how many arrive.
 pub const MAX_QUEUED_PACKETS: usize = 256 << 10;
 
-/// Gives what only one host may hold of a guest to another host, and takes it.
+/// Gives the resources that only one host may hold to another host, and takes them.
 pub trait HandOver: Send + Sync {
     /// Announces a hand-over: for some milliseconds this host's processors should not enter sleep
     /// states, because threads wait for each other during the downtime. A hint.

@@ -1,4 +1,4 @@
-//! Which guest it is, and the shape of its machine.
+//! The identity of a guest, and the shape of its machine.
 
 use driftline_dirty_tracker::Layout;
 
@@ -11,8 +11,8 @@ pub trait GuestIdentity: Send + Sync {
     /// Returns the guest's identity.
     fn vm_id(&self) -> VmId;
 
-    /// Returns its line: which checkpoints its own may follow in a store. The line moves with the
-    /// guest.
+    /// Returns the guest's line, which decides which checkpoints in a store its own may follow. The
+    /// line moves with the guest.
     fn line(&self) -> Line;
 
     /// Returns what a [`GuestFactory`](crate::GuestFactory) needs to build the same machine

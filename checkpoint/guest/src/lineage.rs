@@ -1,5 +1,5 @@
-//! Which checkpoints may follow which. An id identifies the guest of a checkpoint. A line tells
-//! apart the processes that were restored as that guest.
+//! The rules by which one checkpoint may follow another in a store. An id identifies the guest of a
+//! checkpoint. A line distinguishes the processes that were restored as that guest.
 
 use std::fmt;
 

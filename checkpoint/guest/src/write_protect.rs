@@ -1,5 +1,5 @@
-//! Write protection of guest frames, which keep their content while the guest runs until they are
-//! copied.
+//! Write protection of guest frames: while the guest runs, a protected frame keeps its content
+//! until it has been copied.
 
 use std::time::Duration;
 
@@ -10,9 +10,9 @@ use crate::error::GuestError;
 /// Write-protects frames of a guest. A write to a protected frame, by a vCPU, a device or the
 /// host's kernel on behalf of either, waits until the frame is released. Reads continue.
 ///
-/// The caller that protects frames must release all of them, soon and in every case: nothing else
-/// does until this is dropped. The caller must not write to guest memory meanwhile. All methods may
-/// be called by several threads at a time.
+/// The caller that protects frames must release all of them soon, also after an error: nothing else
+/// releases them until this is dropped. The caller must not write to guest memory meanwhile. All
+/// methods may be called by several threads at a time.
 pub trait WriteProtection: Send + Sync {
     /// Write-protects `frames`, which are ascending and in the guest's memory, including frames
     /// that have never been written. Costs a system call per run and some time per frame that has

@@ -1,5 +1,5 @@
-//! How much each vCPU writes, and the limit on that: the seam between the policy that decides to
-//! throttle a guest and the machine that does it.
+//! The writes of each vCPU, and a limit on them: the interface between the policy that decides to
+//! throttle a guest and the machine that throttles it.
 
 use std::time::Duration;
 
@@ -11,11 +11,11 @@ pub trait WriteThrottle: Send + Sync {
     /// if writes are not counted per vCPU.
     fn vcpu_writes(&self) -> Vec<VcpuWrites>;
 
-    /// Throttles each vCPU that dirties more than this many frames a second; `None` ends it. The
-    /// stops are too short to be noticed as pauses and never take all of the time. A vCPU that
-    /// dirties fewer frames is not affected. A pause does not wait for a throttled vCPU. The caller
-    /// that throttles must also end it: it is not part of the guest's state. Does nothing if writes
-    /// are not [counted per vCPU](Self::vcpu_writes).
+    /// Throttles each vCPU that dirties more than this many frames a second; `None` ends the
+    /// throttle. The stalls are too short to be noticed as pauses and never take all of the time. A
+    /// vCPU that dirties fewer frames is not affected. A pause does not wait for a throttled vCPU.
+    /// The caller that throttles must also end the throttle, which is not part of the guest's
+    /// state. Does nothing if writes are not [counted per vCPU](Self::vcpu_writes).
     fn throttle(&self, frames_per_s: Option<u64>);
 }
 

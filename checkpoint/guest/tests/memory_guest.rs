@@ -1,4 +1,4 @@
-//! The guest that other tests rely on must detect the errors it exists to detect.
+//! The test guest detects the errors for which other tests rely on it.
 #![allow(clippy::unwrap_used)]
 
 use std::sync::Arc;

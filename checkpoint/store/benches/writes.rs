@@ -1,10 +1,10 @@
 //! The cost of writing an epoch's pages to the disk: by `pwrite` and by io_uring, each through the
 //! page cache and directly.
 //!
-//! `cargo bench -p driftline-store --bench writes [-- EPOCHS]`. Each epoch writes FRAMES pages in
-//! pieces of at most 64 that follow one another in the file, piece after piece in any order over a
-//! preallocated file of 256 MiB, and syncs its data; the methods take turns. Prints the time until
-//! that is durable, and the processor time that the process spent on it, in milliseconds.
+//! `cargo bench -p driftline-store --bench writes [-- EPOCHS]`. Each epoch writes FRAMES pages to a
+//! preallocated file of 256 MiB and syncs its data. A piece has at most 64 pages that are adjacent
+//! in the file; the pieces are in no particular order. The methods take turns. Prints the time
+//! until an epoch is durable, and the processor time that the process spent on it, in milliseconds.
 //! `DRIFTLINE_BENCH_STORE` names another directory.
 #![allow(clippy::print_stdout, clippy::unwrap_used)]
 

@@ -1,8 +1,8 @@
-//! Files that a repair replaces where files have one name only.
+//! Files that a repair replaces on a file system without hard links.
 //!
 //! Such a file gets its second name only once the new manifest is in place. A list of these files,
 //! `damaged-N.names`, is durable before that. The repair renames what is listed, and removes the
-//! list. If it was killed, the next writer or repair does both.
+//! list. If the repair was killed, the next writer or repair does both.
 
 use std::io;
 

@@ -1,6 +1,6 @@
-//! The slots of the blocks of drives, which may be large and nearly empty. Takes some 50 bytes for
-//! each 64 blocks of which any is stored, and 4 bytes for each block whose slot does not directly
-//! follow its predecessor's.
+//! The slots of the blocks of drives, which may be large and nearly empty. Takes about 50 bytes for
+//! each group of 64 blocks of which at least one is stored, and 4 bytes for each block whose slot
+//! does not directly follow its predecessor's.
 
 use std::collections::BTreeMap;
 

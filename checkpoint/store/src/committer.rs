@@ -1,4 +1,4 @@
-//! The owner of a store's log: its state, and what it knows of the log.
+//! The state of the committer, which owns a store's log.
 
 use std::collections::VecDeque;
 use std::sync::Arc;

@@ -3,7 +3,7 @@
 use driftline_guest::{LineId, Origin, VmId};
 use serde::Serialize;
 
-/// A stored epoch, as it describes itself.
+/// Description of a stored epoch, from its own records.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 pub struct EpochInfo {
     /// Number of the epoch, from 1 on, ascending in time.
@@ -13,7 +13,7 @@ pub struct EpochInfo {
     pub vm_id: VmId,
     /// Epoch that it was built on, which may have been dropped since.
     pub parent: Option<u64>,
-    /// Whether it was taken of all memory.
+    /// Whether the epoch is full, that is, taken of all memory.
     pub full: bool,
     /// Number of frames that it brought, of memory and drives, including frames of zeros.
     pub frames: u64,

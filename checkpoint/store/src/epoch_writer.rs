@@ -1,5 +1,5 @@
-//! Writes the frames of one epoch to free slots of the page file, while the guest runs. The log has
-//! nothing of the epoch before it is committed.
+//! Writes the frames of one epoch to free slots of the page file, while the guest runs. The log
+//! contains nothing of the epoch until it is committed.
 
 use std::fmt;
 use std::sync::Arc;

@@ -1,6 +1,6 @@
 //! The places of the frames of an epoch that is being written, as stretches of frames in stretches
 //! of slots. It takes memory for each stretch, and 4 bytes for the checksum of each frame that is
-//! not zeros. Zeros take a stretch alone, however long.
+//! not zeros. A run of zeros takes one stretch and no checksums, however long it is.
 
 use std::collections::BinaryHeap;
 

@@ -1,4 +1,4 @@
-//! One epoch as a log's index has it, and what may follow it.
+//! An epoch in a log's index, and the rules for the epoch after it.
 
 use crate::epoch_info::EpochInfo;
 use crate::error::Damage;

@@ -1,5 +1,5 @@
-//! The manifest: which log and page file are the store's, and which guest's store it is. It is
-//! always replaced as a whole.
+//! The manifest names the store's log, its page file and its guest. It is always replaced as a
+//! whole.
 
 use std::io;
 

@@ -1,5 +1,5 @@
-//! Pins: an epoch that is read beside a writer is retained, with all later ones, for as long as its
-//! reader needs it.
+//! Pins: an epoch that is read while a writer is active is retained, with all later ones, for as
+//! long as its reader needs it.
 //!
 //! A pin is a shared lock on the byte of the page file whose number is the epoch's. The writer
 //! holds an exclusive lock on the byte of every epoch that it drops, until the drop is durable. A

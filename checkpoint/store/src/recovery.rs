@@ -1,6 +1,6 @@
-//! Opens a store's files for writing, or creates them. What is found counts as durable only after a
-//! sync: a process that was killed, or whose sync failed, may have left it in the system's cache
-//! alone.
+//! Opens a store's files for writing, or creates them. What these files contain counts as durable
+//! only after a sync: a process that was killed, or whose sync failed, may have left it in the
+//! system's cache only.
 
 use std::collections::VecDeque;
 use std::io;

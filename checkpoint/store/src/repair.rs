@@ -10,9 +10,9 @@
 //! replaced files keep their second names until an operator removes them. If a checkpoint is given
 //! up, page files are copied, so that everything left of it stays.
 //!
-//! Where files have one name only, the manifest is copied, and the other files are renamed at the
-//! end instead of removed. None of them is read, since a failing disk may be unable to read it. A
-//! list of them is written before the new manifest (`aside.rs`).
+//! On a file system without hard links, the manifest is copied, and the other files are renamed at
+//! the end instead of removed. None of them is read, since a failing disk may be unable to read it.
+//! A list of them is written before the new manifest (`aside.rs`).
 
 use std::io;
 

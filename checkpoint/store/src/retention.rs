@@ -2,8 +2,8 @@
 //!
 //! A slot that was written in epoch a and is superseded in epoch b holds a frame of all epochs from
 //! a to b - 1. Epochs are dropped oldest first, so slots become free in the order in which they are
-//! superseded. The slots superseded in b are free once the oldest retained epoch is b or a later
-//! one, and that is durable.
+//! superseded. The slots superseded in b are free once it is durable that the oldest retained epoch
+//! is b or a later one.
 
 use std::collections::VecDeque;
 

@@ -1,5 +1,5 @@
-//! Log rotation and compaction: replaces a log that has grown long by a new one, and a page file
-//! that has holes by one without.
+//! Log rotation and compaction: replaces a long log with a new one, and a page file that has holes
+//! with one that has none.
 //!
 //! A new log has all of memory for the oldest retained epoch, and the changes for each later one. A
 //! manifest that names the new files replaces the old manifest. A crash leaves either manifest,

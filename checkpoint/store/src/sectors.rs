@@ -10,7 +10,7 @@
 //!
 //! The CRC32C covers the data, the sector's number, and its kind.
 //!
-//! The checksums tell the remains of a crash from damage. A sector that was never written is
+//! The checksums distinguish the remains of a crash from damage. A sector that was never written is
 //! missing or zeros, and zeros never have a valid checksum. Any other sector whose checksum is
 //! wrong is damaged.
 

@@ -1,4 +1,5 @@
-//! Power loss at any sync, and failing disks: what was reported durable is there.
+//! Everything that was reported durable is there after a power loss at any sync and with failing
+//! disks.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -3,9 +3,9 @@
 //!
 //! | module | shows |
 //! | --- | --- |
-//! | `store`, `line`, `retention`, `archive`, `appended` | what a store and an archive have |
-//! | `background_copy`, `flight`, `drives` | epochs are of their pause, however they are copied |
-//! | `crash` | what was reported durable is there after a loss of power |
+//! | `store`, `line`, `retention`, `archive`, `appended` | the content of a store and of an archive |
+//! | `background_copy`, `flight`, `drives` | an epoch has the content of its pause, however it is copied |
+//! | `crash` | everything that was reported durable is there after a loss of power |
 //! | `damage`, `repair`, `salvage` | damage is named, refused and repaired |
 //! | `memory_load` | restores that fail |
 //! | `golden` | recorded stores are read |

@@ -3,8 +3,8 @@
 //!
 //! A connection begins in [`Stage::Undecided`]; its first message moves it to the stage of its
 //! purpose. Each stage has [`MAX_PER_STAGE`] places, so that connections of one kind do not exclude
-//! another. In a full stage a new connection displaces the oldest one of the address that has the
-//! most. So a caller with many idle connections displaces its own.
+//! another. If a stage is full, a new connection displaces the oldest connection of the address
+//! that has the most connections in it. So a caller with many idle connections displaces its own.
 
 use std::io;
 use std::net::{IpAddr, Ipv6Addr};

@@ -4,9 +4,9 @@
 //! block it for ever. It passes at most [`BUFFERS`] buffers to a writer thread. A second thread
 //! syncs the copies while more blocks arrive, so that little is left at the end of a pass. The
 //! receiving thread waits for both in slices. It gives up when one operation takes longer than its
-//! limit, when one of its own waits takes longer than that limit and [`MARGIN`], or when the
-//! receiver is cancelled. Threads whose storage never answers are abandoned; they share nothing
-//! else.
+//! limit, when one of its own waits takes longer than that limit plus [`MARGIN`], or when the
+//! receiver is cancelled. Threads whose storage never answers are abandoned; they share no other
+//! state.
 
 use std::io;
 use std::sync::Arc;

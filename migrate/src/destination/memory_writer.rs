@@ -1,7 +1,7 @@
 //! Writes the memory of the guest that is being received. All channels of a migration share it.
 //!
 //! A frame is marked as written before its first byte is written (I8). If a write fails half-way, a
-//! later ZERO of that frame must not take it for zero.
+//! later ZERO of that frame must not assume that the frame is zero.
 
 use driftline_dirty_tracker::{FrameRun, NoMemory, PAGE_SIZE, Tree};
 use driftline_guest::{GuestContents, GuestIdentity, GuestRam, Populate};

@@ -11,12 +11,12 @@
 //! | longer | no limit is reached | keep going |
 //! | longer | a limit is reached | as the strategy says: a long pause, or none |
 //!
-//! If passes do not shrink, the guest is throttled before a limit is reached. If its pause would
-//! fit into the target but be long, passes under a tight throttle precede it (the approach). For
-//! both see [`throttle`](super::throttle).
+//! If passes do not shrink, the guest is throttled before a limit is reached. If the pause would
+//! fit into the target but would be long, passes under a tight throttle precede it (the approach).
+//! [`throttle`](super::throttle) describes both.
 //!
-//! The passes that only make the pause shorter together take at most `1 / (1 - SHRINK_RATIO)` times
-//! the pause without them, if the guest keeps its dirty rate.
+//! If the guest keeps its dirty rate, the passes that only make the pause shorter take, in total,
+//! at most `1 / (1 - SHRINK_RATIO)` times as long as the pause without these passes.
 
 use std::fmt;
 use std::str::FromStr;

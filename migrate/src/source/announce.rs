@@ -15,7 +15,7 @@ use crate::transport::wire::Wire;
 
 /// Frames that are examined together, 2 MiB.
 const PIECE: u64 = 512;
-/// Least frames of a run that is announced. Shorter runs cost little without preallocation.
+/// Minimum number of frames of an announced run. Shorter runs cost little without preallocation.
 const LEAST: u64 = 64;
 
 /// Sends EXPECT for the frames that pass 0 will send.

@@ -5,8 +5,8 @@ use crate::transport::wire::Wire;
 
 /// The first connection, and those that have joined it and carry only shares of passes.
 ///
-/// All stay open until the migration ends. If a joined one closed before the first has carried the
-/// reason of a failure, the destination would only see a lost connection.
+/// All stay open until the migration ends. If a joined connection closed before the first one has
+/// carried the reason of a failure, the destination would only see a lost connection.
 pub(super) struct Channels {
     pub(super) first: Wire<Link>,
     /// In the order in which they joined.

@@ -1,4 +1,5 @@
-//! Copying disks: their selection, the blocks left of each, and their part of a pass.
+//! Copying disks: their selection, the blocks of each that are still to be sent, and their part of
+//! a pass.
 //!
 //! A pass drains the dirty blocks before it reads them, so that no write is missed (see
 //! [`GuestDrive`]). It reads through an open file of its own, without the device, on the

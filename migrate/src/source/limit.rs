@@ -1,4 +1,4 @@
-//! Upper bounds on phases. A peer can extend them neither by silence nor by trickling.
+//! Upper bounds on phases. A peer cannot extend them by silence or by sending slowly.
 
 use std::time::{Duration, Instant};
 

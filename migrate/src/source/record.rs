@@ -15,7 +15,7 @@ pub(super) enum HandOverRecord {
 }
 
 impl HandOverRecord {
-    /// Makes the record durable unless it is.
+    /// Makes the record durable unless it already is.
     pub(super) fn make_durable(self) -> Result<DurableRecord, Cause> {
         match self {
             Self::Staged(staged) => staged.place(),

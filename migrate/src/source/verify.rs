@@ -1,8 +1,8 @@
 //! `--verify`: selects the frames of the source's digest.
 //!
 //! The digest covers all resident memory, except frames that the guest had reported as free when
-//! pass 0 began and has not written since. So the digest contains a write that tracking missed,
-//! which the destination does not have.
+//! pass 0 began and has not written since. So if tracking missed a write, the digest of the source
+//! includes it and that of the destination does not.
 
 use driftline_dirty_tracker::{FrameRun, Tree};
 use driftline_guest::{GuestContents, GuestIdentity};

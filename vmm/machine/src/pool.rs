@@ -1,9 +1,10 @@
 //! The process's pool of threads, rayon's global one. It shares passes over the bitmaps of large
 //! guests and drives, and prefaults memory.
 //!
-//! rayon would start the pool at its first use. That may be a pause of the guest, or a thread whose
-//! filter allows no new threads; and a failure would be a panic there. So the code that will need
-//! the pool starts it, while the thread that builds the machine can report an error.
+//! rayon would start the pool at its first use. That use may be in a pause of the guest, or on a
+//! thread whose filter allows no new threads, and a failure to start would then be a panic. So the
+//! code that will need the pool starts it earlier, while the thread that builds the machine can
+//! report an error.
 
 use std::io;
 use std::sync::OnceLock;

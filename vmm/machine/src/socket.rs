@@ -11,8 +11,8 @@
 //!    stays in use while the socket is open, so the owner recognizes its file.
 //! 3. Only the holder of the claim to a dead socket removes its name. The claim is a socket that
 //!    listens under the name `.replacing-INODE`, which it got in the same way. The holder keeps the
-//!    dead inode open, so no other file has its number. If the name leads to that inode once the
-//!    claim is held, it continues to do so until the holder removes it: no other process may.
+//!    dead inode open, so no other file has its number. If the name refers to that inode once the
+//!    claim is held, it does so until the holder removes the name: no other process may remove it.
 //!
 //! So a starter removes no file other than the one that it has checked, however long it is stopped
 //! between two steps, and no live socket loses its name. Of several starters one gets the name; the

@@ -1,7 +1,7 @@
 //! Standard input, the guest's console: it has one owner at a time. If it is a terminal, its
-//! settings are raw while the owner lives. Every way out restores them,
-//! [`exit::now`](crate::exit::now) and the handler of SIGSYS included. The unsafe code consists of
-//! two ioctls, which a signal handler may make.
+//! settings are raw while the owner lives. Every exit path restores them, including
+//! [`exit::now`](crate::exit::now) and the handler of SIGSYS. The unsafe code consists of two
+//! ioctls, which a signal handler may make.
 
 use std::io;
 use std::mem::MaybeUninit;

@@ -1,4 +1,4 @@
-//! Ends of threads that storage or a defect may hold for ever.
+//! Joins threads that storage or a defect may block for ever.
 
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 const END_CHECK_INTERVAL: Duration = Duration::from_micros(100);
 
 /// Joins a thread that was told to end, and returns its result. Returns `None` if it has not ended
-/// at `deadline`; it is then left behind.
+/// at `deadline`; the thread is then abandoned.
 pub(crate) fn join_until(thread: JoinHandle<()>, deadline: Instant) -> Option<thread::Result<()>> {
     while !thread.is_finished() && Instant::now() < deadline {
         thread::sleep(END_CHECK_INTERVAL);

@@ -1,4 +1,4 @@
-//! A store one of whose files is arbitrary bytes: it is refused or restored, and nothing panics.
+//! A store in which one file has arbitrary bytes: it is refused or restored, and nothing panics.
 
 use driftline_checkpoint::{Checkpointer, RestoreError, restore};
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};

@@ -1,4 +1,4 @@
-//! Builds test guests from what a configuration says, as a host does that receives or restores one.
+//! Builds test guests from a configuration, as a host that receives or restores a guest does.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! Memory of a test's guest that is being filled: the guest reports requests that arrive meanwhile.
+//! Fills the memory of a test guest, and tells the guest while this is in progress.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};

@@ -1,5 +1,5 @@
-//! What each page must hold: the content follows from frame and generation, the generation from the
-//! number of steps.
+//! The expected content of each page. The content follows from the frame and its generation, and
+//! the generation from the number of steps.
 //!
 //! A writer owns every n-th frame of the working set and visits its share in passes. A pass visits
 //! each frame once, in a scattered order; the generation that a pass writes is its number. So the

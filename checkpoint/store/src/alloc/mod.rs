@@ -9,10 +9,10 @@
 //!
 //! The design is that of the percpu allocator's bitmap (Dennis Zhou, Linux 4.14, "percpu: replace
 //! area map allocator with bitmap"): metadata blocks of hints over a bitmap. An allocation updates
-//! the hints; a free updates them only as far as that costs nothing. Here, a hint never promises
-//! more than there is. A block whose hints may promise less is *stale*. All stale blocks are
-//! scanned before a request is refused or gets less than it asked for. So an answer is exact, and
-//! the cost of freeing does not depend on its order. Unlike in the percpu allocator, a run may
+//! the hints; a free updates them only as far as that costs nothing. In this allocator, a hint
+//! never exceeds the true value. A block whose hints may be below it is *stale*. All stale blocks
+//! are scanned before a request is refused or gets less than it asked for. So an answer is exact,
+//! and the cost of freeing does not depend on its order. Unlike in the percpu allocator, a run may
 //! cross from one block into the next, the owner of a run remembers its length, and a tree finds
 //! blocks, since a page file may have millions of them.
 

@@ -1,4 +1,4 @@
-//! A log that is read again knows what is there now.
+//! A log that is read again reflects the file's current content.
 #![allow(clippy::unwrap_used)]
 
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! Memory and drives of an epoch are of the same instant, while the guest writes.
+//! Memory and drives of an epoch have the content of one instant, although the guest writes.
 
 use super::*;
 use driftline_guest::{GuestContents, Lifecycle};

@@ -13,8 +13,8 @@ pub enum ApiEvent {
     Stop(String),
 }
 
-/// The way back to a request's client. A client whose caller is dropped is told that the process
-/// ends.
+/// Sends the answer to a request's client. If this is dropped without an answer, the client is told
+/// that the process ends.
 #[derive(Debug)]
 pub struct Caller(oneshot::Sender<Answer>);
 

@@ -1,4 +1,4 @@
-//! Owns the answer to a request that cannot be done, and reads request bodies.
+//! Owns the refusal of a request that cannot be carried out, and reads request bodies.
 
 use axum::Json;
 use axum::body::{Body, Bytes};

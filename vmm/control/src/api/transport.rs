@@ -11,7 +11,7 @@ use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 pub(super) enum ServerSocket {
     /// The API's.
     Unix(UnixListener),
-    /// That of metrics.
+    /// The socket of `/metrics` alone.
     Tcp(TcpListener),
 }
 

@@ -2,8 +2,8 @@
 //! independently. The guest runs only while none of them wants it paused.
 //!
 //! Each job sees the guest through a [`JobGuest`], which delegates everything to the guest except
-//! its lifecycle: pause and resume count holders. Without that, the end of a checkpoint's pause
-//! would resume a guest whose last frame a migration has already copied.
+//! its lifecycle: pause and resume count holders. Without the count, the end of a checkpoint's
+//! pause would resume a guest whose last frame a migration has already copied.
 
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;

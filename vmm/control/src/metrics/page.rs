@@ -9,13 +9,13 @@ use prometheus_client::encoding::{
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Unit;
 
-/// The labels of a metric that has only those of its guest.
+/// The labels of a metric that has no labels besides its guest's.
 pub(super) const NONE: [(&str, &str); 0] = [];
 
-/// A page under way. A family without samples is skipped.
+/// A page that is being written. A family without samples is skipped.
 pub(super) struct MetricsPage<'e>(pub(super) DescriptorEncoder<'e>);
 
-/// What a family is called, without the suffixes of its unit and its type, and what it means.
+/// The name of a family, without the suffixes of its unit and its type, its unit and its help text.
 pub(super) struct Family {
     name: &'static str,
     unit: Option<Unit>,

@@ -1,5 +1,5 @@
-//! Tests of the whole page: with what the book says about it, with the dashboard and the alerts,
-//! and with a guest that has everything.
+//! Tests of the whole page, with a guest that has one of everything: against the book, and against
+//! the dashboard and the alerts.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;

@@ -12,8 +12,8 @@ use serde::{Deserialize, Serialize};
 
 use super::rate_limits::RateLimiterSettings;
 
-/// A guest's configuration. An answer has all that the guest has; a file may leave out what has a
-/// default.
+/// A guest's configuration. An answer has every value of the guest; a file may omit values that
+/// have a default.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
 pub struct VmConfig {

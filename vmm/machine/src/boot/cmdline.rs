@@ -1,8 +1,9 @@
 //! The kernel's command line: the user's line and the machine's additions.
 //!
-//! Virtio devices are named here for kernels without ACPI. A kernel with ACPI finds them in the
-//! DSDT first. If it also reads them here (`VIRTIO_MMIO_CMDLINE_DEVICES`), it reports for each that
-//! its registers are taken, which does no harm. A bare line avoids that.
+//! Virtio devices are named here for kernels without ACPI. A kernel with ACPI finds the devices in
+//! the DSDT first. If the kernel also reads them here (`VIRTIO_MMIO_CMDLINE_DEVICES`), it reports
+//! for each device that the registers are taken, which does no harm. A bare line avoids these
+//! reports.
 
 use linux_loader::cmdline::Cmdline;
 use vm_memory::GuestAddress;

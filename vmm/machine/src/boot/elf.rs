@@ -3,7 +3,7 @@
 //! protocol.
 //!
 //! The headers and notes are read by `object`. linux-loader is not used: it knows only 64-bit
-//! files, takes the answer of the last note segment (compilers add one after Xen's), and does not
+//! files, takes the entry from the last note segment (compilers add one after Xen's), and does not
 //! check segments of zeros that reach past the end of memory.
 
 use std::error::Error;

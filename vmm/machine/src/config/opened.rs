@@ -1,5 +1,5 @@
-//! Files of a new guest that were opened before its machine is built, under names that may lead
-//! elsewhere by now.
+//! Files of a new guest, opened before its machine is built. When the machine is built, their names
+//! may refer to other files.
 
 use std::fs::File;
 use std::io::{self, Seek};

@@ -1,4 +1,4 @@
-//! An event that one thread signals and another one waits for as for any file.
+//! An event that one thread signals and another thread polls like any file.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};

@@ -1,5 +1,5 @@
-//! ACPI's PM1 register block, reduced to the minimum for an operating system that is not told that
-//! the block is missing. No event ever occurs; the only function is powering off.
+//! ACPI's PM1 register block, reduced to the minimum that an operating system needs if no table
+//! says that the block is missing. No event ever occurs; the only function is powering off.
 //!
 //! ```text
 //! +0  status    no event; writes have no effect

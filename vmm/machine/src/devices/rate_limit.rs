@@ -6,10 +6,10 @@
 //!                                                                its size
 //! ```
 //!
-//! A request waits until the bucket has its tokens. A request of more tokens than the size can
-//! never find them: it is admitted as soon as the bucket is not in debt, and leaves a debt that
-//! refilling pays before the next request. The requests that are admitted within any time `t`
-//! therefore take at most the burst, the size, what is refilled in `t`, and one request of more
+//! A request waits until the bucket has its tokens. A request of more tokens than the bucket's size
+//! would wait for ever. It is therefore admitted as soon as the bucket has no debt, and leaves a
+//! debt that refilling pays before the next request. The requests that are admitted within any time
+//! `t` therefore take at most the burst, the size, what is refilled in `t`, and one request of more
 //! tokens than the size.
 
 use serde::{Deserialize, Serialize};

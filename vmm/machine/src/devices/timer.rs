@@ -1,4 +1,4 @@
-//! A timer that a device's thread waits for as for any file.
+//! A timer that a device's thread polls like any file.
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};

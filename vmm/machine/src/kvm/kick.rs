@@ -1,4 +1,5 @@
-//! Makes a vCPU thread leave `KVM_RUN`: a signal, and a flag that closes the race before it.
+//! Makes a vCPU thread leave `KVM_RUN`: a signal, and a flag that closes the race between the
+//! thread's last check and `KVM_RUN`.
 //!
 //! *Kick*: the sender puts a job into the thread's inbox, sets `immediate_exit` and sends the
 //! signal. The thread, once out of `KVM_RUN`, first clears the flag and then empties its inbox. If

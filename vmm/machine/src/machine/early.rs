@@ -1,5 +1,5 @@
 //! A VM before it has vCPUs. A separate thread creates it ([`EarlyVm`]) while the caller finds out
-//! which guest it is for. The VM then gets its memory, and only then its interrupt controllers
+//! which guest the VM is for. The VM then gets its memory, and only then its interrupt controllers
 //! ([`EmptyVm::finish`]).
 //!
 //! That order saves 2 to 8 ms on a kernel clock of 250 Hz. Adding memory to a VM waits for an SRCU
@@ -73,8 +73,8 @@ impl EmptyVm {
     }
 }
 
-/// A VM that another thread creates while the caller finds out which guest it is for. That thread
-/// has the same permissions as main, ends before the guest runs, and touches no guest data.
+/// A VM that another thread creates while the caller finds out which guest the VM is for. That
+/// thread has the same permissions as main, ends before the guest runs, and touches no guest data.
 ///
 /// ```
 /// # use driftline_machine::machine::EarlyVm;

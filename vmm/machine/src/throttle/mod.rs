@@ -1,5 +1,5 @@
-//! Throttles vCPUs that make frames dirty faster than allowed. A migration decides the rate
-//! ([`WriteThrottle`](driftline_guest::WriteThrottle)); this carries it out.
+//! Throttles vCPUs that make frames dirty faster than allowed. A migration sets the rate
+//! ([`WriteThrottle`](driftline_guest::WriteThrottle)); this module enforces it.
 //!
 //! ```text
 //! pacing         the collector's part: charges each vCPU its new frames, decides which vCPU stalls

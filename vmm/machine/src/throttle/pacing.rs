@@ -5,7 +5,7 @@
 //! - *Stall*: a vCPU that owes enough time does not enter the guest until it has paid,
 //!   [`MAX_STALL`] at a time. Then it runs for at least [`MIN_SLICE`], however much it owes. So
 //!   interrupts never wait longer than one stall, and the guest has at least 1 % of the time. Debt
-//!   beyond [`MAX_OWED`] is forgiven.
+//!   beyond [`MAX_OWED`] is dropped.
 //! - *Slice*: the time until the next check of a running vCPU, chosen so that one stall pays for
 //!   it. After a stall the vCPU itself reports the end of its slice, and waits. A vCPU that has not
 //!   been stalled is checked periodically.

@@ -8,8 +8,8 @@
 //! ```
 //!
 //! A vCPU that pauses first completes the current instruction. An instruction whose port or device
-//! access left `KVM_RUN` is half done until the next `KVM_RUN`. If the state were saved before
-//! that, the instruction would be lost or done twice.
+//! access caused an exit from `KVM_RUN` is half done until the next `KVM_RUN`. If the state were
+//! saved before that, the instruction would be lost or done twice.
 //!
 //! A running vCPU may be throttled (see `throttle`): the collector stalls it for a limited time.
 

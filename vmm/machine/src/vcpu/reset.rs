@@ -2,10 +2,10 @@
 //! architecture's (Intel's manual, volume 3, table "IA-32 and Intel 64 Processor States Following
 //! Power-up, Reset, or INIT"), and KVM's for a new vCPU.
 //!
-//! A restore does not set what has its reset value. That saves up to three ioctls a vCPU, each of
-//! some ten microseconds on a host that is itself a guest. The downtime of the row "4 GiB, mostly
-//! idle" of `cargo bench -p tests --bench migrate_vs_qemu` (0.55 ms) includes them: the payload
-//! touches none of these registers.
+//! A restore does not set the parts that have their reset values. That saves up to three ioctls a
+//! vCPU, each of some ten microseconds on a host that is itself a guest. The downtime of the row "4
+//! GiB, mostly idle" of `cargo bench -p tests --bench migrate_vs_qemu` (0.55 ms) includes them: the
+//! payload touches none of these registers.
 
 use kvm_bindings::{
     KVM_MP_STATE_RUNNABLE, KVM_MP_STATE_UNINITIALIZED, kvm_debugregs, kvm_mp_state, kvm_xcrs,

@@ -2,10 +2,10 @@
 //! others before it runs.
 //!
 //! If one thread woke all of them in turn, it could lose its processor to the first, and the others
-//! would stay paused until a scheduler tick gives it back: the last of two vCPUs up to 4 ms later,
-//! with a processor idle. While that thread runs, two vCPUs may also be put on the one idle
-//! processor. The columns "pause p99" and "gap max" of `cargo bench -p tests --bench pause` show
-//! it.
+//! would stay paused until a scheduler tick gives it back. With two vCPUs, the second would resume
+//! up to 4 ms later while a processor is idle. While that thread runs, two vCPUs may also be put on
+//! the one idle processor. The columns "pause p99" and "gap max" of `cargo bench -p tests --bench
+//! pause` show the effect.
 
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};

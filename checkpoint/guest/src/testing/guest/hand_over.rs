@@ -1,4 +1,5 @@
-//! What only one host may hold of a test guest: its [`ExclusiveDrive`](super::ExclusiveDrive).
+//! The resource of a test guest that only one host may hold: its
+//! [`ExclusiveDrive`](super::ExclusiveDrive).
 
 use std::time::Duration;
 

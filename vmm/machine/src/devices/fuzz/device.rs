@@ -1,4 +1,4 @@
-//! What a device under test has to offer, and the buffers that all of them are given.
+//! The interface of a device under test, and the buffers that every such device gets.
 
 use super::input::FuzzInput;
 use super::memory::FuzzMemory;

@@ -2,8 +2,8 @@
 //! without the thread behind them.
 //!
 //! The caller passes a function that gets the effects of writes, in the order of the writes. No
-//! read waits for them. A reset in progress shows in the status, which is not 0 until the reset is
-//! done.
+//! read waits for these effects. A reset in progress shows in the status, which is not 0 until the
+//! reset is done.
 
 use std::io;
 use std::sync::Arc;

@@ -1,7 +1,8 @@
 //! A device's view of a virtqueue: it takes chains, gives them back, and notifies the driver.
 //!
-//! This wraps rust-vmm's `Queue` and adds what that leaves to its user: chains are checked as a
-//! whole, a round is bounded (a driver could add chains for ever), and so are the chains in flight.
+//! The view wraps rust-vmm's `Queue` and adds what `Queue` leaves to its user: chains are checked
+//! as a whole, and both a round (a driver could add chains for ever) and the number of chains in
+//! flight are bounded.
 
 use std::fmt;
 use std::sync::atomic::Ordering;

@@ -1,8 +1,8 @@
 //! The machine's view of a device: registers for the vCPUs, a thread for the supervisor.
 //!
 //! vCPUs write registers one at a time. The effect of a write on the device's thread takes as long
-//! as the device's backend needs. The vCPU resumes its guest once that is done, and runs other
-//! jobs until then. So nothing here waits for a driver's writes.
+//! as the device's backend needs. The vCPU enters the guest again once the effect is complete, and
+//! runs other jobs until then. So nothing in this module waits for a driver's writes.
 
 use std::io;
 #[cfg(test)]
