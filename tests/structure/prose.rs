@@ -1,5 +1,5 @@
 //! Prose wraps at 100 columns: comments of Rust files, and Markdown outside tables, code and lines
-//! that are one link.
+//! that are one link. So does code, messages in it included, which rustfmt does not wrap.
 
 use std::fs;
 
@@ -56,6 +56,44 @@ fn prose_fits_into_the_columns() {
         }
     }
     assert!(long.is_empty(), "lines of prose over {COLUMNS} columns:\n{}", long.join("\n"));
+}
+
+/// Returns the numbers and columns of long lines of code. Raw strings, in other languages, are
+/// exempt.
+fn long_code(text: &str) -> Vec<(usize, usize)> {
+    let mut raw = false;
+    let mut found = Vec::new();
+    for (i, line) in text.lines().enumerate() {
+        let was_raw = raw;
+        raw = if raw {
+            !line.contains("\"#")
+        } else {
+            line.contains("r#\"") && !line.contains("\"#")
+        };
+        let columns = line.chars().count();
+        if columns > COLUMNS && !was_raw && !raw && !line.trim_start().starts_with("//") {
+            found.push((i + 1, columns));
+        }
+    }
+    found
+}
+
+#[test]
+fn code_fits_into_the_columns() {
+    let mut long = Vec::new();
+    for path in files(&root(), &["rs"]) {
+        for (number, columns) in long_code(&fs::read_to_string(&path).unwrap()) {
+            long.push(format!("{}:{number}: {columns} columns", relative(&path)));
+        }
+    }
+    assert!(long.is_empty(), "lines of code over {COLUMNS} columns:\n{}", long.join("\n"));
+}
+
+#[test]
+fn long_messages_are_found_outside_raw_strings() {
+    let long = "b".repeat(COLUMNS);
+    let text = format!("\"{long}\"\n// {long}\nlet script = r#\"\n{long}b\n\"#;\n{long}b\n");
+    assert_eq!(long_code(&text), [(1, COLUMNS + 2), (6, COLUMNS + 1)]);
 }
 
 #[test]

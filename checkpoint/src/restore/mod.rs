@@ -26,7 +26,7 @@ use self::drives::{EpochBlocks, RestoredDrives};
 pub use self::error::RestoreError;
 
 /// Frames read at a time if the guest cannot be restored lazily: 1 MiB.
-const AT_ONCE: u64 = 256;
+const READ_FRAMES: u64 = 256;
 
 /// Result of a restore.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize)]
@@ -283,10 +283,10 @@ fn lazily<G: GuestContents + Populate + ?Sized>(
         report.unfetched_frames = report.frames;
         return Ok(());
     };
-    let mut buffer = vec![0; (AT_ONCE * PAGE_SIZE) as usize];
+    let mut buffer = vec![0; (READ_FRAMES * PAGE_SIZE) as usize];
     let memory = MemorySink::of(guest, epoch);
     let frames = source.frames().clone();
-    for run in frames.iter().flat_map(|run| run.chunks(AT_ONCE)) {
+    for run in frames.iter().flat_map(|run| run.chunks(READ_FRAMES)) {
         let contents = &mut buffer[..run.bytes() as usize];
         source.read(run, contents).map_err(|e| unread(epoch, e))?;
         memory.frames(run, contents)?;

@@ -21,7 +21,7 @@ use crate::sectors::{DATA, Framer, LogPosition};
 /// page faults (`/proc/PID/stat`) with records of this size, and 1,162 with records of 2^16 frames.
 const RECORD_FRAMES: usize = 1 << 13;
 /// Number of bytes after which complete sectors are written.
-const AT_ONCE: usize = 1 << 20;
+const FLUSH_BYTES: usize = 1 << 20;
 
 /// A frame that is stored.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -197,7 +197,7 @@ impl<'f> EpochEncoder<'f> {
         let head = self.head(tag, instance, must_understand, payload);
         self.framer.push(&head);
         self.framer.push(payload);
-        if self.framer.ready() >= AT_ONCE {
+        if self.framer.ready() >= FLUSH_BYTES {
             self.framer.write_to(self.file)?;
         }
         Ok(())

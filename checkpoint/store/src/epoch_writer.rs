@@ -17,7 +17,7 @@ use crate::records::{Front, TAG_STORE, limit};
 
 const PAGE: usize = PAGE_SIZE as usize;
 /// Number of frames for which slots are taken in one call: 1 MiB.
-const AT_ONCE: usize = 256;
+const SLOT_BATCH: usize = 256;
 
 /// An epoch that is being written. Dropping it frees its slots.
 pub struct EpochWriter {
@@ -114,7 +114,7 @@ impl EpochWriter {
         for (gfn, at) in runs.flat_map(FrameRun::frames).zip((0..).step_by(PAGE)) {
             if !is_zero(&contents[at..at + PAGE]) {
                 self.pending.push((gfn, at));
-                if self.pending.len() == AT_ONCE {
+                if self.pending.len() == SLOT_BATCH {
                     self.flush(contents)?;
                 }
             } else if !forget_zeros {

@@ -14,7 +14,7 @@ use crate::page_file::PageReader;
 const PAGE: usize = PAGE_SIZE as usize;
 /// Number of frames that one thread reads at a time: 1 MiB, which stays in a CPU cache until it has
 /// been checked and copied.
-const AT_ONCE: usize = 256;
+const BATCH_FRAMES: usize = 256;
 /// Maximum number of threads that read.
 const THREADS: usize = 4;
 /// Number of frames that the system is asked to read ahead in one call: 128 KiB, its own default
@@ -67,10 +67,10 @@ pub(crate) fn fetch<S: Sink>(
         frames.sort_unstable_by_key(|(_, location)| location.slot);
     }
     let frames: &[(Gfn, FrameLocation)] = frames;
-    let pieces: Vec<&[(Gfn, FrameLocation)]> = frames.chunks(AT_ONCE).collect();
+    let pieces: Vec<&[(Gfn, FrameLocation)]> = frames.chunks(BATCH_FRAMES).collect();
     let (next, failed) = (AtomicUsize::new(0), Mutex::new(None));
     let work = || {
-        let mut buffer = vec![0; AT_ONCE * PAGE];
+        let mut buffer = vec![0; BATCH_FRAMES * PAGE];
         loop {
             let at = next.fetch_add(1, Ordering::Relaxed);
             let Some(piece) = pieces.get(at) else { return };

@@ -22,7 +22,7 @@ use crate::sectors::LogPosition;
 use crate::store::Store;
 
 /// Number of bytes of a log that are rewritten in one call.
-const AT_ONCE: u64 = 1 << 20;
+const REWRITE_BYTES: u64 = 1 << 20;
 
 impl Committer {
     /// Opens the store's files for `guest`; `None` if there are none. Cuts off what a crash left
@@ -158,7 +158,7 @@ fn rewrite(file: &dyn StoreFile, from: u64, to: u64) -> io::Result<()> {
     let mut buffer = Vec::new();
     let mut at = from;
     while at < to {
-        buffer.resize((to - at).min(AT_ONCE) as usize, 0);
+        buffer.resize((to - at).min(REWRITE_BYTES) as usize, 0);
         file.read_exact_at(&mut buffer, at)?;
         file.write_all_at(&buffer, at)?;
         at += buffer.len() as u64;

@@ -17,7 +17,7 @@ const WINDOW: u64 = 16 << 10;
 
 /// Frames that one call populates, 2 MiB (one huge page). The end of a migration waits for at most
 /// one call.
-const AT_ONCE: u64 = 512;
+const POPULATE_FRAMES: u64 = 512;
 
 /// The expected frames, shared by the receiving threads.
 pub(super) struct Prealloc {
@@ -37,7 +37,7 @@ pub(super) struct Preallocator {
 
 /// Returns both halves.
 pub(super) fn pair() -> (Prealloc, Preallocator) {
-    let (to, from) = sync_channel((WINDOW / AT_ONCE) as usize);
+    let (to, from) = sync_channel((WINDOW / POPULATE_FRAMES) as usize);
     let prealloc =
         Prealloc { runs: VecDeque::new(), reached: Gfn(0), credit: WINDOW, to: Some(to) };
     (prealloc, Preallocator { from })
@@ -60,7 +60,7 @@ impl Prealloc {
     pub(super) fn feed(&mut self) {
         while let (Some(run), Some(to)) = (self.runs.front_mut(), &self.to) {
             // Up to the next boundary of a huge page.
-            let aligned = AT_ONCE - run.start.0 % AT_ONCE;
+            let aligned = POPULATE_FRAMES - run.start.0 % POPULATE_FRAMES;
             let next = FrameRun { start: run.start, count: run.count.min(aligned) };
             if next.end() > self.reached {
                 // A full queue is retried with the next call.
@@ -116,12 +116,12 @@ mod tests {
         prealloc.arrived(run(1 << 20, 1 << 20), false);
         prealloc.feed();
         assert_eq!(requested_frames(&preallocator), 0);
-        prealloc.arrived(run(2 << 20, AT_ONCE), true);
+        prealloc.arrived(run(2 << 20, POPULATE_FRAMES), true);
         prealloc.feed();
         let next: Vec<FrameRun> = preallocator.from.try_iter().collect();
         assert_eq!(
             next,
-            [run((2 << 20) + AT_ONCE, AT_ONCE)],
+            [run((2 << 20) + POPULATE_FRAMES, POPULATE_FRAMES)],
             "frames before `reached` are skipped"
         );
     }

@@ -117,7 +117,8 @@ fn headline(plan: &Plan) -> String {
              {downtime_ms:.0} ms downtime"
         ),
         (true, _) => format!(
-            "A migration would converge: {total_time_ms:.0} ms in total, {downtime_ms:.0} ms downtime"
+            "A migration would converge: {total_time_ms:.0} ms in total, {downtime_ms:.0} ms \
+             downtime"
         ),
     }
 }

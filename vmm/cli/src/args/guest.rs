@@ -106,7 +106,8 @@ pub(crate) struct RunArgs {
           help_heading = headings::BOOT)]
     pub(crate) cmdline: Option<String>,
     /// Add nothing to the kernel command line
-    #[arg(long, requires = "kernel_source", conflicts_with = "guest", help_heading = headings::BOOT)]
+    #[arg(long, requires = "kernel_source", conflicts_with = "guest",
+          help_heading = headings::BOOT)]
     pub(crate) bare_cmdline: bool,
     /// Boot the embedded guest, such as payload,ws=64M,rate=320M
     ///

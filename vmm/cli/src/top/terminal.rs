@@ -102,7 +102,8 @@ async fn show(
                         return Ok(None);
                     }
                     let interval = view.interval;
-                    if every.send_if_modified(|every| std::mem::replace(every, interval) != interval) {
+                    let replace = |every: &mut _| std::mem::replace(every, interval) != interval;
+                    if every.send_if_modified(replace) {
                         last_update = Instant::now();
                     }
                 }

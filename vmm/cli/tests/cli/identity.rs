@@ -168,7 +168,14 @@ fn clone_in_doubt_needs_other_disks() {
 /// Writes a record of a hand-over of `vm` that is in doubt.
 fn pending(tmp: &TestDir, vm: &str) {
     let token = "bbbbbbbb-0000-4000-8000-000000000002";
-    let record = json!({ "version": 1, "token": token, "vm_id": vm, "peer": "tcp:b:1", "site": token, "time_unix_ms": 1 });
+    let record = json!({
+        "version": 1,
+        "token": token,
+        "vm_id": vm,
+        "peer": "tcp:b:1",
+        "site": token,
+        "time_unix_ms": 1,
+    });
     std::fs::create_dir_all(tmp.path("state")).unwrap();
     let path = tmp.path("state").join(format!("{token}.source.json"));
     std::fs::write(path, record.to_string()).unwrap();
@@ -238,7 +245,9 @@ fn every_thread_logs_its_guest() {
         "--log-format",
         "json",
         "--log",
-        "driftline=info,driftline_machine=trace,driftline_control=trace,driftline_migrate=trace,driftline_checkpoint=trace,driftline_store=trace,driftline_guest=trace",
+        "driftline=info,driftline_machine=trace,driftline_control=trace,\
+         driftline_migrate=trace,driftline_checkpoint=trace,driftline_store=trace,\
+         driftline_guest=trace",
     ];
     let more = [&["--id", ID, "--name", "web-1"], &log[..]].concat();
     let mut vmm = run(&tmp, "a", &more);
