@@ -41,7 +41,7 @@ pub enum TimeoutStrategy {
 pub enum UnknownStrategy {
     /// Post-copy, which other monitors offer.
     #[error(
-        "the timeout strategy \"postcopy\" is not offered by this version; there are cancel and \
+        "the timeout strategy \"postcopy\" is not offered by this version: use cancel or \
          switchover"
     )]
     Postcopy,
@@ -463,6 +463,6 @@ mod tests {
         assert_eq!("cancel".parse(), Ok(TimeoutStrategy::Cancel));
         assert_eq!("postcopy".parse::<TimeoutStrategy>(), Err(UnknownStrategy::Postcopy));
         let e = "x".parse::<TimeoutStrategy>().unwrap_err().to_string();
-        assert_eq!(e, "there is no timeout strategy \"x\"; there are cancel and switchover");
+        assert_eq!(e, "unknown timeout strategy \"x\": use cancel or switchover");
     }
 }

@@ -199,6 +199,6 @@ mod tests {
             assert_eq!(compression.to_string().parse(), Ok(compression));
         }
         let e = "gzip".parse::<Compression>().unwrap_err().to_string();
-        assert_eq!(e, "there is no compression \"gzip\"; there are none, lz4 and zstd");
+        assert_eq!(e, "unknown compression \"gzip\": use none, lz4 or zstd");
     }
 }

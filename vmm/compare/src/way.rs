@@ -45,7 +45,7 @@ impl SinkKind {
 /// assert_eq!("dirty-ring".parse::<TrackingWay>().unwrap().to_string(), "dirty-ring+tree");
 /// assert_eq!("none".parse::<TrackingWay>().unwrap(), TrackingWay::NONE);
 /// let error = "bogus".parse::<TrackingWay>().unwrap_err().to_string();
-/// assert!(error.starts_with("there is no way to track called \"bogus\"; there are dirty-ring+"));
+/// assert!(error.starts_with("unknown way to track \"bogus\": use one of dirty-ring+"));
 /// ```
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct TrackingWay {

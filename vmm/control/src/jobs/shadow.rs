@@ -50,7 +50,7 @@ const FINAL_DELAY: Duration = Duration::from_millis(50);
 /// use driftline_control::jobs::ShadowMode;
 /// assert_eq!("compare".parse(), Ok(ShadowMode::Compare));
 /// let unknown = "magic".parse::<ShadowMode>().unwrap_err().to_string();
-/// assert!(unknown.contains("compare and userfault-wp"));
+/// assert!(unknown.contains("compare or userfault-wp"));
 /// ```
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ShadowMode {
