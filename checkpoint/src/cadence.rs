@@ -52,7 +52,7 @@ pub struct TakenEpoch {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct CadenceTotals {
     /// Epochs that are durable.
-    #[serde(rename = "checkpoints")]
+    #[serde(rename = "taken")]
     pub epochs: u64,
     /// Epochs that were not stored.
     pub failed: u64,

@@ -47,7 +47,7 @@ fn every_epoch_restores(load: GuestLoad, epochs: usize) {
         text.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
     assert_eq!(lines.len(), epochs + 1);
     let achieved = &lines[epochs]["achieved"];
-    assert_eq!(achieved["checkpoints"], epochs, "{achieved}");
+    assert_eq!(achieved["taken"], epochs, "{achieved}");
     assert!(achieved["pause"]["p99_us"].as_u64() > Some(0), "{achieved}");
     let copied_after: u64 =
         lines[..epochs].iter().filter_map(|l| l["copied_after_frames"].as_u64()).sum();

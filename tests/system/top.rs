@@ -135,7 +135,7 @@ fn checkpoints_are_complete_while_top_watches() {
     let taken = vm.cli("checkpoint", &["--store", store, "--every", "200ms", "--count", "8"]);
     assert_eq!(taken.status.code(), Some(0), "{}", String::from_utf8_lossy(&taken.stderr));
     // Waits until each watch has shown the end of the checkpoint run.
-    let of_run = |page: &Value| page["checkpoints"]["achieved"]["checkpoints"].as_u64();
+    let of_run = |page: &Value| page["checkpoints"]["achieved"]["taken"].as_u64();
     for (_, output) in &watches {
         wait_for("the end of the run in a watch", SOON, || {
             let text = fs::read_to_string(output).ok()?;

@@ -39,7 +39,7 @@ pub struct RestoreReport {
     /// Time at which it was taken: milliseconds since 1970, by that host's clock.
     pub created_unix_ms: u64,
     /// Epochs whose records say where its frames are: itself and those that it builds on.
-    #[serde(rename = "checkpoints")]
+    #[serde(rename = "read_checkpoints")]
     pub epochs: u64,
     /// Frames that are not zeros, read or still to be fetched.
     pub frames: u64,

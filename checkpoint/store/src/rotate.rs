@@ -38,7 +38,7 @@ const ENTRIES_PER_YIELD: u64 = 1024;
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 pub struct CompactReport {
     /// Number of epochs in the store, which a compaction does not change.
-    #[serde(rename = "checkpoints")]
+    #[serde(rename = "retained")]
     pub epochs: u64,
     /// Length of log and page file before the compaction, in bytes.
     pub before_bytes: u64,

@@ -22,7 +22,7 @@ use crate::store::Store;
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize)]
 pub struct VerifyReport {
     /// Number of retained epochs, all of which were read and found sound.
-    #[serde(rename = "checkpoints")]
+    #[serde(rename = "retained")]
     pub epochs: u64,
     /// Number of the latest of them.
     pub latest: Option<u64>,

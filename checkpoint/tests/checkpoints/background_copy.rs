@@ -30,7 +30,8 @@ proptest! {
     fn each_epoch_is_what_memory_was(
         script in writes(),
         staged in 2u64..80,
-        // Few writes happen before the first frame is protected, so larger numbers are seldom reached.
+        // Few writes happen before the first frame is protected, so larger numbers are seldom
+        // reached.
         background_from in prop_oneof![3 => Just(1u64), 1 => 1u64..20],
         saved in 0u64..300,
     ) {

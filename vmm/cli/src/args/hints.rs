@@ -39,7 +39,7 @@ pub(super) const OPTIONS: &[(&[&str], &str)] = &[
     (&["--socket", "--sock", "--api-socket", "--api", "-s"], "--api-sock"),
     (&["--interval", "--period"], "--every"),
     (&["--dir", "--directory", "--path"], "--store"),
-    (&["--snapshot", "--number"], "--checkpoint"),
+    (&["--snapshot", "--number", "--epoch"], "--checkpoint"),
     (&["--retain", "--max"], "--keep"),
     (&["--bwlimit", "--rate-limit"], "--max-bandwidth"),
     (&["--max-downtime", "--downtime"], "--downtime-ms"),

@@ -52,7 +52,7 @@ fn killed_guest_is_restored_without_errors() {
     let achieved = epochs.pop().unwrap();
     assert_eq!(epochs.len(), 10, "{json}");
     let achieved = &achieved["achieved"];
-    assert_eq!((&achieved["checkpoints"], &achieved["failed"]), (&10.into(), &0.into()), "{json}");
+    assert_eq!((&achieved["taken"], &achieved["failed"]), (&10.into(), &0.into()), "{json}");
     for what in ["pause", "interval", "write"] {
         let [p50, p99, max] = ["p50_us", "p99_us", "max_us"].map(|p| achieved[what][p].as_u64());
         assert!(Some(0) < p50 && p50 <= p99 && p99 <= max, "{json}");
@@ -238,7 +238,7 @@ fn store_is_retained_compacted_and_exported() {
     vmm.wait();
     let compacted: Value =
         serde_json::from_str(&succeed(&["store", "compact", "--json", &store])).unwrap();
-    assert_eq!(compacted["checkpoints"], 4);
+    assert_eq!(compacted["retained"], 4);
     assert!(compacted["after_bytes"].as_u64() < compacted["before_bytes"].as_u64(), "{compacted}");
     assert_eq!(epochs(), [10, 11, 12, 13]);
     let stderr = fail(1, &["store", "compact", &tmp.text("nowhere")]);
@@ -298,7 +298,7 @@ fn a_run_ends_with_its_client_unless_detached() {
     let before = status();
     assert_eq!((&before["attached"], &before["keep"]), (&false.into(), &3.into()));
     wait_for("more checkpoints", || {
-        (status()["achieved"]["checkpoints"].as_u64() > Some(3)).then_some(())
+        (status()["achieved"]["taken"].as_u64() > Some(3)).then_some(())
     });
     let shown = status();
     assert_eq!(shown["store"], json!(store));

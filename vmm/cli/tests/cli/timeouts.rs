@@ -80,7 +80,7 @@ fn run_of(vmm: &Vmm<'_>) -> Option<Value> {
 
 fn await_checkpoints(vmm: &Vmm<'_>, checkpoints: u64) {
     wait_for("checkpoints", || {
-        let taken = run_of(vmm)?["achieved"]["checkpoints"].as_u64()?;
+        let taken = run_of(vmm)?["achieved"]["taken"].as_u64()?;
         (taken >= checkpoints).then_some(())
     });
 }
