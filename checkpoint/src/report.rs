@@ -92,6 +92,7 @@ pub enum EpochFailure {
         /// Its name.
         id: String,
         /// The error of the operating system.
+        #[source]
         cause: io::Error,
     },
     /// Changed blocks of a drive could not be preserved until they were copied.
@@ -126,6 +127,7 @@ pub struct CheckpointError {
     /// The guest's state after the failure: as before, unless it could not be resumed.
     pub guest: RunState,
     /// The reason.
+    #[source]
     pub cause: EpochFailure,
 }
 

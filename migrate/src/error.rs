@@ -32,12 +32,14 @@ pub enum Cause {
         /// How many there are.
         of: u32,
         /// Why it failed.
+        #[source]
         cause: Box<Cause>,
     },
     /// A joined connection failed.
     #[error("a joined connection failed: {cause}")]
     Joined {
         /// Why it failed.
+        #[source]
         cause: Box<WireError>,
     },
     /// The destination does not offer a requested feature.
@@ -52,6 +54,7 @@ pub enum Cause {
         /// The address as given.
         peer: String,
         /// The error of the last address.
+        #[source]
         cause: io::Error,
     },
     /// A source's connection ended after HELLO, before any part of its guest arrived.
@@ -65,6 +68,7 @@ pub enum Cause {
         /// The event that had not happened yet.
         before: &'static str,
         /// How the connection ended.
+        #[source]
         cause: Box<WireError>,
     },
     /// An operation failed on this side's guest.
@@ -78,6 +82,7 @@ pub enum Cause {
         /// The operation.
         what: &'static str,
         /// The system's answer.
+        #[source]
         cause: io::Error,
     },
     /// A hand-over record could not be read or made durable.
@@ -148,6 +153,7 @@ pub enum Cause {
         /// The operation.
         what: &'static str,
         /// The system's answer.
+        #[source]
         cause: io::Error,
     },
 }

@@ -1,12 +1,13 @@
 //! Errors have types. No function of the machine, the back ends and the control crate returns a
-//! `String` as its error. Nowhere in the product is a type another name of `String`, and no error
-//! keeps a `String` as its reason (`why`), which would drop the source.
+//! `String` as its error. Nowhere in the product is a type another name of `String`, no error keeps
+//! a `String` as its reason (`why`), which would drop the source, and each `cause` is marked as the
+//! source, so that [`std::error::Error::source`] returns it.
 
 use std::fs;
 
 use syn::visit::{self, Visit};
 use syn::{
-    Field, Fields, GenericArgument, Ident, ImplItemType, ItemEnum, ItemStruct, ItemType,
+    Attribute, Field, Fields, GenericArgument, Ident, ImplItemType, ItemEnum, ItemStruct, ItemType,
     PathArguments, PathSegment, Type,
 };
 
@@ -22,12 +23,22 @@ const PRODUCT: [&str; 4] = ["checkpoint", "dirty-tracker", "migrate", "vmm"];
 struct StringErrors(usize);
 
 /// Collects the types that are another name of `String`, and the errors with a `String` as their
-/// reason.
+/// reason or with a `cause` that is not marked as their source.
 #[derive(Default)]
 struct StringReasons(Vec<String>);
 
 impl StringReasons {
-    fn add_fields(&mut self, of: &Ident, fields: &Fields) {
+    fn add_fields(&mut self, of: &Ident, attributes: &[Attribute], fields: &Fields) {
+        let is_error = attributes.iter().any(derives_error);
+        let is_unmarked = |field: &Field| {
+            let marks = |a: &Attribute| a.path().is_ident("source") || a.path().is_ident("from");
+            field.ident.as_ref().is_some_and(|name| name == "cause")
+                && !is_string(&field.ty)
+                && !field.attrs.iter().any(marks)
+        };
+        if is_error && fields.iter().any(is_unmarked) {
+            self.0.push(of.to_string());
+        }
         let is_reason = |field: &Field| {
             field.ident.as_ref().is_some_and(|name| name == "why") && is_string(&field.ty)
         };
@@ -45,11 +56,13 @@ impl<'ast> Visit<'ast> for StringReasons {
     }
 
     fn visit_item_enum(&mut self, item: &'ast ItemEnum) {
-        item.variants.iter().for_each(|variant| self.add_fields(&item.ident, &variant.fields));
+        item.variants
+            .iter()
+            .for_each(|variant| self.add_fields(&item.ident, &item.attrs, &variant.fields));
     }
 
     fn visit_item_struct(&mut self, item: &'ast ItemStruct) {
-        self.add_fields(&item.ident, &item.fields);
+        self.add_fields(&item.ident, &item.attrs, &item.fields);
     }
 }
 
@@ -71,6 +84,18 @@ impl<'ast> Visit<'ast> for StringErrors {
         }
         visit::visit_impl_item_type(self, item);
     }
+}
+
+/// Returns whether an attribute derives `thiserror::Error`.
+fn derives_error(attribute: &Attribute) -> bool {
+    let mut derives = false;
+    if attribute.path().is_ident("derive") {
+        let _ = attribute.parse_nested_meta(|derived| {
+            derives |= derived.path.segments.last().is_some_and(|last| last.ident == "Error");
+            Ok(())
+        });
+    }
+    derives
 }
 
 fn is_string(of: &Type) -> bool {
@@ -95,7 +120,11 @@ fn errors_keep_their_sources() {
     assert!(files.len() > 300, "only {} files were found", files.len());
     for file in files {
         let found = string_reasons(&fs::read_to_string(&file).unwrap());
-        assert!(found.is_empty(), "{}: {found:?}: use `cause` with its type", relative(&file));
+        assert!(
+            found.is_empty(),
+            "{}: {found:?}: use `#[source] cause` with its type",
+            relative(&file)
+        );
     }
 }
 
@@ -106,6 +135,9 @@ fn string_reasons_are_found() {
         ("enum AError { B { what: u8, why: String } }", &["AError"]),
         ("mod m { pub struct AError { pub why: String } }", &["AError"]),
         ("enum AError { B { why: &'static str, what: String } }", &[]),
+        ("#[derive(thiserror::Error)] enum A { B { cause: u8 } }", &["A"]),
+        ("#[derive(Debug, Error)] struct A { #[source] cause: u8 }", &[]),
+        ("#[derive(Debug)] struct Row { cause: u8 }", &[]),
         ("struct Row { why: String } type Names = Vec<String>;", &[]),
     ] {
         assert_eq!(string_reasons(text), found, "{text}");

@@ -1,5 +1,5 @@
 //! Prose wraps at 100 columns: comments of Rust files, and Markdown outside tables, code and lines
-//! that are one link. So does code, messages in it included, which rustfmt does not wrap.
+//! that are one link. Code wraps there, too: rustfmt does not wrap the messages in it.
 
 use std::fs;
 

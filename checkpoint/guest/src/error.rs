@@ -52,6 +52,7 @@ pub enum GuestError {
         /// What cannot be used.
         what: String,
         /// The reason.
+        #[source]
         cause: Box<dyn Error + Send + Sync>,
     },
     /// A configuration or state section is malformed.
@@ -60,6 +61,7 @@ pub enum GuestError {
         /// What is malformed.
         what: String,
         /// The reason.
+        #[source]
         cause: Box<dyn Error + Send + Sync>,
     },
     /// An operation of the underlying system failed.
@@ -68,6 +70,7 @@ pub enum GuestError {
         /// The operation.
         what: &'static str,
         /// The system's error.
+        #[source]
         cause: Box<dyn Error + Send + Sync>,
     },
 }

@@ -30,6 +30,7 @@ pub enum VmIdError {
         /// The text.
         text: String,
         /// What is wrong with it.
+        #[source]
         cause: uuid::Error,
     },
 }

@@ -72,13 +72,29 @@ pub(crate) enum PartialRestore {
     #[error("{0} is missing")]
     Missing(DriveHead),
     #[error("writing {head} failed: {cause}")]
-    Write { head: DriveHead, cause: io::Error },
+    Write {
+        head: DriveHead,
+        #[source]
+        cause: io::Error,
+    },
     #[error("writing zeros to {head} failed: {cause}")]
-    Zero { head: DriveHead, cause: io::Error },
+    Zero {
+        head: DriveHead,
+        #[source]
+        cause: io::Error,
+    },
     #[error("making {head} durable failed: {cause}")]
-    MakeDurable { head: DriveHead, cause: io::Error },
+    MakeDurable {
+        head: DriveHead,
+        #[source]
+        cause: io::Error,
+    },
     #[error("handing {head} over to the guest failed: {cause}")]
-    YieldToGuest { head: DriveHead, cause: io::Error },
+    YieldToGuest {
+        head: DriveHead,
+        #[source]
+        cause: io::Error,
+    },
 }
 
 /// A sink that only checks the stored blocks: no drive has been written at that point.

@@ -19,6 +19,7 @@ pub enum RestoreError {
         /// The epoch.
         epoch: u64,
         /// The guest's reason.
+        #[source]
         cause: GuestError,
     },
     /// A frame that the guest needs cannot be read.
@@ -27,6 +28,7 @@ pub enum RestoreError {
         /// The epoch.
         epoch: u64,
         /// What is wrong with the frame.
+        #[source]
         cause: Box<dyn Error + Send + Sync>,
     },
     /// The epoch's configuration yields a different memory layout than the stored one.
@@ -54,6 +56,7 @@ pub enum RestoreError {
         /// The epoch.
         epoch: u64,
         /// The reason.
+        #[source]
         cause: Box<dyn Error + Send + Sync>,
         /// Names of the drives.
         disks: Vec<String>,
@@ -64,6 +67,7 @@ pub enum RestoreError {
         /// The epoch.
         epoch: u64,
         /// The error of the guest's memory.
+        #[source]
         cause: GuestMemoryError,
     },
 }

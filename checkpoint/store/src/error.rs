@@ -25,6 +25,7 @@ pub enum StoreError {
         /// The file or directory.
         path: PathBuf,
         /// The system's error.
+        #[source]
         cause: io::Error,
     },
     /// A file's content is not what it should be.
@@ -52,6 +53,7 @@ pub enum StoreError {
         /// The damaged checkpoint, if its number can be read.
         epoch: Option<u64>,
         /// Where the damage is.
+        #[source]
         cause: Box<StoreError>,
     },
     /// The directory has no file of a store.
@@ -168,6 +170,7 @@ pub enum StoreError {
         /// The epoch.
         epoch: u64,
         /// What is wrong with it.
+        #[source]
         cause: FormatError,
     },
     /// The epoch that this one builds on could not be stored.
@@ -387,6 +390,7 @@ pub enum Damage {
         /// The epoch that has them, by the log.
         epoch: u64,
         /// The contradiction.
+        #[source]
         cause: SlotError,
     },
     /// The content of a frame is not what was stored.

@@ -12,6 +12,7 @@ pub struct RecordsError {
     /// The file.
     pub path: PathBuf,
     /// The system's answer.
+    #[source]
     pub cause: io::Error,
 }
 

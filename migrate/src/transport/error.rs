@@ -16,6 +16,7 @@ pub(crate) enum TransportError {
         /// The operation.
         what: &'static str,
         /// The system's answer.
+        #[source]
         cause: io::Error,
     },
 }

@@ -95,6 +95,7 @@ pub enum SocketError {
         /// The socket's path.
         path: PathBuf,
         /// The system's error.
+        #[source]
         cause: io::Error,
     },
 }

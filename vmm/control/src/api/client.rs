@@ -30,6 +30,7 @@ pub enum ClientError {
         /// The socket's path.
         socket: PathBuf,
         /// The error of the connection attempt.
+        #[source]
         cause: io::Error,
     },
     /// The connection ended, or the received bytes are not an answer.
@@ -38,6 +39,7 @@ pub enum ClientError {
         /// The socket's path.
         socket: PathBuf,
         /// What went wrong.
+        #[source]
         cause: Box<dyn Error + Send + Sync>,
     },
     /// No answer arrived within the limit.

@@ -89,6 +89,7 @@ pub enum JobError {
         /// The directory.
         store: PathBuf,
         /// The reason.
+        #[source]
         cause: io::Error,
     },
     /// The sandbox does not allow writes to the store.
@@ -112,6 +113,7 @@ pub enum JobError {
         /// The thread's purpose.
         purpose: &'static str,
         /// The system's error.
+        #[source]
         cause: io::Error,
     },
 }

@@ -105,6 +105,7 @@ pub enum ShadowError {
         /// The operation.
         what: &'static str,
         /// The system's error.
+        #[source]
         cause: std::io::Error,
     },
     /// The thread cannot be started.

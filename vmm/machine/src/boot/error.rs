@@ -14,6 +14,7 @@ pub enum BootError {
         /// The file, as the user knows it.
         what: String,
         /// The system's answer.
+        #[source]
         cause: std::io::Error,
     },
     /// The file is not a kernel.
@@ -50,6 +51,7 @@ pub enum BootError {
         /// The file, as the user knows it.
         what: String,
         /// The field and its value.
+        #[source]
         cause: Box<dyn Error + Send + Sync>,
     },
     /// The kernel's headers contradict themselves or its length.
@@ -58,6 +60,7 @@ pub enum BootError {
         /// The file, as the user knows it.
         what: String,
         /// The defect.
+        #[source]
         cause: Box<dyn Error + Send + Sync>,
     },
     /// Something does not fit in guest memory.
@@ -68,6 +71,7 @@ pub enum BootError {
         /// Size of guest memory, in bytes.
         mem_bytes: u64,
         /// The range that it needs.
+        #[source]
         cause: Box<dyn Error + Send + Sync>,
     },
     /// The command line contains a byte that none can have.

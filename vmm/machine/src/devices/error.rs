@@ -26,6 +26,7 @@ pub enum DeviceError {
         /// Name of the device.
         id: String,
         /// Error of the system.
+        #[source]
         cause: io::Error,
     },
     /// A state is not one of this device.

@@ -39,6 +39,7 @@ pub enum SerialOutputError {
         /// The file.
         path: PathBuf,
         /// The system's error.
+        #[source]
         cause: io::Error,
     },
     /// The thread cannot be started.

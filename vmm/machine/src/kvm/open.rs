@@ -14,6 +14,7 @@ pub struct Unusable {
     /// Missing capability or device.
     pub what: String,
     /// The system's error, or the consequence.
+    #[source]
     pub cause: Box<dyn Error + Send + Sync>,
 }
 

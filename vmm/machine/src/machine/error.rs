@@ -23,6 +23,7 @@ pub enum MachineError {
         /// The missing feature.
         what: String,
         /// The system's answer, or the consequence.
+        #[source]
         cause: Box<dyn Error + Send + Sync>,
     },
     /// The configuration is invalid on every host.
@@ -52,6 +53,7 @@ pub enum MachineError {
         /// The operation that failed.
         what: &'static str,
         /// The system's error.
+        #[source]
         cause: io::Error,
     },
 }

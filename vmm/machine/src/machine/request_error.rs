@@ -35,28 +35,48 @@ pub(super) enum SupervisorError {
     Lost(String),
     /// A vCPU did not answer.
     #[error("{what} failed: {cause}")]
-    Call { what: &'static str, cause: CallError },
+    Call {
+        what: &'static str,
+        #[source]
+        cause: CallError,
+    },
     /// A vCPU refused.
     #[error(transparent)]
     Vcpu(#[from] VcpuError),
     /// A device did not answer, or refused.
     #[error("{what} failed: {cause}")]
-    Device { what: &'static str, cause: Box<RequestError> },
+    Device {
+        what: &'static str,
+        #[source]
+        cause: Box<RequestError>,
+    },
     /// The state of the serial port is malformed.
     #[error(transparent)]
     Serial(StateError),
     /// The state of a virtio device is malformed.
     #[error("the state of virtio device {index} is malformed: {cause}")]
-    Virtio { index: usize, cause: Box<RequestError> },
+    Virtio {
+        index: usize,
+        #[source]
+        cause: Box<RequestError>,
+    },
     /// A virtio device cannot interrupt the guest.
     #[error("interrupting for a virtio device failed: {0}")]
     Interrupt(io::Error),
     /// KVM refused an operation.
     #[error("{what} failed: {cause}")]
-    Kvm { what: &'static str, cause: kvm_ioctls::Error },
+    Kvm {
+        what: &'static str,
+        #[source]
+        cause: kvm_ioctls::Error,
+    },
     /// This host does not take a part of the VM's state.
     #[error("the guest's {part} cannot be used on this host: {cause}")]
-    Part { part: &'static str, cause: kvm_ioctls::Error },
+    Part {
+        part: &'static str,
+        #[source]
+        cause: kvm_ioctls::Error,
+    },
     /// The page of the generation ID has not arrived.
     #[error(transparent)]
     GenerationPage(MemoryError),

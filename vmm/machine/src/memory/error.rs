@@ -83,6 +83,7 @@ pub enum FrameError {
         /// The operation.
         what: &'static str,
         /// The system's error.
+        #[source]
         cause: io::Error,
     },
     /// Frames cannot be protected while others are still being fetched.

@@ -41,6 +41,7 @@ pub enum StartError {
         /// Path of the directory.
         path: PathBuf,
         /// The system's error.
+        #[source]
         cause: Box<dyn Error + Send + Sync>,
     },
 }

@@ -15,6 +15,7 @@ pub struct SourceError {
     /// Name of the operation, usually of an ioctl.
     pub what: &'static str,
     /// Error of the system.
+    #[source]
     pub cause: io::Error,
 }
 

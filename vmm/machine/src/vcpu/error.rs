@@ -21,6 +21,7 @@ pub enum VcpuError {
         /// The operation.
         what: &'static str,
         /// The system's error.
+        #[source]
         cause: io::Error,
     },
     /// A part of a state cannot be used on this host.
@@ -31,6 +32,7 @@ pub enum VcpuError {
         /// The part.
         part: &'static str,
         /// The reason.
+        #[source]
         cause: Box<dyn Error + Send + Sync>,
     },
 }

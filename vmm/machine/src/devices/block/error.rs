@@ -27,6 +27,7 @@ pub enum DiskError {
         /// Whether the file was opened for reading only.
         readonly: bool,
         /// The system's error.
+        #[source]
         cause: io::Error,
     },
     /// The disk is to be used by io_uring, which this host does not offer.
@@ -35,6 +36,7 @@ pub enum DiskError {
         /// The disk's name.
         id: String,
         /// The system's error.
+        #[source]
         cause: io::Error,
     },
     /// The path is neither a regular file nor a block device.
@@ -120,6 +122,7 @@ pub enum DiskError {
         /// What failed: `locked` or `unlocked`.
         what: &'static str,
         /// The system's error.
+        #[source]
         cause: io::Error,
     },
     /// Data of the guest is lost, and the guest has not been told yet.
@@ -135,6 +138,7 @@ pub enum DiskError {
         /// The file.
         path: PathBuf,
         /// The system's error.
+        #[source]
         cause: io::Error,
     },
     /// A flush was still in progress when the disk was to be handed over.
@@ -197,6 +201,7 @@ pub enum DiskError {
         /// The path for the copy.
         path: PathBuf,
         /// The reason.
+        #[source]
         cause: Box<dyn Error + Send + Sync>,
     },
     /// A thread that flushes the disk, or tracks its writes, cannot be started.
@@ -205,6 +210,7 @@ pub enum DiskError {
         /// The disk's name.
         id: String,
         /// The system's error.
+        #[source]
         cause: io::Error,
     },
     /// The writes to the disk cannot be tracked.
@@ -213,6 +219,7 @@ pub enum DiskError {
         /// The disk's name.
         id: String,
         /// The tracker's error.
+        #[source]
         cause: driftline_dirty_tracker::LayoutError,
     },
 }

@@ -45,6 +45,7 @@ pub enum TapError {
         /// Number of queue pairs.
         queues: u8,
         /// Error of the system.
+        #[source]
         cause: io::Error,
     },
     /// The tap lacks what the guest's driver has negotiated.
@@ -53,6 +54,7 @@ pub enum TapError {
         /// Name of the tap.
         name: String,
         /// Error of the system.
+        #[source]
         cause: io::Error,
     },
     /// A system call failed.
@@ -63,6 +65,7 @@ pub enum TapError {
         /// Operation that failed.
         what: &'static str,
         /// Error of the system.
+        #[source]
         cause: io::Error,
     },
 }

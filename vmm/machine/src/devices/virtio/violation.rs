@@ -27,6 +27,7 @@ pub(crate) enum Violation {
         /// The queue's number.
         queue: u16,
         /// The reason.
+        #[source]
         cause: virtio_queue::Error,
     },
     /// The available ring contradicts itself.
@@ -37,6 +38,7 @@ pub(crate) enum Violation {
         /// Number of entries in the queue.
         size: u16,
         /// The contradiction.
+        #[source]
         cause: virtio_queue::Error,
     },
     /// More chains are in flight than the queue has entries.

@@ -33,7 +33,7 @@ fn work_until_killed(path: &Path) -> ! {
 }
 
 /// The kernel closes the files of a killed process's io_uring a little after the process has ended.
-/// Whoever starts the guest again at once gets its disk.
+/// A process that opens the disk immediately gets it.
 #[test]
 fn disk_of_a_killed_process_is_free() {
     if let Some(path) = std::env::var_os(DISK) {
