@@ -13,7 +13,7 @@ use driftline_dirty_tracker::{FrameRun, PAGE_SIZE};
 use crate::address::MEMORY;
 use crate::alloc::SlotRun;
 use crate::backend::RangeLock;
-use crate::committer::{BlockedDrop, Committer, LogStatus, RetainedEpoch};
+use crate::committer::{BlockedDrop, Committer, LogStatus, RetainedEpoch, TIMES_NEEDED};
 use crate::epoch_encoder::EpochEncoder;
 use crate::epoch_writer::WrittenEpoch;
 use crate::error::StoreError;
@@ -23,8 +23,6 @@ use crate::names::{log_name, pages_name};
 use crate::records::Commit;
 use crate::sectors::LogPosition;
 
-/// The log is rotated only if it is more than this many times as long as a new one would be.
-const TIMES_NEEDED: u64 = 3;
 /// Time for which an epoch may be read before a warning that the store grows because of that.
 const LONG_READ: Duration = Duration::from_secs(60);
 /// Maximum number of epochs that are dropped at one commit.

@@ -19,8 +19,10 @@ use crate::sectors::LogPosition;
 use crate::store::Store;
 
 /// Default length that the log may reach before rotation, in bytes; see [`Bounds::log`]. The log is
-/// rotated only if it is also more than three times as long as a new one would be.
+/// rotated only if it is also more than [`TIMES_NEEDED`] times as long as a new one would be.
 const LOG_BOUND: u64 = 16 << 20;
+/// See [`LOG_BOUND`].
+pub(crate) const TIMES_NEEDED: u64 = 3;
 
 /// Limits of the number of retained epochs and of the log's length.
 #[derive(Clone, Copy, Debug)]

@@ -9,7 +9,8 @@ use crate::devices::{KeyboardFull, RequestError, StateError};
 use crate::memory::MemoryError;
 use crate::vcpu::VcpuError;
 
-/// Why the supervisor does not carry out a request.
+/// Why the supervisor does not carry out a request. A variant displays the reason alone; the
+/// conversion to [`GuestError`] adds what failed.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum SupervisorError {
     /// The request does not fit the guest's state.
@@ -34,7 +35,7 @@ pub(super) enum SupervisorError {
     #[error("{0}")]
     Lost(String),
     /// A vCPU did not answer.
-    #[error("{what} failed: {cause}")]
+    #[error("{cause}")]
     Call {
         what: &'static str,
         #[source]
@@ -44,7 +45,7 @@ pub(super) enum SupervisorError {
     #[error(transparent)]
     Vcpu(#[from] VcpuError),
     /// A device did not answer, or refused.
-    #[error("{what} failed: {cause}")]
+    #[error("{cause}")]
     Device {
         what: &'static str,
         #[source]
@@ -54,24 +55,24 @@ pub(super) enum SupervisorError {
     #[error(transparent)]
     Serial(StateError),
     /// The state of a virtio device is malformed.
-    #[error("the state of virtio device {index} is malformed: {cause}")]
+    #[error("{cause}")]
     Virtio {
         index: usize,
         #[source]
         cause: Box<RequestError>,
     },
     /// A virtio device cannot interrupt the guest.
-    #[error("interrupting for a virtio device failed: {0}")]
+    #[error(transparent)]
     Interrupt(io::Error),
     /// KVM refused an operation.
-    #[error("{what} failed: {cause}")]
+    #[error("{cause}")]
     Kvm {
         what: &'static str,
         #[source]
         cause: kvm_ioctls::Error,
     },
     /// This host does not take a part of the VM's state.
-    #[error("the guest's {part} cannot be used on this host: {cause}")]
+    #[error("{cause}")]
     Part {
         part: &'static str,
         #[source]
@@ -84,7 +85,7 @@ pub(super) enum SupervisorError {
     #[error(transparent)]
     GenerationId(vm_memory::GuestMemoryError),
     /// The state cannot be encoded.
-    #[error("encoding state failed: {0}")]
+    #[error(transparent)]
     Encode(#[from] postcard::Error),
 }
 

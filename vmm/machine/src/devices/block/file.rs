@@ -5,8 +5,7 @@ use std::io::{self, Seek, SeekFrom};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use driftline_format::range_lock::RangeLock;
 use driftline_guest::VmId;
@@ -18,12 +17,6 @@ use super::identity;
 use super::lock;
 use super::request::SECTOR;
 use crate::config::{DiskConfig, DiskIdentity, OpenedFile};
-
-/// Time for which a lock of another process is waited for. The kernel closes the files of a killed
-/// process's io_uring only after the process has ended: some 10 ms later, and later on a busy host.
-const LOCK_WAIT: Duration = Duration::from_secs(1);
-/// Time between two tries.
-const LOCK_POLL: Duration = Duration::from_millis(5);
 
 /// An open disk.
 #[derive(Debug)]
@@ -183,16 +176,12 @@ impl DiskFile {
         self.wait_for_lock(|| lock::set(&self.file, self.kind_of_lock(), self.holder))
     }
 
-    /// Tries until `has_it` returns true, for [`LOCK_WAIT`].
     fn wait_for_lock(&self, has_it: impl Fn() -> io::Result<bool>) -> Result<(), DiskError> {
-        let end = Instant::now() + LOCK_WAIT;
-        while !has_it().map_err(self.lock_error("locked"))? {
-            if Instant::now() >= end {
-                return Err(DiskError::InUse(self.path.clone()));
-            }
-            thread::sleep(LOCK_POLL);
+        match lock::wait(&self.path, has_it) {
+            Ok(true) => Ok(()),
+            Ok(false) => Err(DiskError::InUse(self.path.clone())),
+            Err(e) => Err(self.lock_error("locked")(e)),
         }
-        Ok(())
     }
 
     fn lock_error(&self, what: &'static str) -> impl Fn(io::Error) -> DiskError {

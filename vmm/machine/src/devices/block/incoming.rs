@@ -85,7 +85,7 @@ impl IncomingDisk {
         };
         // Until it is certain that the file is ours, a drop must leave it as it is.
         let made = Self { file, path: path.clone(), guest, before, keep: AtomicBool::new(true) };
-        match lock::set(&made.file, RangeLock::Exclusive, guest) {
+        match lock::wait(path, || lock::set(&made.file, RangeLock::Exclusive, guest)) {
             Ok(true) => {}
             Ok(false) => return Err(refused("it is in use by another process".to_owned())),
             // The file stays even if it was created here: another build may have locked it by now,

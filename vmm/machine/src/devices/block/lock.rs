@@ -18,12 +18,38 @@
 
 use std::fs::File;
 use std::io;
+use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use driftline_format::range_lock::{self, RangeLock};
 use driftline_guest::VmId;
 
 /// Offset of the bytes that identify guests. No lock of a file server ends below it.
 const HOLDERS: u64 = 1 << 40;
+
+/// Time for which a lock of another process is waited for. The kernel closes the files of a killed
+/// process's io_uring only after the process has ended: some 10 ms later, and later on a busy host.
+const WAIT: Duration = Duration::from_secs(1);
+/// Time between two tries.
+const POLL: Duration = Duration::from_millis(5);
+
+/// Tries until `has_it` returns true, for at most [`WAIT`]. Returns its last answer. `path` is used
+/// in the log.
+pub(super) fn wait(path: &Path, has_it: impl Fn() -> io::Result<bool>) -> io::Result<bool> {
+    if has_it()? {
+        return Ok(true);
+    }
+    tracing::info!("waiting for another process's lock of disk file \"{}\"", path.display());
+    let end = Instant::now() + WAIT;
+    while Instant::now() < end {
+        thread::sleep(POLL);
+        if has_it()? {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
 
 /// Sets the lock on all of `file`, for `holder`, without waiting. Returns whether no conflicting
 /// lock prevented it.
@@ -56,8 +82,6 @@ fn byte_of(holder: VmId) -> u64 {
 
 #[cfg(test)]
 pub(super) mod tests {
-    use std::time::{Duration, Instant};
-
     use super::*;
 
     /// Waits until `is_so`. A process that another test starts inherits the files of this one until
@@ -66,7 +90,7 @@ pub(super) mod tests {
         let began = Instant::now();
         while !is_so() {
             assert!(began.elapsed() < Duration::from_secs(20), "a closed file holds nothing");
-            std::thread::sleep(Duration::from_millis(1));
+            thread::sleep(Duration::from_millis(1));
         }
     }
 
