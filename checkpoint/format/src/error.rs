@@ -67,6 +67,22 @@ pub enum FormatError {
         /// The reader's limit, in bytes.
         limit: u32,
     },
+    /// A file is longer than its kind may be.
+    #[error("it has {length} bytes, more than the {limit} allowed")]
+    FileTooLong {
+        /// The file's length, in bytes.
+        length: u64,
+        /// The limit, in bytes.
+        limit: u64,
+    },
+    /// A guest's state has more sections than it may.
+    #[error("it has {found} state sections, more than the {limit} allowed")]
+    TooManySections {
+        /// Their number.
+        found: usize,
+        /// The limit.
+        limit: u32,
+    },
     /// A record is out of order: one is missing, duplicated or from another place.
     #[error("record {found} is where record {expected} should be")]
     Sequence {

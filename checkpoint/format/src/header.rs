@@ -30,6 +30,8 @@ pub const STREAM_VERSION: u16 = 1;
 const STORE_VERSION: u16 = 1;
 /// Version of archives that this program writes.
 const ARCHIVE_VERSION: u16 = 1;
+/// Version of the states of snapshots that this program writes.
+const SNAPSHOT_VERSION: u16 = 1;
 /// Version of the records of a guest's working set.
 const WORKING_SET_VERSION: u16 = 1;
 /// Magic of a migration stream.
@@ -42,6 +44,8 @@ pub const MAGIC_LOG: [u8; 8] = *b"DRIFTLOG";
 pub const MAGIC_PAGES: [u8; 8] = *b"DRIFTPAG";
 /// Magic of an archive.
 pub const MAGIC_ARCHIVE: [u8; 8] = *b"DRIFTARC";
+/// Magic of the state of a snapshot.
+pub const MAGIC_SNAPSHOT: [u8; 8] = *b"DRIFTSNP";
 /// Magic of a record of a guest's working set.
 pub const MAGIC_WORKING_SET: [u8; 8] = *b"DRIFTWKS";
 
@@ -50,6 +54,7 @@ fn version_of(magic: [u8; 8]) -> u16 {
     match magic {
         MAGIC_STREAM => STREAM_VERSION,
         MAGIC_ARCHIVE => ARCHIVE_VERSION,
+        MAGIC_SNAPSHOT => SNAPSHOT_VERSION,
         MAGIC_WORKING_SET => WORKING_SET_VERSION,
         _ => STORE_VERSION,
     }
@@ -62,6 +67,7 @@ fn name_of(magic: [u8; 8]) -> &'static str {
         MAGIC_LOG => "log",
         MAGIC_PAGES => "page file",
         MAGIC_ARCHIVE => "archive",
+        MAGIC_SNAPSHOT => "snapshot",
         MAGIC_WORKING_SET => "working set",
         _ => "store",
     }
@@ -111,7 +117,7 @@ impl Header {
     }
 
     /// Returns the generation of a store's file, the epoch of an archive or working set, or 0 for a
-    /// stream.
+    /// stream or a snapshot.
     pub fn epoch(&self) -> u64 {
         self.epoch.get()
     }

@@ -7,7 +7,7 @@ use std::path::Path;
 use driftline_checkpoint::{RestoreError, restore_archive};
 use driftline_guest::Clock;
 use driftline_guest::testing::{MemoryGuestFactory, TestDisk};
-use driftline_store::testing::{MemoryDisk, correct_archive};
+use driftline_store::testing::{MemoryDisk, correct_record_file};
 use driftline_store::{Archive, Backend};
 use libfuzzer_sys::fuzz_target;
 
@@ -42,6 +42,6 @@ fn check(bytes: &[u8]) {
 fuzz_target!(|bytes: &[u8]| {
     check(bytes);
     let mut corrected = bytes.to_vec();
-    correct_archive(&mut corrected);
+    correct_record_file(&mut corrected);
     check(&corrected);
 });

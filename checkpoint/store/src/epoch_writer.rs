@@ -233,7 +233,8 @@ impl WrittenEpoch {
     }
 }
 
-fn unix_ms() -> u64 {
+/// Returns the time in milliseconds since 1970 by the host's clock.
+pub fn unix_ms() -> u64 {
     let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     since.map_or(0, |d| d.as_millis() as u64)
 }

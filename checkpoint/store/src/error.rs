@@ -173,6 +173,9 @@ pub enum StoreError {
         #[source]
         cause: FormatError,
     },
+    /// The guest's state is larger than what a snapshot can have.
+    #[error("the guest's state cannot be in a snapshot: {0}")]
+    SnapshotState(FormatError),
     /// The epoch that this one builds on could not be stored.
     #[error("it builds on checkpoint {parent}, which is not stored")]
     ParentFailed {

@@ -19,7 +19,9 @@
 //! pin, read                 reads an epoch, and pins it meanwhile
 //! lazy, working_set         reads pages of an epoch as a guest asks for them
 //! verify, export, archive   reads a whole epoch; stores one epoch in a file of its own
+//! record_file               files of records: archives, and states of snapshots
 //! salvage, repair, aside    finds the sound epochs of a damaged store, and makes a store of them
+//! snapshot_state            a guest without its memory, in one file; memory_layout is beside it
 //! unreadable                parts of a file that the disk cannot read
 //! pause_gate                store work yields while a guest is paused
 //! ```
@@ -51,6 +53,7 @@ mod listing;
 mod log;
 mod logged_epoch;
 mod manifest;
+mod memory_layout;
 mod names;
 mod object;
 mod open;
@@ -58,13 +61,16 @@ mod page_file;
 mod pause_gate;
 mod pin;
 mod read;
+mod record_file;
 mod records;
 mod recovery;
+mod regular_file;
 mod repair;
 mod retention;
 mod rotate;
 mod salvage;
 mod sectors;
+mod snapshot_state;
 mod store;
 #[cfg(feature = "testing")]
 pub mod testing;
@@ -79,19 +85,22 @@ pub use backend::{Backend, DirBackend, LOCK_FILE, LockError, RangeLock, StoreFil
 pub use commit::CommittedEpoch;
 pub use committer::{Bounds, Committer};
 pub use epoch_info::EpochInfo;
-pub use epoch_writer::{EpochWriter, WrittenEpoch};
+pub use epoch_writer::{EpochWriter, WrittenEpoch, unix_ms};
 pub use error::{Damage, StoreError};
 pub use export::{ExportReport, OffsetOfFrame};
 pub use frame_map::FrameLocation;
 pub use lazy::LazyFrames;
 pub use limits::MAX_EPOCH;
 pub use listing::Listing;
+pub use memory_layout::{MemoryFileLayout, SlotPlace};
 pub use page_file::PageFile;
 pub use pause_gate::{GateHold, PauseGate};
 pub use pin::{FrameLocations, Machine, MachineState, Pinned};
 pub use read::Sink;
+pub use regular_file::open_regular;
 pub use repair::RepairReport;
 pub use rotate::CompactReport;
 pub use salvage::{CheckpointState, Survey};
+pub use snapshot_state::{MAX_SNAPSHOT_STATE, SnapshotState};
 pub use store::Store;
 pub use verify::VerifyReport;

@@ -87,7 +87,7 @@ pub(crate) fn decode_head(bytes: &[u8], sequence: u32) -> Result<RecordHead, Dam
 }
 
 /// Fails if an undefined field is not 0.
-fn all_zero<const N: usize>(fields: [(&'static str, u64); N]) -> Result<(), Damage> {
+pub(crate) fn all_zero<const N: usize>(fields: [(&'static str, u64); N]) -> Result<(), Damage> {
     match fields.into_iter().find(|(_, found)| *found != 0) {
         Some((what, found)) => Err(Damage::Mismatch { what, found, expected: 0 }),
         None => Ok(()),
@@ -294,7 +294,7 @@ impl Digest {
     }
 }
 
-pub(super) fn wrong_size(what: &'static str, found: usize, expected: usize) -> Damage {
+pub(crate) fn wrong_size(what: &'static str, found: usize, expected: usize) -> Damage {
     Damage::Mismatch { what, found: found as u64, expected: expected as u64 }
 }
 

@@ -9,7 +9,7 @@ use driftline_checkpoint::{Checkpointer, RestoreError, RestoreReport, restore_ar
 use driftline_dirty_tracker::{Gfn, Slot, SlotId};
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
 use driftline_guest::{Clock, GuestContents, GuestIdentity, Lifecycle, VmId};
-use driftline_store::testing::{DiskOp, MemoryDisk, correct_archive};
+use driftline_store::testing::{DiskOp, MemoryDisk, correct_record_file};
 use driftline_store::{Archive, Backend, Damage, ExportReport, Store, StoreError};
 use proptest::prelude::*;
 use vm_memory::{Bytes, GuestAddress};
@@ -151,7 +151,7 @@ proptest! {
             bytes.truncate(cut.index(bytes.len()));
         }
         let _ = restored(&bytes);
-        correct_archive(&mut bytes);
+        correct_record_file(&mut bytes);
         let verified = open(&bytes).and_then(|archive| archive.verify());
         // After `verify` has accepted the archive, only the guest may refuse it.
         if let (Ok(_), Err(RestoreError::Store(e))) = (verified, restored(&bytes)) {
@@ -227,7 +227,7 @@ fn records(archive: &[u8]) -> Vec<(usize, u16)> {
 fn every_field_that_the_format_fixes_is_checked() {
     let sound = small();
     let mut again = sound.clone();
-    correct_archive(&mut again);
+    correct_record_file(&mut again);
     assert!(again == sound, "correction changes nothing in a sound file");
     let places = records(&sound);
     let of = |tag: u16| places.iter().find(|(_, found)| *found == tag).unwrap().0;
@@ -237,7 +237,7 @@ fn every_field_that_the_format_fixes_is_checked() {
     let refused = |at: usize, bytes: &[u8], why: &str| {
         let mut bent = sound.clone();
         bent[at..at + bytes.len()].copy_from_slice(bytes);
-        correct_archive(&mut bent);
+        correct_record_file(&mut bent);
         match restored(&bent) {
             Err(RestoreError::Store(e)) if e.to_string().contains(why) => {}
             Err(e) => panic!("{why}: {e}"),
@@ -292,7 +292,7 @@ fn record_unpacks_to_exactly_its_frames() {
         let mut bent = [&sound[..packed], &zeros, &sound[end..]].concat();
         let length = (packed + zeros.len() - contents - 24) as u32;
         bent[contents + 8..contents + 12].copy_from_slice(&length.to_le_bytes());
-        correct_archive(&mut bent);
+        correct_record_file(&mut bent);
         let e = restored(&bent).unwrap_err().to_string();
         let whole = format!("the compressed contents of 3 pages cannot be decompressed: {why}");
         assert!(e.contains(&whole), "{bytes}: {e}");
@@ -306,11 +306,11 @@ fn optional_record_is_skipped() {
     let mut more = vec![0; 24 + 5];
     (more[0], more[1], more[8]) = (0x30, 0x80, 5);
     let mut longer = [&sound[..contents], &more, &sound[contents..]].concat();
-    correct_archive(&mut longer);
+    correct_record_file(&mut longer);
     let (guest, _) = restored(&longer).unwrap();
     assert!(image(&guest) == image(&restored(&sound).unwrap().0));
     longer[contents + 2] = 1;
-    correct_archive(&mut longer);
+    correct_record_file(&mut longer);
     let e = restored(&longer).unwrap_err().to_string();
     assert!(e.contains("a record of tag 0x8030 has no place here"), "{e}");
 }

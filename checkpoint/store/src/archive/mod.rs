@@ -5,31 +5,29 @@
 //! and then drives, come in records of at most 2 MiB. Several threads pack and unpack these, so
 //! neither direction ever has more than a few of them in memory.
 
-#[cfg(feature = "testing")]
-pub(crate) mod correct;
+mod contents;
 mod pack;
-mod records;
 mod threads;
-mod walk;
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use driftline_dirty_tracker::{FrameRun, PAGE_SIZE};
-use driftline_format::{HEADER_LEN, Header, MAGIC_ARCHIVE, MAX_SECTIONS, MAX_STATE, RecordHead};
-use driftline_guest::{Section, SectionTag};
+use driftline_format::{Header, MAGIC_ARCHIVE};
+use driftline_guest::Section;
 use parking_lot::Mutex;
 
-use crate::archive::records::{Contents, MAX_CONTENTS, TAG_CONTENTS, TAG_END, decode_contents};
+use crate::archive::contents::{Contents, MAX_CONTENTS, decode_contents};
+pub(crate) use crate::archive::contents::{MAX_CONTENTS_RECORD, MAX_FRAMES, TAG_CONTENTS};
 use crate::archive::threads::side_by_side;
-use crate::archive::walk::{ArchivePosition, ArchiveWalk, reading};
 use crate::backend::StoreFile;
 use crate::epoch_info::EpochInfo;
 use crate::error::{Damage, StoreError};
 use crate::object::{Objects, decode_drives};
 use crate::pin::Machine;
 use crate::read::Sink;
-use crate::records::{Digest, Front, TAG_DRIVES, TAG_EPOCH, TAG_LAYOUT, TAG_STORE, decode_layout};
+use crate::record_file::walk::{RecordPosition, RecordWalk, reading};
+use crate::records::{Front, TAG_DRIVES, TAG_EPOCH};
 use crate::verify::VerifyReport;
 
 const PAGE: usize = PAGE_SIZE as usize;
@@ -53,7 +51,7 @@ pub struct Archive {
     /// State of that machine.
     sections: Vec<Section>,
     /// Position at which its memory begins.
-    contents: ArchivePosition,
+    contents: RecordPosition,
 }
 
 impl Archive {
@@ -78,39 +76,17 @@ impl Archive {
     ///
     /// As [`open`](Self::open).
     pub fn with_file(file: Box<dyn StoreFile>, path: &Path) -> Result<Self, StoreError> {
-        let begin = ArchivePosition { at: 0, records: 0, digest: Digest(0) };
-        let (header, begin) = ArchiveWalk::new(&*file, path, begin)?.header()?;
-        let mut walk = ArchiveWalk::new(&*file, path, begin)?;
+        let (header, mut walk) = RecordWalk::new(&*file, path)?.header(MAGIC_ARCHIVE)?;
         let (front, machine) = read_front(&mut walk, &header)?;
-        let (mut payload, mut sections) = (Vec::new(), Vec::new());
-        let (mut bytes, mut contents) = (machine.config.len() as u64, None);
+        let (sections, behind) = walk.sections(&machine.config)?;
+        let contents = behind.at;
+        let (mut head, mut end, mut payload) = (behind.head, behind.end, Vec::new());
         let end = loop {
-            let before = walk.next();
-            let (head, end) = walk.head(&mut payload)?;
-            match head.tag {
-                TAG_CONTENTS => _ = contents.get_or_insert(before),
-                TAG_END => {
-                    contents.get_or_insert(before);
-                    break end;
-                }
-                tag if tag > SectionTag::CONFIG.0 && tag < TAG_STORE && contents.is_none() => {
-                    bytes += u64::from(head.length);
-                    if sections.len() >= MAX_SECTIONS as usize - 1 || bytes > MAX_STATE {
-                        let (what, expected) = ("the size of all state sections", MAX_STATE);
-                        return Err(walk.damaged(Damage::Mismatch {
-                            what,
-                            found: bytes,
-                            expected,
-                        }));
-                    }
-                    walk.payload(&head, &mut payload)?;
-                    sections.push(section(&head, payload.clone()));
-                }
-                tag => return Err(walk.damaged(Damage::Misplaced { tag })),
+            match end {
+                Some(end) => break end,
+                None if head.tag == TAG_CONTENTS => (head, end) = walk.head(&mut payload)?,
+                None => return Err(walk.damaged(Damage::Misplaced { tag: head.tag })),
             }
-        };
-        let (Some(end), Some(contents)) = (end, contents) else {
-            return Err(walk.damaged(Damage::Misplaced { tag: TAG_END }));
         };
         if end.epoch != front.epoch {
             let (what, found) = ("the epoch's number at its end", end.epoch);
@@ -179,7 +155,7 @@ impl Archive {
     ///
     /// Damage of the archive, or the error of `sink`.
     pub fn read<S: Sink>(&self, sink: &S, from: u16) -> Result<(), S::Error> {
-        let walk = ArchiveWalk::new(&*self.file, &self.path, self.contents)?;
+        let walk = RecordWalk::new(&*self.file, &self.path)?.from(self.contents);
         let state = Mutex::new(UnpackState {
             walk,
             archive: self,
@@ -213,30 +189,8 @@ impl Archive {
     }
 }
 
-impl ArchiveWalk<'_> {
-    /// Returns the header, and the position at which records begin.
-    fn header(&self) -> Result<(Header, ArchivePosition), StoreError> {
-        let mut bytes = [0; HEADER_LEN];
-        self.read(0, &mut bytes)?;
-        let header = Header::read_from(&bytes[..], MAGIC_ARCHIVE).map_err(|e| self.damaged(e))?;
-        let digest = Digest(header.checksum());
-        Ok((header, ArchivePosition { at: HEADER_LEN as u64, records: 0, digest }))
-    }
-
-    /// Returns the payload of the next record, which must be of `tag`.
-    fn expect(&mut self, tag: u16) -> Result<Vec<u8>, StoreError> {
-        let mut payload = Vec::new();
-        let (head, _) = self.head(&mut payload)?;
-        if head.tag != tag {
-            return Err(self.damaged(Damage::Misplaced { tag: head.tag }));
-        }
-        self.payload(&head, &mut payload)?;
-        Ok(payload)
-    }
-}
-
 /// Reads the records before the state sections.
-fn read_front(walk: &mut ArchiveWalk<'_>, header: &Header) -> Result<(Front, Machine), StoreError> {
+fn read_front(walk: &mut RecordWalk<'_>, header: &Header) -> Result<(Front, Machine), StoreError> {
     let front = Front::decode(&walk.expect(TAG_EPOCH)?).map_err(|e| walk.damaged(e))?;
     let fields = [
         ("the epoch in the header", header.epoch(), front.epoch),
@@ -246,9 +200,7 @@ fn read_front(walk: &mut ArchiveWalk<'_>, header: &Header) -> Result<(Front, Mac
     if let Some((what, found, expected)) = fields.into_iter().find(|(_, a, b)| a != b) {
         return Err(walk.damaged(Damage::Mismatch { what, found, expected }));
     }
-    let layout = decode_layout(&walk.expect(TAG_LAYOUT)?, front.layout);
-    let layout = layout.map_err(|e| walk.damaged(e))?;
-    let config = walk.expect(SectionTag::CONFIG.0)?;
+    let (layout, config) = walk.machine(front.layout)?;
     let drives = match front.drives {
         true => decode_drives(&walk.expect(TAG_DRIVES)?).map_err(|e| walk.damaged(e))?,
         false => Vec::new(),
@@ -256,14 +208,9 @@ fn read_front(walk: &mut ArchiveWalk<'_>, header: &Header) -> Result<(Front, Mac
     Ok((front, Machine { layout, config, drives }))
 }
 
-fn section(head: &RecordHead, bytes: Vec<u8>) -> Section {
-    let RecordHead { instance, must_understand, .. } = *head;
-    Section { tag: SectionTag(head.tag), instance, must_understand, bytes }
-}
-
 /// State that the unpacking threads share: the thread that locks it reads the next record.
 struct UnpackState<'a, E> {
-    walk: ArchiveWalk<'a>,
+    walk: RecordWalk<'a>,
     archive: &'a Archive,
     /// Last run of the last record.
     before: Option<FrameRun>,

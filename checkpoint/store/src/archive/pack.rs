@@ -1,20 +1,18 @@
 //! Writes an archive: several threads read and compress frames, which are written in order.
 
 use std::fs::File;
-use std::io::{self, Write};
+use std::io;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
 use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
-use driftline_format::{HEADER_LEN, Header, MAGIC_ARCHIVE, RECORD_HEAD_LEN, RecordHead};
-use driftline_guest::{Section, SectionTag};
+use driftline_format::{Header, MAGIC_ARCHIVE};
+use driftline_guest::Section;
 use parking_lot::{Condvar, Mutex};
 
 use crate::address::place;
-use crate::archive::records::{
-    End, MAX_CONTENTS, MAX_FRAMES, TAG_CONTENTS, TAG_END, encode_contents,
-};
+use crate::archive::contents::{MAX_CONTENTS, MAX_FRAMES, TAG_CONTENTS, encode_contents};
 use crate::archive::threads::side_by_side;
 use crate::error::StoreError;
 use crate::export::ExportReport;
@@ -23,7 +21,8 @@ use crate::lazy::{read_frames, runs_of_locations};
 use crate::object::encode_drives;
 use crate::page_file::PageReader;
 use crate::pin::Machine;
-use crate::records::{Digest, Front, TAG_DRIVES, TAG_EPOCH, TAG_LAYOUT, encode_layout};
+use crate::record_file::output::RecordOutput;
+use crate::records::{Front, TAG_DRIVES, TAG_EPOCH};
 use crate::store::Store;
 
 const PAGE: usize = PAGE_SIZE as usize;
@@ -58,98 +57,40 @@ impl Store {
         drop(map);
         let header = Header::new(MAGIC_ARCHIVE, info.vm_id, info.epoch, front.layout);
         let io = |cause| StoreError::Io { what: "writing", path: path.to_owned(), cause };
-        let mut out =
-            ArchiveOutput { file, digest: Digest(header.checksum()), records: 0, bytes: 0 };
-        out.begin(&header, &front, &machine, &sections).map_err(io)?;
-        let mut out = pack(&pinned.pages, info.epoch, &frames, out, path)?;
+        let mut out = RecordOutput::new(file, &header).map_err(io)?;
+        begin(&mut out, &front, &machine, &sections).map_err(io)?;
+        let out = pack(&pinned.pages, info.epoch, &frames, out, path)?;
         let frames = frames.len() as u64;
-        out.end(info.epoch, frames).map_err(io)?;
+        let bytes = out.end(info.epoch, frames).map_err(io)?;
         file.sync_all().map_err(|cause| StoreError::Io {
             what: "syncing",
             path: path.to_owned(),
             cause,
         })?;
-        Ok(ExportReport {
-            epoch: info.epoch,
-            vm_id: info.vm_id,
-            bytes: out.bytes,
-            frames,
-            drives: 0,
-        })
+        Ok(ExportReport { epoch: info.epoch, vm_id: info.vm_id, bytes, frames, drives: 0 })
     }
 }
 
-/// The part of the file that is written.
-struct ArchiveOutput<'f> {
-    file: &'f File,
-    digest: Digest,
-    records: u32,
-    bytes: u64,
-}
-
-impl ArchiveOutput<'_> {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
-        self.bytes += bytes.len() as u64;
-        self.file.write_all(bytes)
+/// Writes the records in front of the contents.
+fn begin(
+    out: &mut RecordOutput<&File>,
+    front: &Front,
+    machine: &Machine,
+    sections: &[Section],
+) -> io::Result<()> {
+    out.record(TAG_EPOCH, 0, &front.encode())?;
+    out.machine(&machine.layout, &machine.config)?;
+    if front.drives {
+        let list = encode_drives(&machine.drives);
+        let list = list.ok_or_else(|| io::Error::other("a drive's name or size is invalid"))?;
+        out.record(TAG_DRIVES, 0, &list)?;
     }
-
-    fn record(
-        &mut self,
-        tag: u16,
-        instance: u16,
-        must_understand: bool,
-        payload: &[u8],
-    ) -> io::Result<()> {
-        let head = RecordHead {
-            tag,
-            must_understand,
-            instance,
-            // All payloads have limits far below 4 GiB.
-            length: payload.len() as u32,
-            payload_crc: crc32c::crc32c(payload),
-            sequence: self.records,
-        };
-        let head: [u8; RECORD_HEAD_LEN] = head.to_bytes();
-        self.digest.add(&head);
-        self.records = self.records.checked_add(1).ok_or(io::ErrorKind::FileTooLarge)?;
-        self.write(&head)?;
-        self.write(payload)
-    }
-
-    fn begin(
-        &mut self,
-        header: &Header,
-        front: &Front,
-        machine: &Machine,
-        sections: &[Section],
-    ) -> io::Result<()> {
-        let mut bytes = Vec::with_capacity(HEADER_LEN);
-        header.write_to(&mut bytes)?;
-        self.write(&bytes)?;
-        self.record(TAG_EPOCH, 0, true, &front.encode())?;
-        self.record(TAG_LAYOUT, 0, true, &encode_layout(&machine.layout))?;
-        self.record(SectionTag::CONFIG.0, 0, true, &machine.config)?;
-        if front.drives {
-            let list = encode_drives(&machine.drives);
-            let list = list.ok_or_else(|| io::Error::other("a drive's name or size is invalid"))?;
-            self.record(TAG_DRIVES, 0, true, &list)?;
-        }
-        for section in sections {
-            self.record(section.tag.0, section.instance, section.must_understand, &section.bytes)?;
-        }
-        Ok(())
-    }
-
-    fn end(&mut self, epoch: u64, frames: u64) -> io::Result<()> {
-        let records = self.records.checked_add(1).ok_or(io::ErrorKind::FileTooLarge)?;
-        let end = End { epoch, frames, records, digest: self.digest };
-        self.record(TAG_END, 0, true, &end.encode())
-    }
+    out.sections(sections)
 }
 
 /// The output, and the number of the piece that is written next.
 struct OutputTurn<'f> {
-    out: ArchiveOutput<'f>,
+    out: RecordOutput<&'f File>,
     next: usize,
     failed: Option<StoreError>,
     /// Whether a thread has panicked, which then does not end its turn.
@@ -176,9 +117,9 @@ fn pack<'f>(
     pages: &PageReader,
     epoch: u64,
     frames: &[(Gfn, FrameLocation)],
-    out: ArchiveOutput<'f>,
+    out: RecordOutput<&'f File>,
     path: &Path,
-) -> Result<ArchiveOutput<'f>, StoreError> {
+) -> Result<RecordOutput<&'f File>, StoreError> {
     let objects = frames.chunk_by(|(a, _), (b, _)| place(*a).0 == place(*b).0);
     let pieces: Vec<&[(Gfn, FrameLocation)]> =
         objects.flat_map(|of| of.chunks(MAX_FRAMES)).collect();
@@ -203,7 +144,7 @@ fn pack<'f>(
             }
             let written = packed.and_then(|()| {
                 let object = piece.first().map_or(0, |(gfn, _)| place(*gfn).0);
-                let written = turn.out.record(TAG_CONTENTS, object, true, &packer.payload);
+                let written = turn.out.record(TAG_CONTENTS, object, &packer.payload);
                 let what = "writing";
                 written.map_err(|cause| StoreError::Io { what, path: path.to_owned(), cause })
             });

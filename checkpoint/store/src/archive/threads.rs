@@ -2,7 +2,7 @@
 
 use std::thread;
 
-use crate::archive::records::MAX_FRAMES;
+use crate::archive::contents::MAX_FRAMES;
 
 /// Maximum number of threads that pack or unpack.
 const THREADS: usize = 8;

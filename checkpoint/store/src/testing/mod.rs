@@ -10,5 +10,5 @@ pub use disk::{MemoryDisk, Survives};
 pub use disk_state::DiskOp;
 
 pub use crate::alloc::Slots;
-pub use crate::archive::correct::correct_archive;
 pub use crate::correct::{correct_log, correct_manifest, correct_pages};
+pub use crate::record_file::correct::correct_record_file;

@@ -114,7 +114,7 @@ fn unsound_archive_leaves_drives_unchanged() {
     ] {
         let mut bent = sound.clone();
         bent[at..at + bytes.len()].copy_from_slice(bytes);
-        driftline_store::testing::correct_archive(&mut bent);
+        driftline_store::testing::correct_record_file(&mut bent);
         let said = refused(bent);
         assert!(said.contains(why), "{why}: {said}");
     }

@@ -1,11 +1,12 @@
-//! Test support: corrects checksums and counts of a damaged archive, so that tests reach the checks
-//! after those of the checksums and counts.
+//! Test support: corrects checksums and counts of a damaged archive or snapshot state, so that tests
+//! reach the checks after those of the checksums and counts.
 
 use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_format::{HEADER_LEN, RECORD_HEAD_LEN};
 
-use crate::archive::records::{MAX_FRAMES, TAG_CONTENTS, TAG_END};
+use crate::archive::{MAX_FRAMES, TAG_CONTENTS};
 use crate::correct::{correct_header, correct_record, put, word};
+use crate::record_file::records::TAG_END;
 
 /// Corrects the checksums of frames in a record of contents, if it can be unpacked. Returns the
 /// number of frames.
@@ -23,10 +24,10 @@ fn correct_contents(payload: &mut [u8]) -> u64 {
     frames
 }
 
-/// Walks over `bytes` as if they were an archive and corrects every checksum, sequence number,
+/// Walks over `bytes` as if they were a file of records and corrects every checksum, sequence number,
 /// record length that reaches past the end, and the totals at the end. Leaves all other errors as
 /// they are.
-pub fn correct_archive(bytes: &mut [u8]) {
+pub fn correct_record_file(bytes: &mut [u8]) {
     let Some(mut digest) = correct_header(bytes) else { return };
     let (mut at, mut sequence, mut frames) = (HEADER_LEN, 0_u32, 0_u64);
     while at + RECORD_HEAD_LEN <= bytes.len() {

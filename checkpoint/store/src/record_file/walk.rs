@@ -1,4 +1,4 @@
-//! Reads an archive's records, one after the other. The file is untrusted: each length is checked
+//! Reads a file's records, one after the other. The file is untrusted: each length is checked
 //! against a limit before it is used.
 
 use std::io;
@@ -6,58 +6,66 @@ use std::path::Path;
 
 use driftline_format::{RECORD_HEAD_LEN, RecordHead};
 
-use crate::archive::records::{End, TAG_END, decode_head, is_known};
 use crate::backend::StoreFile;
 use crate::error::{Damage, StoreError};
+use crate::record_file::records::{End, TAG_END, decode_head, is_known};
 use crate::records::{Digest, TAG_STORE};
 
 /// Position at which a record begins, and what comes before it.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct ArchivePosition {
-    pub(super) at: u64,
+pub(crate) struct RecordPosition {
+    pub(crate) at: u64,
     /// Number of records before it.
-    pub(super) records: u32,
-    pub(super) digest: Digest,
+    pub(crate) records: u32,
+    pub(crate) digest: Digest,
 }
 
 /// A walk through a file, up to the end of the head that was read last.
-pub(super) struct ArchiveWalk<'f> {
+pub(crate) struct RecordWalk<'f> {
     file: &'f dyn StoreFile,
     path: &'f Path,
     len: u64,
     /// Position of the next record.
-    next: ArchivePosition,
+    next: RecordPosition,
     /// Offset of the record that was read last, in bytes.
     record_at: u64,
 }
 
-impl<'f> ArchiveWalk<'f> {
-    pub(super) fn new(
-        file: &'f dyn StoreFile,
-        path: &'f Path,
-        next: ArchivePosition,
-    ) -> Result<Self, StoreError> {
+impl<'f> RecordWalk<'f> {
+    /// Begins a walk at the first byte of `file`, which is its header's. `path` is for messages.
+    pub(crate) fn new(file: &'f dyn StoreFile, path: &'f Path) -> Result<Self, StoreError> {
         let len = file.len().map_err(|e| reading(path, e))?;
-        Ok(Self { file, path, len, next, record_at: next.at })
+        let next = RecordPosition { at: 0, records: 0, digest: Digest(0) };
+        Ok(Self { file, path, len, next, record_at: 0 })
+    }
+
+    /// Returns a walk through the same file that begins at another record.
+    pub(crate) fn from(self, next: RecordPosition) -> Self {
+        Self { next, record_at: next.at, ..self }
+    }
+
+    /// Returns the file's length in bytes, as it was when the walk began.
+    pub(crate) fn len(&self) -> u64 {
+        self.len
     }
 
     /// Returns the position of the next record.
-    pub(super) fn next(&self) -> ArchivePosition {
+    pub(crate) fn next(&self) -> RecordPosition {
         self.next
     }
 
     /// Returns the offset of the record that was read last, in bytes.
-    pub(super) fn record_at(&self) -> u64 {
+    pub(crate) fn record_at(&self) -> u64 {
         self.record_at
     }
 
     /// Returns an error for damage of the record that was read last.
-    pub(super) fn damaged(&self, damage: impl Into<Damage>) -> StoreError {
+    pub(crate) fn damaged(&self, damage: impl Into<Damage>) -> StoreError {
         let (file, damage) = (self.path.to_owned(), damage.into());
         StoreError::Damaged { file, offset: self.record_at, damage }
     }
 
-    pub(super) fn read(&self, at: u64, bytes: &mut [u8]) -> Result<(), StoreError> {
+    pub(crate) fn read(&self, at: u64, bytes: &mut [u8]) -> Result<(), StoreError> {
         if self.len.saturating_sub(at) < bytes.len() as u64 {
             return Err(self.ends_early(at, bytes.len() as u64));
         }
@@ -74,9 +82,9 @@ impl<'f> ArchiveWalk<'f> {
     }
 
     /// Returns the head of the next record that this program knows, or must know; the file has all
-    /// of its payload. At the end of the archive, returns the decoded end as well, after checking
+    /// of its payload. At the end of the file, returns the decoded end as well, after checking
     /// it against the records before it.
-    pub(super) fn head(
+    pub(crate) fn head(
         &mut self,
         payload: &mut Vec<u8>,
     ) -> Result<(RecordHead, Option<End>), StoreError> {
@@ -95,7 +103,7 @@ impl<'f> ArchiveWalk<'f> {
             };
             let mut digest = before.digest;
             digest.add(&bytes);
-            self.next = ArchivePosition { at: from + length, records, digest };
+            self.next = RecordPosition { at: from + length, records, digest };
             if head.tag == TAG_END {
                 self.payload(&head, payload)?;
                 let end = End::decode(payload).map_err(|e| self.damaged(e))?;
@@ -109,7 +117,7 @@ impl<'f> ArchiveWalk<'f> {
         }
     }
 
-    fn check_end(&self, end: &End, before: ArchivePosition) -> Result<(), StoreError> {
+    fn check_end(&self, end: &End, before: RecordPosition) -> Result<(), StoreError> {
         let fields = [
             ("the number of records", end.records.into(), self.next.records.into()),
             ("the digest", end.digest.0.into(), before.digest.0.into()),
@@ -125,7 +133,7 @@ impl<'f> ArchiveWalk<'f> {
 
     /// Reads the payload of the record whose head was read last, and checks it. Takes as much
     /// memory as the limit of the head allows.
-    pub(super) fn payload(
+    pub(crate) fn payload(
         &self,
         head: &RecordHead,
         payload: &mut Vec<u8>,
@@ -137,6 +145,6 @@ impl<'f> ArchiveWalk<'f> {
     }
 }
 
-pub(super) fn reading(path: &Path, cause: io::Error) -> StoreError {
+pub(crate) fn reading(path: &Path, cause: io::Error) -> StoreError {
     StoreError::Io { what: "reading", path: path.to_owned(), cause }
 }

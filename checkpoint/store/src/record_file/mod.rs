@@ -1,0 +1,10 @@
+//! Files of a header and records, without sectors: archives, and the states of snapshots. Both have
+//! a guest's layout, configuration and state in the same records, and end with totals that detect a
+//! truncated file.
+
+#[cfg(feature = "testing")]
+pub(crate) mod correct;
+pub(crate) mod output;
+pub(crate) mod records;
+pub(crate) mod state;
+pub(crate) mod walk;

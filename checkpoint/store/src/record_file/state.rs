@@ -1,0 +1,78 @@
+//! Reads the guest's layout, configuration and state.
+
+use driftline_dirty_tracker::Layout;
+use driftline_format::{HEADER_LEN, Header, MAX_SECTIONS, MAX_STATE, RecordHead};
+use driftline_guest::{Section, SectionTag};
+
+use crate::error::{Damage, StoreError};
+use crate::record_file::records::End;
+use crate::record_file::walk::{RecordPosition, RecordWalk};
+use crate::records::{Digest, TAG_LAYOUT, TAG_STORE, decode_layout};
+
+/// The first record behind the state.
+pub(crate) struct BehindState {
+    /// Its position.
+    pub(crate) at: RecordPosition,
+    pub(crate) head: RecordHead,
+    /// The totals, if it is the end.
+    pub(crate) end: Option<End>,
+}
+
+impl<'f> RecordWalk<'f> {
+    /// Returns the header of a file that begins with `magic`, and a walk from its first record on.
+    pub(crate) fn header(self, magic: [u8; 8]) -> Result<(Header, Self), StoreError> {
+        let mut bytes = [0; HEADER_LEN];
+        self.read(0, &mut bytes)?;
+        let header = Header::read_from(&bytes[..], magic).map_err(|e| self.damaged(e))?;
+        let digest = Digest(header.checksum());
+        let first = RecordPosition { at: HEADER_LEN as u64, records: 0, digest };
+        Ok((header, self.from(first)))
+    }
+
+    /// Returns the payload of the next record, which must be of `tag`.
+    pub(crate) fn expect(&mut self, tag: u16) -> Result<Vec<u8>, StoreError> {
+        let mut payload = Vec::new();
+        let (head, _) = self.head(&mut payload)?;
+        if head.tag != tag {
+            return Err(self.damaged(Damage::Misplaced { tag: head.tag }));
+        }
+        self.payload(&head, &mut payload)?;
+        Ok(payload)
+    }
+
+    /// Reads the layout, whose hash is `layout`, and the configuration.
+    pub(crate) fn machine(&mut self, layout: u32) -> Result<(Layout, Vec<u8>), StoreError> {
+        let layout = decode_layout(&self.expect(TAG_LAYOUT)?, layout);
+        let layout = layout.map_err(|e| self.damaged(e))?;
+        Ok((layout, self.expect(SectionTag::CONFIG.0)?))
+    }
+
+    /// Reads state sections up to the first record that is none. Takes as much memory as they have
+    /// bytes, which with those of the configuration are [`MAX_STATE`] at most.
+    pub(crate) fn sections(
+        &mut self,
+        config: &[u8],
+    ) -> Result<(Vec<Section>, BehindState), StoreError> {
+        let (mut payload, mut sections) = (Vec::new(), Vec::new());
+        let mut bytes = config.len() as u64;
+        loop {
+            let at = self.next();
+            let (head, end) = self.head(&mut payload)?;
+            if head.tag <= SectionTag::CONFIG.0 || head.tag >= TAG_STORE {
+                return Ok((sections, BehindState { at, head, end }));
+            }
+            bytes += u64::from(head.length);
+            if sections.len() >= MAX_SECTIONS as usize - 1 || bytes > MAX_STATE {
+                let (what, expected) = ("the size of all state sections", MAX_STATE);
+                return Err(self.damaged(Damage::Mismatch { what, found: bytes, expected }));
+            }
+            self.payload(&head, &mut payload)?;
+            sections.push(section(&head, payload.clone()));
+        }
+    }
+}
+
+fn section(head: &RecordHead, bytes: Vec<u8>) -> Section {
+    let RecordHead { instance, must_understand, .. } = *head;
+    Section { tag: SectionTag(head.tag), instance, must_understand, bytes }
+}
