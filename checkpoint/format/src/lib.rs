@@ -1,5 +1,5 @@
 //! What the wire and the store have in common: the fixed header, the record, the limits of a
-//! guest's state, durable names, and locks on ranges of files.
+//! guest's state, durable names, and locks on ranges of files and writes to them.
 //!
 //! `FORMAT.md` and `PROTOCOL.md` specify every byte of the formats built on them.
 #![deny(unsafe_code)]
@@ -10,6 +10,7 @@ mod header;
 mod layout_hash;
 mod limits;
 pub mod range_lock;
+pub mod range_write;
 mod record;
 mod zero;
 

@@ -10,13 +10,15 @@ use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Once;
 
-use driftline_dirty_tracker::PAGE_SIZE;
+use driftline_dirty_tracker::{FrameRun, PAGE_SIZE};
 use driftline_format::durable::{create_dir, sync_dir};
-use driftline_format::range_lock;
 pub use driftline_format::range_lock::RangeLock;
+use driftline_format::{range_lock, range_write};
+use driftline_guest::GuestRam;
 use parking_lot::Mutex;
 use rustix::fs::{Advice, FallocateFlags, OFlags, fadvise, fallocate};
 use rustix::io::Errno;
+use vm_memory::{Bytes, GuestAddress};
 
 /// Name of the lock file in a store's directory.
 pub const LOCK_FILE: &str = "lock";
@@ -174,6 +176,31 @@ pub trait StoreFile: fmt::Debug + Send + Sync {
     /// The write failed; some of the bytes may be written.
     fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()>;
 
+    /// Writes the frames of `run` at `offset`, growing the file if need be. The default copies them
+    /// first, 1 MiB at a time.
+    ///
+    /// # Errors
+    ///
+    /// A frame is not in guest memory, or the write failed; some of the frames may be written.
+    fn write_guest_at(&self, ram: &GuestRam, run: FrameRun, offset: u64) -> io::Result<()> {
+        let mut bytes = Vec::new();
+        let mut at = offset;
+        for piece in run.chunks(256) {
+            bytes.resize(piece.bytes() as usize, 0);
+            let read = ram.read_slice(&mut bytes, GuestAddress(piece.start.gpa()));
+            read.map_err(io::Error::other)?;
+            self.write_all_at(&bytes, at)?;
+            at += piece.bytes();
+        }
+        Ok(())
+    }
+
+    /// Hints that `len` bytes from byte `offset` on will not be written again before a sync. The
+    /// default does nothing, for backends that gain nothing from it.
+    fn begin_writeback(&self, offset: u64, len: u64) {
+        let _ = (offset, len);
+    }
+
     /// Grows the file to `len` bytes, unless it is longer. Reserves the space for the new bytes if
     /// the file system can do so; they read as zeros. After an error, the file may be longer than
     /// before, with space for the additional bytes.
@@ -183,7 +210,7 @@ pub trait StoreFile: fmt::Debug + Send + Sync {
     /// No space, or the system refuses.
     fn allocate(&self, len: u64) -> io::Result<()>;
 
-    /// Truncates the file to `len` bytes.
+    /// Sets the file's length to `len` bytes. New bytes read as zeros and have no space.
     ///
     /// # Errors
     ///
@@ -387,6 +414,14 @@ impl StoreFile for File {
 
     fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
         FileExt::write_all_at(self, bytes, offset)
+    }
+
+    fn write_guest_at(&self, ram: &GuestRam, run: FrameRun, offset: u64) -> io::Result<()> {
+        range_write::write_guest_at(self, ram, run, offset)
+    }
+
+    fn begin_writeback(&self, offset: u64, len: u64) {
+        range_write::begin_writeback(self, offset, len);
     }
 
     fn allocate(&self, len: u64) -> io::Result<()> {
