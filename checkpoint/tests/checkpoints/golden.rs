@@ -1,14 +1,22 @@
-//! Stores written by version 1, kept for ever: their content must still restore.
+//! Stores, archives and snapshots written by version 1, kept for ever: their content must still
+//! restore.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use driftline_checkpoint::{Checkpointer, restore, restore_archive};
+use driftline_checkpoint::{
+    Checkpointer, OpenSnapshot, SnapshotFile, SnapshotKind, SnapshotRequest, create_snapshot,
+    open_snapshot, restore, restore_archive,
+};
 use driftline_dirty_tracker::{Gfn, Slot, SlotId};
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, TestDisk};
-use driftline_guest::{Clock, Lifecycle, VmId};
+use driftline_guest::{
+    Clock, DirtyLog, GuestContents, GuestFactory, GuestIdentity, HandOver, Lifecycle, Stateful,
+    VmId,
+};
 use driftline_store::{Archive, Store};
+use vm_memory::{Bytes, GuestAddress};
 
 fn golden() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/v1")
@@ -97,6 +105,54 @@ fn the_archive_of_version_1_with_drives_restores() {
     guest.verify().unwrap();
     assert_eq!((report.drives, report.frames + report.disk_blocks), (2, archive.info().frames));
     assert!(contents(&factory.disks) == contents(&then));
+}
+
+/// Path of the directory of a snapshot's two files.
+fn golden_snapshot() -> PathBuf {
+    golden().with_file_name("snapshot-v1")
+}
+
+#[test]
+fn the_snapshot_of_version_1_loads() {
+    let dir = golden_snapshot();
+    let opened = open_snapshot(&dir.join("state"), &dir.join("memory")).unwrap();
+    let OpenSnapshot { state, layout, .. } = opened;
+    assert!(state.tracked);
+    let guest = MemoryGuestFactory::default().create(state.vm_id, &state.config).unwrap();
+    assert_eq!(*guest.layout(), state.layout);
+    let memory = std::fs::read(dir.join("memory")).unwrap();
+    for place in layout.slots() {
+        let (at, run) = (place.offset as usize, place.slot.run());
+        let bytes = &memory[at..at + run.bytes() as usize];
+        guest.ram().write_slice(bytes, GuestAddress(run.start.gpa())).unwrap();
+    }
+    guest.restore_state(&state.sections, Clock::Continue).unwrap();
+    guest.verify().unwrap();
+    assert!(guest.writes() > 0);
+}
+
+/// As [`write_the_golden_store`].
+#[test]
+#[ignore = "writes a golden snapshot"]
+fn write_the_golden_snapshot() {
+    let dir = golden_snapshot();
+    std::fs::create_dir_all(&dir).unwrap();
+    let slots = vec![
+        Slot { id: SlotId(0), base: Gfn(0), frames: 2 },
+        Slot { id: SlotId(1), base: Gfn(0x100), frames: 3 },
+    ];
+    let config = MemoryConfig { slots, writers: 2, working_set: 3, writes_per_s: 400, seed: 6 };
+    let guest = MemoryGuest::new(VmId::random(), config).unwrap();
+    let mut changes = guest.subscribe("snapshots").unwrap();
+    guest.acquire().unwrap();
+    guest.resume().unwrap();
+    std::thread::sleep(Duration::from_millis(25));
+    guest.pause().unwrap();
+    let at = |name: &str| SnapshotFile::at(&dir.join(name)).unwrap();
+    let kind = SnapshotKind::Diff;
+    let request = SnapshotRequest { kind, memory: at("memory"), state: at("state"), backing: None };
+    create_snapshot(&*guest, Some(&mut changes), &request).unwrap();
+    guest.stop("done");
 }
 
 /// As [`write_the_golden_store`].

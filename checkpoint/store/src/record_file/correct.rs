@@ -1,5 +1,5 @@
-//! Test support: corrects checksums and counts of a damaged archive or snapshot state, so that tests
-//! reach the checks after those of the checksums and counts.
+//! Test support: corrects checksums and counts of a damaged archive or state of a snapshot, so that
+//! tests reach the checks after those of the checksums and counts.
 
 use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_format::{HEADER_LEN, RECORD_HEAD_LEN};
@@ -24,9 +24,9 @@ fn correct_contents(payload: &mut [u8]) -> u64 {
     frames
 }
 
-/// Walks over `bytes` as if they were a file of records and corrects every checksum, sequence number,
-/// record length that reaches past the end, and the totals at the end. Leaves all other errors as
-/// they are.
+/// Walks over `bytes` as if they were a file of records and corrects every checksum, sequence
+/// number, record length that reaches past the end, and the totals at the end. Leaves all other
+/// errors as they are.
 pub fn correct_record_file(bytes: &mut [u8]) {
     let Some(mut digest) = correct_header(bytes) else { return };
     let (mut at, mut sequence, mut frames) = (HEADER_LEN, 0_u32, 0_u64);

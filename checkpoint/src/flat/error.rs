@@ -1,0 +1,49 @@
+//! Why a snapshot was not taken, or cannot be loaded.
+
+use std::path::PathBuf;
+
+use driftline_guest::{GuestError, RunState};
+use driftline_store::StoreError;
+
+/// A snapshot that was not taken, or that cannot be loaded.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum SnapshotError {
+    /// The guest is not paused.
+    #[error("a snapshot is of a paused guest, and this one is {0}: pause it first")]
+    NotPaused(RunState),
+    /// The guest was resumed while its memory was written.
+    #[error("the guest was resumed before its snapshot was complete: take it again")]
+    Resumed,
+    /// The guest refused a request.
+    #[error("{0}")]
+    Guest(#[from] GuestError),
+    /// A file is damaged, or the system refused an operation on it.
+    #[error("{0}")]
+    File(#[from] StoreError),
+    /// The path names no file that a snapshot can be written to.
+    #[error("{} cannot be a file of a snapshot: {why}", path.display())]
+    Name {
+        /// The path.
+        path: PathBuf,
+        /// What is wrong with it.
+        why: &'static str,
+    },
+    /// One name for both files.
+    #[error("{} cannot be both the memory file and the state file: name two files", .0.display())]
+    SameFile(PathBuf),
+    /// The memory file has another length than the memory of the guest.
+    #[error(
+        "{} has {found} bytes, and the memory of the snapshot's guest has {expected}: it is not \
+         the memory file of this snapshot",
+        file.display()
+    )]
+    MemoryLength {
+        /// The memory file.
+        file: PathBuf,
+        /// Its length in bytes.
+        found: u64,
+        /// The length that the state file says, in bytes.
+        expected: u64,
+    },
+}

@@ -1,0 +1,49 @@
+//! Snapshots against a plain model of memory, on a file system; and on disks that fail and crash.
+
+mod faults;
+mod files;
+mod model;
+
+use std::sync::Arc;
+
+use driftline_dirty_tracker::{Gfn, PAGE_SIZE, Slot, SlotId};
+use driftline_guest::testing::{MemoryConfig, MemoryGuest};
+use driftline_guest::{GuestContents, GuestIdentity, VmId};
+use driftline_store::MemoryFileLayout;
+use vm_memory::{Bytes, GuestAddress};
+
+const PAGE: usize = PAGE_SIZE as usize;
+
+/// Returns a paused guest that only the test writes to: two slots of these numbers of frames, with
+/// a hole between them.
+fn still(frames: [u64; 2]) -> Arc<MemoryGuest> {
+    let slots = vec![
+        Slot { id: SlotId(0), base: Gfn(0), frames: frames[0] },
+        Slot { id: SlotId(1), base: Gfn(0x1000), frames: frames[1] },
+    ];
+    let config = MemoryConfig { slots, writers: 0, working_set: 0, writes_per_s: 1, seed: 3 };
+    MemoryGuest::new(VmId::random(), config).unwrap()
+}
+
+/// Returns the frame at page `n` of the memory file.
+fn nth(guest: &MemoryGuest, n: u64) -> Gfn {
+    let first = guest.layout().slots().next().unwrap().frames;
+    if n < first { Gfn(n) } else { Gfn(0x1000 + n - first) }
+}
+
+/// Fills page `n` of the memory file with `byte`.
+fn fill(guest: &MemoryGuest, n: u64, byte: u8) {
+    guest.write(nth(guest, n), &[byte; PAGE]).unwrap();
+}
+
+/// Returns the memory of a guest as a memory file has it.
+fn image(guest: &MemoryGuest) -> Vec<u8> {
+    let layout = MemoryFileLayout::new(guest.layout());
+    let mut all = vec![0; layout.bytes() as usize];
+    for place in layout.slots() {
+        let (at, run) = (place.offset as usize, place.slot.run());
+        let to = &mut all[at..at + run.bytes() as usize];
+        guest.ram().read_slice(to, GuestAddress(run.start.gpa())).unwrap();
+    }
+    all
+}
