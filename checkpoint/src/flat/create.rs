@@ -40,7 +40,7 @@ pub struct SnapshotRequest {
     pub kind: SnapshotKind,
     /// The memory file. With [`SnapshotKind::Diff`] of a tracked guest, a file that has the length
     /// of the guest's memory is changed in place, so an earlier snapshot that has the same memory
-    /// file is lost; any other file is replaced.
+    /// file is lost. Any other file is replaced; the disk needs room for both.
     pub memory: SnapshotFile,
     /// The state file, which is replaced.
     pub state: SnapshotFile,

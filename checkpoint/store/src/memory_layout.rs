@@ -65,3 +65,26 @@ impl MemoryFileLayout {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use driftline_dirty_tracker::SlotId;
+
+    use super::*;
+
+    #[test]
+    fn run_is_split_at_slots() {
+        let slot = |id, base, frames| Slot { id: SlotId(id), base: Gfn(base), frames };
+        let layout = Layout::new([slot(2, 30, 10), slot(0, 0, 10), slot(1, 10, 10)]).unwrap();
+        let file = MemoryFileLayout::new(&layout);
+        assert_eq!(file.bytes(), 30 * PAGE_SIZE);
+        let parts = |start, count| {
+            let parts = file.parts(FrameRun { start: Gfn(start), count });
+            parts.map(|(run, at)| (run.start.0, run.count, at / PAGE_SIZE)).collect::<Vec<_>>()
+        };
+        assert_eq!(parts(5, 30), [(5, 5, 5), (10, 10, 10), (30, 5, 20)]);
+        assert_eq!(parts(0, 10), [(0, 10, 0)]);
+        assert_eq!(parts(39, 100), [(39, 1, 29)]);
+        assert_eq!(parts(20, 10), []);
+    }
+}
