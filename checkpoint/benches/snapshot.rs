@@ -22,7 +22,7 @@ const MEMORY_FRAMES: u64 = 1 << 18;
 
 /// How runs are written.
 #[derive(Clone, Copy)]
-struct WriteMethod {
+struct SnapshotWrite {
     name: &'static str,
     /// Frames after which writeback begins, if it begins before the sync.
     step: Option<u64>,
@@ -44,7 +44,7 @@ fn write(file: &File, ram: &GuestRam, runs: &[FrameRun], step: Option<u64>) {
 }
 
 /// Writes a new file, and returns the milliseconds until all is written and until all is durable.
-fn take(path: &Path, ram: &GuestRam, runs: &[FrameRun], method: WriteMethod) -> (f64, f64) {
+fn take(path: &Path, ram: &GuestRam, runs: &[FrameRun], method: SnapshotWrite) -> (f64, f64) {
     let since = Instant::now();
     let file = File::create_new(path).unwrap();
     file.set_len(MEMORY_FRAMES << 12).unwrap();
@@ -82,7 +82,7 @@ fn main() {
             guest.write(gfn, &[gfn.0 as u8 | 1; 4096]).unwrap();
         }
     };
-    let method = |name, step, threads| WriteMethod { name, step, threads };
+    let method = |name, step, threads| SnapshotWrite { name, step, threads };
     let methods = [
         method("sync only", None, 1),
         method("writeback each 256 KiB", Some(64), 1),

@@ -6,7 +6,7 @@
 //! directory's lock.
 //!
 //! ```text
-//! backend, names            files, and what they are called
+//! backend, dir_backend      files, and those of a directory; names: what they are called
 //! sectors, records          the bytes of a log
 //! log                       the epochs of a log; epoch_reader reads one, epoch_encoder writes one
 //! address, object           guest memory and drives, as frames of an epoch
@@ -37,6 +37,7 @@ mod commit;
 mod committer;
 #[cfg(feature = "testing")]
 mod correct;
+mod dir_backend;
 mod epoch_encoder;
 mod epoch_info;
 mod epoch_reader;
@@ -81,9 +82,10 @@ mod working_set;
 pub use address::{of_object, place};
 pub use alloc::{SlotError, SlotRun};
 pub use archive::Archive;
-pub use backend::{Backend, DirBackend, LOCK_FILE, LockError, RangeLock, StoreFile};
+pub use backend::{Backend, LOCK_FILE, LockError, RangeLock, StoreFile};
 pub use commit::CommittedEpoch;
 pub use committer::{Bounds, Committer};
+pub use dir_backend::DirBackend;
 pub use epoch_info::EpochInfo;
 pub use epoch_writer::{EpochWriter, WrittenEpoch, unix_ms};
 pub use error::{Damage, StoreError};

@@ -4,7 +4,8 @@ use std::io;
 use std::path::Path;
 
 use crate::aside::RenamedFile;
-use crate::backend::{Backend, DirBackend};
+use crate::backend::Backend;
+use crate::dir_backend::DirBackend;
 use crate::error::StoreError;
 use crate::log::{LogFile, is_not_found};
 use crate::manifest::{Manifest, is_leftover};

@@ -9,36 +9,23 @@ use driftline_format::{
     layout_hash,
 };
 use driftline_guest::{Section, SectionTag, VmId};
-use zerocopy::little_endian::{U32, U64};
-use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+use zerocopy::{FromBytes, IntoBytes};
 
 use crate::backend::StoreFile;
 use crate::error::{Damage, StoreError};
 use crate::memory_layout::MemoryFileLayout;
+use crate::record_file::front::{RawSnapshot, SNAPSHOT_LEN, TAG_SNAPSHOT};
 use crate::record_file::output::RecordOutput;
 use crate::record_file::records::{TAG_END, limit};
 use crate::record_file::walk::RecordWalk;
 use crate::records::{TAG_LAYOUT, TAG_STORE, all_zero, wrong_size};
 use crate::regular_file::open_regular;
 
-/// The beginning of a snapshot's state.
-pub(crate) const TAG_SNAPSHOT: u16 = 0x8050;
-/// Length of that record, in bytes.
-pub(crate) const SNAPSHOT_LEN: usize = size_of::<RawSnapshot>();
 /// Maximum length of the file, in bytes.
 pub const MAX_SNAPSHOT_STATE: u64 = 16 << 20;
 
 /// Flag of [`SnapshotState::tracked`].
 const TRACKED: u32 = 1;
-
-#[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
-#[repr(C)]
-struct RawSnapshot {
-    created_unix_ms: U64,
-    memory_bytes: U64,
-    layout: U32,
-    flags: U32,
-}
 
 /// All of a guest but its memory, as it was when a snapshot was taken.
 ///

@@ -17,8 +17,10 @@ use driftline_format::{Header, MAGIC_ARCHIVE};
 use driftline_guest::Section;
 use parking_lot::Mutex;
 
+#[cfg(feature = "testing")]
+pub(crate) use crate::archive::contents::MAX_FRAMES;
 use crate::archive::contents::{Contents, MAX_CONTENTS, decode_contents};
-pub(crate) use crate::archive::contents::{MAX_CONTENTS_RECORD, MAX_FRAMES, TAG_CONTENTS};
+pub(crate) use crate::archive::contents::{MAX_CONTENTS_RECORD, TAG_CONTENTS};
 use crate::archive::threads::side_by_side;
 use crate::backend::StoreFile;
 use crate::epoch_info::EpochInfo;

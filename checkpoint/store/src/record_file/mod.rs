@@ -4,6 +4,7 @@
 
 #[cfg(feature = "testing")]
 pub(crate) mod correct;
+pub(crate) mod front;
 pub(crate) mod output;
 pub(crate) mod records;
 pub(crate) mod state;

@@ -6,12 +6,12 @@ use driftline_guest::SectionTag;
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
+use super::front::{SNAPSHOT_LEN, TAG_SNAPSHOT};
 use crate::archive::{MAX_CONTENTS_RECORD, TAG_CONTENTS};
 use crate::error::Damage;
 use crate::limits::MAX_EPOCH;
 use crate::records;
 use crate::records::{Digest, TAG_DRIVES, TAG_EPOCH, TAG_LAYOUT, TAG_STORE, wrong_size};
-use crate::snapshot_state::{SNAPSHOT_LEN, TAG_SNAPSHOT};
 
 /// The end of a file of records.
 pub(crate) const TAG_END: u16 = 0x80fe;
