@@ -29,7 +29,7 @@ use crate::devices::{
 };
 use crate::kvm::{Capabilities, ImmediateExit, KvmVm, register_kick_handler};
 use crate::measure::MeasureOptions;
-use crate::memory::Memory;
+use crate::memory::{Memory, PrivateFile};
 use crate::sandbox::{self, Class};
 use crate::sources::DirtySource;
 use crate::throttle::{ThrottleHandle, ThrottleState};
@@ -48,12 +48,14 @@ pub(super) struct BuildInputs {
     pub(super) early: Option<EarlyVm>,
     /// Options of a machine that exists to be measured.
     pub(super) measured: MeasureOptions,
+    /// The first contents of memory; zeros if there is none.
+    pub(super) memory: Option<PrivateFile>,
     /// What is done before the first device.
     pub(super) before_devices: Option<BeforeDevices>,
 }
 
-/// What a caller does once a new guest's memory and kernel are loaded, before the machine starts
-/// its first thread. An error ends the build.
+/// What a caller does once a guest's memory and a new guest's kernel are loaded, before the machine
+/// starts its first thread. An error ends the build.
 pub type BeforeDevices = Box<dyn FnOnce() -> io::Result<()>>;
 
 /// A machine whose threads have not been started.
@@ -105,6 +107,25 @@ impl KvmMachine {
     ) -> Result<Arc<Self>, MachineError> {
         let before_devices = Some(before_devices);
         let inputs = BuildInputs { load: true, before_devices, ..BuildInputs::default() };
+        Self::build(vm_id, config, host, inputs)
+    }
+
+    /// Builds a machine whose memory has the contents of `memory`, into which the state of the same
+    /// snapshot is restored. Calls `before_devices` in between. The guest is paused, and has
+    /// acquired nothing: call `acquire`, then `resume`.
+    ///
+    /// # Errors
+    ///
+    /// As [`launch`](Self::launch), and those of `before_devices`.
+    pub fn load_around(
+        vm_id: VmId,
+        config: MachineConfig,
+        host: &HostConfig,
+        memory: PrivateFile,
+        before_devices: BeforeDevices,
+    ) -> Result<Arc<Self>, MachineError> {
+        let (memory, before_devices) = (Some(memory), Some(before_devices));
+        let inputs = BuildInputs { memory, before_devices, ..BuildInputs::default() };
         Self::build(vm_id, config, host, inputs)
     }
 
@@ -174,7 +195,7 @@ impl KvmMachine {
         mut config: MachineConfig,
         host: &HostConfig,
         devices: impl FnOnce(&MachineConfig, &Memory, VmId, bool) -> Result<DeviceSet, DeviceError>,
-        BuildInputs { load, early, measured, before_devices }: BuildInputs,
+        BuildInputs { load, early, measured, memory, before_devices }: BuildInputs,
     ) -> Result<Arc<Self>, MachineError> {
         check(&config)?;
         let empty = early.map_or_else(EmptyVm::new, EarlyVm::wait)?;
@@ -182,9 +203,10 @@ impl KvmMachine {
         let offered = offered_cpuid(&empty.kvm, &empty.supported, &config.cpu)?;
         register_kick_handler().map_err(MachineError::system("installing a signal handler"))?;
         step("memory")?;
-        let memory = Arc::new(match measured.sparse {
-            true => Memory::sparse(config.mem_bytes, &host.memory)?,
-            false => Memory::new(config.mem_bytes, &host.memory)?,
+        let memory = Arc::new(match memory {
+            Some(file) => Memory::of_file(config.mem_bytes, &host.memory, &file)?,
+            None if measured.sparse => Memory::sparse(config.mem_bytes, &host.memory)?,
+            None => Memory::new(config.mem_bytes, &host.memory)?,
         });
         step("kernel")?;
         let boot = || boot::load(&config, host, &memory, &placements(config.devices.len()));

@@ -118,6 +118,23 @@ impl KvmMachine {
         Ok(answer.map_err(|cause| SupervisorError::Call { what, cause })??)
     }
 
+    /// Does as [`restore_state`](Stateful::restore_state) for one of several guests that may be
+    /// restored from one state: its generation ID is new whatever its clock does.
+    ///
+    /// # Errors
+    ///
+    /// As [`restore_state`](Stateful::restore_state).
+    pub fn restore_clone(&self, sections: &[Section], clock: Clock) -> Result<(), GuestError> {
+        self.restore(sections, clock, true)
+    }
+
+    fn restore(&self, sections: &[Section], clock: Clock, renews: bool) -> Result<(), GuestError> {
+        let saved = state::decode(sections, self.config.vcpus, self.config.devices.len())?;
+        self.ask("restore the guest's state", move |supervisor| {
+            supervisor.restore(saved, clock, renews)
+        })
+    }
+
     /// Refuses `request` unless the guest is paused.
     fn require_paused(&self, request: &'static str) -> Result<(), GuestError> {
         match self.run_state() {
@@ -296,8 +313,8 @@ impl Stateful for KvmMachine {
     }
 
     fn restore_state(&self, sections: &[Section], clock: Clock) -> Result<(), GuestError> {
-        let saved = state::decode(sections, self.config.vcpus, self.config.devices.len())?;
-        self.ask("restore the guest's state", move |supervisor| supervisor.restore(saved, clock))
+        // A migrated guest keeps its identity, and is the only one that is restored from its state.
+        self.restore(sections, clock, clock == Clock::Continue)
     }
 }
 

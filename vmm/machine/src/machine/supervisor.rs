@@ -343,11 +343,13 @@ impl Supervisor {
 
     /// Restores a state. vCPUs precede interrupt controllers: restoring the local APIC would
     /// overwrite an interrupt that a controller passes on. The clock is last: it counts from the
-    /// TSCs.
+    /// TSCs. With `renews`, the guest gets a new generation ID, because many guests may be restored
+    /// from one state.
     pub(super) fn restore(
         &mut self,
         saved: SavedMachine,
         clock: Clock,
+        renews: bool,
     ) -> Result<(), SupervisorError> {
         // First, because a lost page ends the guest, and the caller wants to know why.
         self.refuse_if_lost()?;
@@ -356,7 +358,7 @@ impl Supervisor {
             return Err(SupervisorError::HasRun);
         }
         self.half_restored = true;
-        self.restore_parts(saved, clock)?;
+        self.restore_parts(saved, clock, renews)?;
         self.half_restored = false;
         Ok(())
     }
@@ -381,8 +383,13 @@ impl Supervisor {
         }
     }
 
-    fn restore_parts(&self, saved: SavedMachine, clock: Clock) -> Result<(), SupervisorError> {
-        if clock == Clock::Continue {
+    fn restore_parts(
+        &self,
+        saved: SavedMachine,
+        clock: Clock,
+        renews: bool,
+    ) -> Result<(), SupervisorError> {
+        if renews {
             self.vm.memory().fetch_next(boot::generation_frame());
         }
         // KVM reads and writes pages that vCPUs share with the guest, and waits until they arrive.
@@ -400,8 +407,7 @@ impl Supervisor {
         interrupted.map_err(SupervisorError::Interrupt)?;
         self.bus.power().restore(saved.platform.power);
         self.bus.set_keyboard(saved.keyboard);
-        // Many guests may be restored from one checkpoint; a migrated guest keeps its identity.
-        if clock == Clock::Continue {
+        if renews {
             state::renew_generation(&self.vm, &saved.vm, RESTORE_LIMIT)?;
         }
         Ok(())

@@ -9,6 +9,7 @@ use std::io;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::sync::Arc;
 
 use rayon::prelude::*;
 use rustix::fs::{MemfdFlags, SealFlags};
@@ -117,6 +118,44 @@ pub struct MemoryOptions {
     pub huge_pages: Option<HugePages>,
     /// Whether all memory is populated before the guest starts, rather than at each first touch.
     pub prefault: bool,
+}
+
+/// A file that has the first contents of a guest's memory: its slots one after another. It is
+/// mapped privately, so it never gets a write, and several guests share the pages that none of them
+/// has written.
+///
+/// If the file is truncated while a guest is mapped from it, that guest's process ends by SIGBUS.
+#[derive(Clone, Debug)]
+pub struct PrivateFile(Arc<File>);
+
+impl From<File> for PrivateFile {
+    /// Takes a file that is open for reading.
+    fn from(file: File) -> Self {
+        Self(Arc::new(file))
+    }
+}
+
+impl PrivateFile {
+    /// Fails if the file has fewer than `bytes` bytes: an access behind its end would end the
+    /// process.
+    pub(super) fn check_length(&self, bytes: u64) -> Result<(), MemoryError> {
+        let found = self.0.metadata().map_err(MemoryError::File)?.len();
+        if found < bytes { Err(MemoryError::FileTooShort { bytes, found }) } else { Ok(()) }
+    }
+
+    /// Maps `len` bytes from `offset` on. Writes through vm-memory are recorded in `bitmap`.
+    pub(super) fn map(
+        &self,
+        offset: u64,
+        len: usize,
+        bitmap: TrackedBitmap,
+    ) -> Result<vm_memory::MmapRegion<TrackedBitmap>, vm_memory::mmap::MmapRegionError> {
+        MmapRegionBuilder::new_with_bitmap(len, bitmap)
+            .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE)
+            .with_mmap_flags(libc::MAP_PRIVATE | libc::MAP_NORESERVE)
+            .with_file_offset(FileOffset::from_arc(self.0.clone(), offset))
+            .build()
+    }
 }
 
 /// Bytes of one page of the pool.

@@ -10,6 +10,9 @@
 //! If a frame is write-protected (`write_protect.rs`), the discard waits until it has been copied.
 //! A frame that has not been restored yet (`lazy_restore.rs`) is dropped from the restore.
 //!
+//! Memory that is a private mapping of a file gets zeros mapped over it. Its frames count as frames
+//! with memory wherever the file has data, discarded or not.
+//!
 //! The guest's next write is tracked too: KVM's mapping of the page is removed with the host's
 //! page, so the write faults and is reported, whether or not the frame was reported before.
 
@@ -20,12 +23,12 @@ use std::sync::Arc;
 use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
 use driftline_guest::GuestRam;
 use rustix::fs::{FallocateFlags, fallocate};
-use rustix::mm::{Advice, madvise};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
 use vm_memory::bitmap::Bitmap;
 use vm_memory::{GuestAddress, GuestMemoryBackend};
 
 use super::backing::HUGE_PAGE;
-use super::region::{Region, all, is_pooled};
+use super::region::{Region, RegionSource, all, is_pooled, source};
 use super::resident::ResidentFrames;
 use super::write_protect::ProtectedFrames;
 
@@ -103,17 +106,38 @@ fn whole_huge_pages(region: &Region, run: FrameRun) -> FrameRun {
 fn discard_in(region: &Region, run: FrameRun) -> io::Result<()> {
     let offset = run.start.gpa() - all(region).start.gpa();
     let bytes = run.bytes() as usize;
-    if let Some(file) = region.file_offset() {
-        // This removes the pages from every mapping of the file.
-        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        return Ok(fallocate(file.file().as_fd(), flags, file.start() + offset, run.bytes())?);
-    }
     let start = region.as_ptr().wrapping_add(offset as usize);
-    // SAFETY: the frames lie in the region, which is a mapping that lives as long as it is borrowed
-    // here. It is anonymous: its pages read as zeros afterwards. No reference into guest memory
-    // exists whose content could change under it: all access goes through vm-memory's volatile
-    // slices, because the guest changes it at any time too.
-    Ok(unsafe { madvise(start.cast(), bytes, Advice::LinuxDontNeed) }?)
+    match source(region) {
+        RegionSource::Shared(file) => {
+            // This removes the pages from every mapping of the file.
+            let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+            Ok(fallocate(file.file().as_fd(), flags, file.start() + offset, run.bytes())?)
+        }
+        RegionSource::Private(_) => map_zeros(start, bytes),
+        RegionSource::Anonymous => {
+            // SAFETY: the frames lie in the region, which is a mapping that lives as long as it is
+            // borrowed here. It is anonymous: its pages read as zeros afterwards. No reference into
+            // guest memory exists whose content could change under it: all access goes through
+            // vm-memory's volatile slices, because the guest changes it at any time too.
+            Ok(unsafe { madvise(start.cast(), bytes, Advice::LinuxDontNeed) }?)
+        }
+    }
+}
+
+/// Maps zeros over part of a private mapping of a file, which would show the file's content again
+/// if its pages were dropped. Adjacent parts become one mapping in the kernel. A process may have
+/// 65,530 mappings: after that the discard fails.
+fn map_zeros(start: *mut u8, bytes: usize) -> io::Result<()> {
+    let flags = MapFlags::PRIVATE | MapFlags::FIXED | MapFlags::NORESERVE;
+    // SAFETY: the range lies in a region that is mapped as long as the caller borrows it, and stays
+    // mapped with the same access: only its content changes, to zeros, which is sound for the
+    // reasons above.
+    unsafe { mmap_anonymous(start.cast(), bytes, ProtFlags::READ | ProtFlags::WRITE, flags) }?;
+    for advice in [Advice::LinuxDontDump, Advice::LinuxDontFork] {
+        // SAFETY: the advice changes no content in this process.
+        unsafe { madvise(start.cast(), bytes, advice) }?;
+    }
+    Ok(())
 }
 
 #[cfg(test)]

@@ -21,6 +21,17 @@ pub enum MemoryError {
         /// The kernel's answer.
         cause: String,
     },
+    /// The file with the first contents has fewer bytes than guest memory.
+    #[error("guest memory of {bytes} bytes is not that of a file of {found} bytes")]
+    FileTooShort {
+        /// Size of guest memory, in bytes.
+        bytes: u64,
+        /// Size of the file, in bytes.
+        found: u64,
+    },
+    /// The system refuses an operation on the file with the first contents.
+    #[error("the file of guest memory cannot be read: {0}")]
+    File(io::Error),
     /// The size is not a whole number of the pool's huge pages.
     #[error("guest memory of {0} bytes is not a whole number of huge pages of 2 MiB")]
     NotHuge(u64),

@@ -4,6 +4,8 @@
 mod backing;
 mod discard;
 mod error;
+#[cfg(test)]
+mod file_tests;
 mod fill;
 mod lazy_restore;
 #[cfg(test)]
@@ -21,9 +23,10 @@ use std::time::Duration;
 
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, Layout, PAGE_SIZE, TrackedBitmap, Tracker};
 use driftline_guest::{GuestRam, LazyRestoreProgress, MemoryLoader, PageSource, WriteProtection};
+use driftline_store::{MemoryFileLayout, SlotPlace};
 use vm_memory::{GuestAddress, GuestMemoryBackend, GuestRegionMmap};
 
-pub use backing::{Backing, HugePages, MemoryOptions};
+pub use backing::{Backing, HugePages, MemoryOptions, PrivateFile};
 pub(crate) use discard::Discarder;
 pub use error::{FrameError, MemoryError};
 use fill::MemoryFill;
@@ -53,6 +56,8 @@ pub struct Memory {
     adaptive_prefault: Option<AdaptivePrefault>,
     /// Write-protected frames, and the lazy restore.
     protected: Arc<ProtectedFrames>,
+    /// Whether the first contents are those of a file.
+    is_of_file: bool,
     options: MemoryOptions,
 }
 
@@ -74,19 +79,38 @@ impl Memory {
     /// Does as [`new`](Self::new), without the check against the host's total memory. For a guest
     /// that touches little.
     pub(crate) fn sparse(bytes: u64, options: &MemoryOptions) -> Result<Self, MemoryError> {
-        Self::map(layout(bytes)?, options, None)
+        Self::map(layout(bytes)?, options, None, None)
+    }
+
+    /// Does as [`new`](Self::new), with the contents of `file`, which is mapped privately: a frame
+    /// costs memory of this process when it is first written. The kind of memory and of its pages
+    /// in `options` have no effect.
+    ///
+    /// # Errors
+    ///
+    /// As [`new`](Self::new), or the file is shorter than the memory.
+    pub(crate) fn of_file(
+        bytes: u64,
+        options: &MemoryOptions,
+        file: &PrivateFile,
+    ) -> Result<Self, MemoryError> {
+        file.check_length(bytes)?;
+        let options = MemoryOptions { prefault: options.prefault, ..MemoryOptions::default() };
+        Self::map(layout(bytes)?, &options, host_limit_bytes(), Some(file))
     }
 
     /// Does as [`new`](Self::new), for any layout.
     pub(crate) fn of_layout(layout: Layout, options: &MemoryOptions) -> Result<Self, MemoryError> {
-        Self::map(layout, options, host_limit_bytes())
+        Self::map(layout, options, host_limit_bytes(), None)
     }
 
-    /// Maps the memory of `layout`, which must not exceed `limit_bytes`, if that is given.
+    /// Maps the memory of `layout`, which must not exceed `limit_bytes`, if that is given, from
+    /// `file`, if that is given.
     fn map(
         layout: Layout,
         options: &MemoryOptions,
         limit_bytes: Option<u64>,
+        file: Option<&PrivateFile>,
     ) -> Result<Self, MemoryError> {
         let bytes = layout.frames() * PAGE_SIZE;
         let layout = Arc::new(layout);
@@ -102,11 +126,15 @@ impl Memory {
             pool::start().map_err(MemoryError::Pool)?;
         }
         let mut regions = Vec::new();
-        for slot in layout.slots() {
+        for SlotPlace { slot, offset } in MemoryFileLayout::new(&layout).slots() {
             let bitmap = TrackedBitmap::new(tracker.clone(), slot.base);
             let len =
                 usize::try_from(slot.run().bytes()).map_err(|e| does_not_fit(e.to_string()))?;
-            let map = options.map(len, bitmap).map_err(|e| does_not_fit(e.to_string()))?;
+            let map = match file {
+                Some(file) => file.map(*offset, len, bitmap),
+                None => options.map(len, bitmap),
+            };
+            let map = map.map_err(|e| does_not_fit(e.to_string()))?;
             options.advise(map.as_ptr(), len).map_err(|e| does_not_fit(e.to_string()))?;
             if options.prefault {
                 backing::populate(map.as_ptr(), len).map_err(|e| match e.raw_os_error() {
@@ -125,6 +153,7 @@ impl Memory {
             tracker,
             adaptive_prefault,
             protected: Arc::default(),
+            is_of_file: file.is_some(),
             options: *options,
         })
     }
@@ -192,6 +221,7 @@ impl Memory {
     /// plain writes cheaper.
     pub fn memory_loader(&self) -> Option<Box<dyn MemoryLoader>> {
         if self.options.prefault
+            || self.is_of_file
             || self.protected.lazy_restore().is_some()
             || !self.options.faults_are_small()
         {

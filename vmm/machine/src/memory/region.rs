@@ -2,7 +2,7 @@
 
 use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE, TrackedBitmap};
 use driftline_guest::GuestRam;
-use vm_memory::{GuestMemoryBackend, GuestMemoryRegion, GuestRegionMmap};
+use vm_memory::{FileOffset, GuestMemoryBackend, GuestMemoryRegion, GuestRegionMmap};
 
 pub(super) type Region = GuestRegionMmap<TrackedBitmap>;
 
@@ -23,4 +23,23 @@ pub(super) fn frame_at(ram: &GuestRam, address: u64) -> Option<Gfn> {
 pub(super) fn all(region: &Region) -> FrameRun {
     let start = Gfn::containing(region.start_addr().0);
     FrameRun { start, count: region.len() / PAGE_SIZE }
+}
+
+/// What a region is mapped from.
+pub(super) enum RegionSource<'r> {
+    /// Nothing: its pages are zeros until they are written.
+    Anonymous,
+    /// A memory file, which has all writes.
+    Shared(&'r FileOffset),
+    /// A file that has the first contents, and gets no writes.
+    Private(&'r FileOffset),
+}
+
+/// Returns what the region is mapped from.
+pub(super) fn source(region: &Region) -> RegionSource<'_> {
+    match region.file_offset() {
+        None => RegionSource::Anonymous,
+        Some(file) if region.flags() & libc::MAP_PRIVATE != 0 => RegionSource::Private(file),
+        Some(file) => RegionSource::Shared(file),
+    }
 }

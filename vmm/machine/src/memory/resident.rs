@@ -6,11 +6,11 @@ use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 
-use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
+use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE};
 use rustix::fs::SeekFrom;
-use vm_memory::{FileOffset, GuestMemoryRegion};
+use vm_memory::FileOffset;
 
-use super::region::{Region, all, is_pooled};
+use super::region::{Region, RegionSource, all, is_pooled, source};
 use crate::fail_point;
 
 /// Queries the kernel for resident frames. Keeps an open file and a buffer between queries.
@@ -27,7 +27,8 @@ impl ResidentFrames {
 
     /// Adds those of `frames` that have host memory or are swapped out to `runs`, as ascending
     /// runs. All `frames` must lie in `region`. Reads eight bytes a frame from the kernel, or, for
-    /// a memory file, one pair of seeks a run.
+    /// a memory file, one pair of seeks a run. Does both for a region that is a private mapping of
+    /// a file: a frame has what was written to it, or else the file's content.
     pub(super) fn find(
         &mut self,
         region: &Region,
@@ -35,10 +36,20 @@ impl ResidentFrames {
         runs: &mut Vec<FrameRun>,
     ) -> io::Result<()> {
         fail_point::pass("resident frames")?;
-        // A hugetlbfs file cannot report its holes.
-        match region.file_offset().filter(|_| !is_pooled(region)) {
-            Some(file) => in_file(region, file, frames, runs),
-            None => self.pagemap()?.find(region, frames, runs),
+        match source(region) {
+            // A hugetlbfs file cannot report its holes.
+            RegionSource::Shared(file) if !is_pooled(region) => in_file(region, file, frames, runs),
+            RegionSource::Private(file) => {
+                let mut own = Vec::new();
+                self.pagemap()?.find(region, frames, &mut own)?;
+                let mut both: FrameSet = own.into_iter().collect();
+                let mut of_file = Vec::new();
+                in_file(region, file, frames, &mut of_file)?;
+                both.insert_all(&of_file);
+                runs.extend(both.iter());
+                Ok(())
+            }
+            _ => self.pagemap()?.find(region, frames, runs),
         }
     }
 
@@ -51,8 +62,8 @@ impl ResidentFrames {
     }
 }
 
-/// Adds the data of a memory file, swapped out or not. The page tables do not show it: a
-/// swapped-out page of a file is not in them.
+/// Adds the data of the file of a region, in memory or not. The page tables do not show it: a
+/// page of a file that was swapped out, or never read, is not in them.
 fn in_file(
     region: &Region,
     file: &FileOffset,
@@ -60,8 +71,8 @@ fn in_file(
     runs: &mut Vec<FrameRun>,
 ) -> io::Result<()> {
     let base = all(region).start.0;
-    let end = (frames.end().0 - base) * PAGE_SIZE;
-    let mut at = (frames.start.0 - base) * PAGE_SIZE;
+    let end = file.start() + (frames.end().0 - base) * PAGE_SIZE;
+    let mut at = file.start() + (frames.start.0 - base) * PAGE_SIZE;
     while at < end {
         let start = match rustix::fs::seek(file.file().as_fd(), SeekFrom::Data(at)) {
             Ok(start) if start < end => start,
@@ -70,14 +81,13 @@ fn in_file(
             Err(e) => return Err(e.into()),
         };
         at = rustix::fs::seek(file.file().as_fd(), SeekFrom::Hole(start))?;
-        runs.extend(run_of(base, start, at.min(end)));
+        runs.extend(run_of(base, start - file.start(), at.min(end) - file.start()));
     }
     Ok(())
 }
 
-/// Returns the frames of the data from byte `start` to byte `end` of the file of a region at
-/// `base`. `None` if the data was discarded between the two seeks: then the hole begins where the
-/// data did.
+/// Returns the frames of the data from byte `start` to byte `end` of a region at `base`. `None` if
+/// the data was discarded between the two seeks: then the hole begins where the data did.
 fn run_of(base: u64, start: u64, end: u64) -> Option<FrameRun> {
     let (first, last) = (start / PAGE_SIZE, end.div_ceil(PAGE_SIZE));
     (end > start).then(|| FrameRun { start: Gfn(base + first), count: last - first })

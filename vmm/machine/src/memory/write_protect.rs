@@ -20,7 +20,7 @@ use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
 use super::error::FrameError;
 use super::lazy_restore::LazyRestore;
-use super::region::{all, frame_at, is_pooled};
+use super::region::{RegionSource, all, frame_at, is_pooled, source};
 use super::userfault::Userfault;
 
 /// The frames that are protected and the frames that have not been restored yet, for threads that
@@ -139,6 +139,14 @@ impl MemoryWriteProtection {
             // Pool pages can be protected only 2 MiB at a time.
             tracing::debug!(
                 "no write protection with huge pages from the pool: frames are copied in the pause"
+            );
+            return Ok(None);
+        }
+        if ram.iter().any(|region| matches!(source(region), RegionSource::Private(_))) {
+            // The kernel refuses synchronous protection of files' pages.
+            tracing::info!(
+                "no write protection of memory that is mapped from a snapshot's file: changed \
+                 frames are copied in the pause"
             );
             return Ok(None);
         }
