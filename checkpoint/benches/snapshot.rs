@@ -119,7 +119,7 @@ fn main() {
                 |name: &str| SnapshotFile::at(&dir.path().join(format!("{name}-{n}"))).unwrap();
             let (memory, state) = (at("memory"), at("state"));
             let kind = SnapshotKind::Diff;
-            let request = SnapshotRequest { kind, memory, state, backing: None };
+            let request = SnapshotRequest { kind, memory, state, backing: None, extra: Vec::new() };
             let report = create_snapshot(&*guest, Some(&mut changes), &request).unwrap();
             written.push(report.write_ms);
             all.push(report.time_ms);

@@ -24,6 +24,8 @@ impl SectionTag {
     pub const PLATFORM: Self = Self(7);
     /// The keyboard controller, if the machine has one.
     pub const KEYBOARD: Self = Self(8);
+    /// The configuration of the API over which the guest was configured. No machine needs it.
+    pub const API: Self = Self(9);
 }
 
 impl fmt::Display for SectionTag {
@@ -37,6 +39,7 @@ impl fmt::Display for SectionTag {
             Self::VIRTIO => "virtio device",
             Self::PLATFORM => "platform state",
             Self::KEYBOARD => "keyboard controller",
+            Self::API => "API's configuration",
             Self(n) => return write!(f, "unknown section {n}"),
         };
         f.write_str(name)

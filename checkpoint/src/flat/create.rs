@@ -48,6 +48,8 @@ pub struct SnapshotRequest {
     /// [`StoreFile::identity`] returns it. This file is never changed in place, because other
     /// guests may be mapped from it, too: it is replaced with a full memory file.
     pub backing: Option<(u64, u64)>,
+    /// Sections of the caller's own, which follow those of the guest in the state file.
+    pub extra: Vec<Section>,
 }
 
 /// A snapshot that was taken.
@@ -91,7 +93,7 @@ pub fn create_snapshot<G: Checkpointable + ?Sized>(
     request: &SnapshotRequest,
 ) -> Result<SnapshotReport, SnapshotError> {
     let since = Instant::now();
-    let SnapshotRequest { kind, memory, state, backing } = request;
+    let SnapshotRequest { kind, memory, state, backing, extra } = request;
     let span = tracing::info_span!("snapshot", ?kind);
     let _entered = span.enter();
     if memory.path() == state.path() {
@@ -106,7 +108,7 @@ pub fn create_snapshot<G: Checkpointable + ?Sized>(
         tracked,
         layout: guest.layout().clone(),
         config: guest.config(),
-        sections,
+        sections: sections.into_iter().chain(extra.iter().cloned()).collect(),
     }
     .encode()?;
     let new_state = UnfinishedFile::new(state)?;

@@ -150,7 +150,13 @@ fn write_the_golden_snapshot() {
     guest.pause().unwrap();
     let at = |name: &str| SnapshotFile::at(&dir.join(name)).unwrap();
     let kind = SnapshotKind::Diff;
-    let request = SnapshotRequest { kind, memory: at("memory"), state: at("state"), backing: None };
+    let request = SnapshotRequest {
+        kind,
+        memory: at("memory"),
+        state: at("state"),
+        backing: None,
+        extra: Vec::new(),
+    };
     create_snapshot(&*guest, Some(&mut changes), &request).unwrap();
     guest.stop("done");
 }

@@ -21,8 +21,13 @@ fn take(
     kind: SnapshotKind,
 ) -> Result<SnapshotReport, SnapshotError> {
     let file = |name: &str| SnapshotFile::with_backend(Box::new(disk.clone()), name);
-    let request =
-        SnapshotRequest { kind, memory: file("memory"), state: file("state"), backing: None };
+    let request = SnapshotRequest {
+        kind,
+        memory: file("memory"),
+        state: file("state"),
+        backing: None,
+        extra: Vec::new(),
+    };
     create_snapshot(guest, Some(changes), &request)
 }
 

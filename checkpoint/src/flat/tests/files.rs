@@ -22,7 +22,13 @@ use crate::flat::{
 
 fn request(dir: &Path, kind: SnapshotKind) -> SnapshotRequest {
     let at = |name: &str| SnapshotFile::at(&dir.join(name)).unwrap();
-    SnapshotRequest { kind, memory: at("memory"), state: at("state"), backing: None }
+    SnapshotRequest {
+        kind,
+        memory: at("memory"),
+        state: at("state"),
+        backing: None,
+        extra: Vec::new(),
+    }
 }
 
 #[test]
@@ -209,6 +215,7 @@ fn names_of_no_regular_file_are_refused() {
         memory: at("one"),
         state: at("one"),
         backing: None,
+        extra: Vec::new(),
     };
     let e = create_snapshot(&*still([8, 8]), None, &same).unwrap_err();
     assert!(matches!(e, SnapshotError::SameFile(_)), "{e}");

@@ -62,7 +62,13 @@ fn rebase(base: &Path, diff: &Path) {
 
 fn request(dir: &Path, kind: SnapshotKind, memory: &str) -> SnapshotRequest {
     let at = |name: &str| SnapshotFile::at(&dir.join(name)).unwrap();
-    SnapshotRequest { kind, memory: at(memory), state: at("state"), backing: None }
+    SnapshotRequest {
+        kind,
+        memory: at(memory),
+        state: at("state"),
+        backing: None,
+        extra: Vec::new(),
+    }
 }
 
 struct Run {
