@@ -122,8 +122,8 @@ fn read_cmdline(setup: &mut BootSetup, text: *const u8, line: &mut LineBuffer) {
         let (Some(key), Some(value)) = (halves.next(), halves.next()) else {
             continue;
         };
-        // For example `virtio_mmio.device=`, which a VMM adds for Linux.
-        if key.iter().any(|&byte| byte == b'.') {
+        // For example `virtio_mmio.device=` and `pci=off`, which a VMM adds for Linux.
+        if key.iter().any(|&byte| byte == b'.') || key == b"pci" || key == b"root" {
             continue;
         }
         let refusal = if key == b"vcpus" {

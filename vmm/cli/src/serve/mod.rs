@@ -1,5 +1,5 @@
 //! A process without a guest, which is configured over Firecracker's API: `driftline serve`, or the
-//! program as `firecracker`.
+//! program as `firecracker`. Its guest boots, or is loaded from a snapshot.
 //!
 //! ```text
 //! main thread                                   thread "api"
@@ -10,6 +10,7 @@
 //! One thread at a time owns the machine's state and performs its tasks. The control thread parses
 //! the requests and sends the answers.
 
+mod load;
 mod opened;
 mod plan;
 mod requests;
@@ -114,7 +115,7 @@ fn serve_app(
     let (vm, jobs) = (guest.vm.clone(), guest.jobs.clone());
     let _logged = guest_span(vm.vm_id(), &vm.machine_config().identity).entered();
     log_machine(&*vm, &guest.memory);
-    notify::ready(format_args!("guest {} runs", vm.vm_id()));
+    notify::ready(format_args!("guest {} is {}", vm.vm_id(), vm.run_state()));
     let thread = Builder::new().name("api".to_owned());
     let thread = thread.spawn(move || requests.ask(&guest))?;
     run_to_end(vm, jobs, server, Some(thread))

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use driftline_control::firecracker::{
     ApiFault, BalloonDeviceConfig, BlockDeviceConfig, DriveFault, HugePageConfig, MicroVmConfig,
-    RateLimiterConfig, StartFault, TokenBucketConfig,
+    RateLimiterConfig, SerialConfig, StartFault, TokenBucketConfig,
 };
 use driftline_machine::config::{
     BackendKind, BalloonConfig, Boot, CpuConfig, DEFAULT_RING_ENTRIES, DeviceConfig, DiskConfig,
@@ -47,6 +47,7 @@ pub(super) fn plan(
     files: &ClientFiles,
 ) -> Result<GuestPlan, ApiFault> {
     refuse_unbuilt(config)?;
+    let serial = serial_sink(&config.serial)?;
     let source = config.boot_source.as_ref().ok_or(StartFault::NoKernel)?;
     let devices = devices(config, files)?;
     let given = source.boot_args.as_deref().unwrap_or(DEFAULT_BOOT_ARGS);
@@ -78,7 +79,7 @@ pub(super) fn plan(
         HugePageConfig::Hugetlbfs2M => Some(HugePages::Hugetlbfs),
     };
     let host = HostConfig {
-        serial: config.serial.serial_out_path.as_deref().map_or(Ok(SerialSink::Stdio), sink)?,
+        serial,
         memory: MemoryOptions { huge_pages, ..MemoryOptions::default() },
         keyboard: true,
         opened: files.for_machine(),
@@ -94,7 +95,6 @@ fn refuse_unbuilt(config: &MicroVmConfig) -> Result<(), ApiFault> {
     let balloon = |has: fn(&BalloonDeviceConfig) -> bool| config.balloon.as_ref().is_some_and(has);
     let unbuilt = [
         (has_template, "a CPU template of PUT /cpu-config"),
-        (config.serial.rate_limiter.is_some(), "rate_limiter of PUT /serial"),
         (balloon(|b| b.stats_polling_interval_s > 0), "stats_polling_interval_s of PUT /balloon"),
         (balloon(|b| b.free_page_hinting), "free_page_hinting of PUT /balloon"),
         (!config.interfaces.is_empty(), "a network interface"),
@@ -184,6 +184,16 @@ fn serial(file: &OpenedFile) -> io::Result<String> {
 }
 
 /// Returns the destination of the serial port's output, which exists afterwards.
+///
+/// # Errors
+/// A part of the configuration cannot be honoured, or the file cannot be created.
+pub(super) fn serial_sink(serial: &SerialConfig) -> Result<SerialSink, ApiFault> {
+    if serial.rate_limiter.is_some() {
+        return Err(ApiFault::NotBuilt("rate_limiter of PUT /serial"));
+    }
+    serial.serial_out_path.as_deref().map_or(Ok(SerialSink::Stdio), sink)
+}
+
 fn sink(path: &Path) -> Result<SerialSink, ApiFault> {
     let failed = |e: io::Error| machine_fault(format!("the serial port's output: {e}"));
     // The sandbox can allow only paths that exist.

@@ -1,4 +1,4 @@
-//! Takes the requests of Firecracker's API, before and after the guest's start.
+//! Takes the requests of Firecracker's API, before and after there is a guest.
 
 use std::collections::VecDeque;
 use std::process::ExitCode;
@@ -23,7 +23,7 @@ pub(super) enum ConfigurationEnd {
     Exit(ExitCode),
     /// The process is to end, for this reason.
     Stopped(String),
-    /// The guest runs.
+    /// There is a guest.
     Started(StartedGuest),
 }
 
@@ -32,8 +32,8 @@ impl ApiRequests {
         Self { vm, events }
     }
 
-    /// Performs what the requests ask for until a guest runs or the process is to end. Callers that
-    /// still wait are dropped with this value, and the server answers them.
+    /// Performs what the requests ask for until there is a guest or the process is to end. Callers
+    /// that still wait are dropped with this value, and the server answers them.
     ///
     /// # Errors
     /// The API has ended.
@@ -56,6 +56,15 @@ impl ApiRequests {
                         let result = starter.start(&config, &files);
                         let result = result.map(|guest| _ = started.insert(guest));
                         next.push_back(MicroVmEvent::Finished(result));
+                    }
+                    MicroVmAction::Perform(Task::Load(snapshot, own)) => {
+                        next.push_back(match starter.load(&snapshot, &own) {
+                            Ok((guest, shown)) => {
+                                started = Some(guest);
+                                MicroVmEvent::Loaded(Box::new(shown))
+                            }
+                            Err(fault) => MicroVmEvent::Finished(Err(fault)),
+                        });
                     }
                     MicroVmAction::Perform(task) => {
                         next.push_back(MicroVmEvent::Finished(perform(&task, &mut files)));
@@ -107,7 +116,7 @@ impl ApiRequests {
     }
 }
 
-/// Performs a task other than the start.
+/// Performs a task that makes no guest.
 fn perform(task: &Task, files: &mut ClientFiles) -> Result<(), ApiFault> {
     match task {
         Task::OpenBootSource(source) => files.open_boot_source(source),

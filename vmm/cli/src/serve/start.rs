@@ -1,4 +1,4 @@
-//! Starts the guest that was configured over Firecracker's API.
+//! Starts the guest that was configured over Firecracker's API, or loads one from a snapshot.
 //!
 //! The sandbox closes in between: once the guest's memory and kernel are loaded, and before the
 //! machine has a device or a thread. A start that fails earlier, for example for its kernel, can be
@@ -12,19 +12,24 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use driftline_control::api::{App, ControlThread};
-use driftline_control::firecracker::{ApiFault, MicroVmConfig, StartFault};
-use driftline_control::jobs::Jobs;
-use driftline_guest::VmId;
-use driftline_machine::config::{SerialSink, disks, guest_span};
+use driftline_control::firecracker::{
+    ApiFault, LoadFault, LoadSnapshotParams, MicroVmConfig, StartFault,
+};
+use driftline_control::jobs::{Jobs, SnapshotBase};
+use driftline_guest::{Clock, VmId};
+use driftline_machine::config::{
+    DeviceConfig, HostConfig, MachineConfig, SerialSink, disks, guest_span,
+};
 use driftline_machine::machine::KvmMachine;
 use driftline_machine::memory::MemoryOptions;
 use driftline_machine::sandbox::{self, SandboxOptions};
 use driftline_machine::vm::SharedVm;
 
+use super::load::{LoadPlan, load_plan};
 use super::opened::ClientFiles;
 use super::plan::{GuestPlan, plan};
 
-/// A guest that runs.
+/// A guest that runs, or that was loaded and is paused.
 pub(super) struct StartedGuest {
     pub(super) vm: SharedVm,
     pub(super) jobs: Arc<Jobs>,
@@ -67,27 +72,84 @@ impl GuestStarter {
         config: &MicroVmConfig,
         files: &ClientFiles,
     ) -> Result<StartedGuest, ApiFault> {
+        let tracked = config.machine.track_dirty_pages;
         let GuestPlan { config, host } = plan(&self.id, config, files)?;
         let _logged = guest_span(self.vm_id, &config.identity).entered();
+        let failed = |e: &dyn ToString| StartFault::Machine(e.to_string());
+        let before_devices = self.close_sandbox(self.restrictions(&config, &host));
+        let vm = KvmMachine::launch_around(self.vm_id, config, &host, before_devices);
+        let vm: SharedVm = vm.map_err(|e| failed(&e))?;
+        let base = SnapshotBase::booted(&vm, tracked).map_err(|e| failed(&e))?;
+        let jobs = Jobs::new(vm.clone(), self.state_dir.clone());
+        jobs.keep_snapshot_base(base);
+        vm.resume().map_err(|e| failed(&e))?;
+        tracing::info!("the guest runs");
+        self.app.provide(jobs.clone());
+        Ok(StartedGuest { vm, jobs, memory: host.memory })
+    }
+
+    /// Loads the guest of a snapshot, and runs it if the client asks for that. `own` is the
+    /// configuration of this process. Returns the guest and its configuration.
+    ///
+    /// # Errors
+    /// A part of the request cannot be honoured; or no guest can be loaded, and the process is to
+    /// end.
+    pub(super) fn load(
+        &self,
+        snapshot: &LoadSnapshotParams,
+        own: &MicroVmConfig,
+    ) -> Result<(StartedGuest, MicroVmConfig), ApiFault> {
+        let loaded = self.try_load(snapshot, own);
+        loaded.inspect_err(|fault| tracing::error!("no guest is loaded: {fault}"))
+    }
+
+    fn try_load(
+        &self,
+        snapshot: &LoadSnapshotParams,
+        own: &MicroVmConfig,
+    ) -> Result<(StartedGuest, MicroVmConfig), ApiFault> {
+        let LoadPlan { config, host, memory, backing, sections, shown } =
+            load_plan(&self.id, snapshot, own)?;
+        let _logged = guest_span(self.vm_id, &config.identity).entered();
+        let failed = |e: &dyn ToString| LoadFault::Machine(e.to_string());
+        let before_devices = self.close_sandbox(self.restrictions(&config, &host));
+        let vm = KvmMachine::load_around(self.vm_id, config, &host, memory, before_devices);
+        let machine = vm.map_err(|e| failed(&e))?;
+        let vm: SharedVm = machine.clone();
+        let base = SnapshotBase::loaded(&vm, snapshot.track_dirty_pages, backing);
+        let base = base.map_err(|e| failed(&e))?;
+        let clock = if snapshot.clock_realtime { Clock::Advance } else { Clock::Continue };
+        machine.restore_clone(&sections, clock).map_err(|e| failed(&e))?;
+        let jobs = Jobs::new(vm.clone(), self.state_dir.clone());
+        jobs.keep_snapshot_base(base);
+        tracing::info!("the guest is loaded");
+        if snapshot.resume_vm {
+            let resumed = vm.acquire().and_then(|()| vm.resume());
+            resumed.map_err(|e| LoadFault::Resume(e.to_string()))?;
+            tracing::info!("the guest runs");
+        }
+        self.app.provide(jobs.clone());
+        Ok((StartedGuest { vm, jobs, memory: host.memory }, shown))
+    }
+
+    /// Returns the restrictions of the process with this guest.
+    fn restrictions(&self, config: &MachineConfig, host: &HostConfig) -> SandboxOptions {
         let mut sandbox = self.sandbox.clone();
         // Making a drive durable opens its file once more.
         for disk in disks(&config.devices) {
             let places = if disk.readonly { &mut sandbox.read } else { &mut sandbox.write };
             places.push(disk.path.clone());
         }
+        for device in &config.devices {
+            if let DeviceConfig::Vsock(vsock) = device {
+                sandbox.sockets.push(vsock.uds.clone());
+            }
+        }
         sandbox.write.push(self.state_dir.clone());
         if let SerialSink::File(path) = &host.serial {
             sandbox.write.push(path.clone());
         }
-        let failed = |e: &dyn ToString| StartFault::Machine(e.to_string());
-        let before_devices = self.close_sandbox(sandbox);
-        let vm = KvmMachine::launch_around(self.vm_id, config, &host, before_devices);
-        let vm: SharedVm = vm.map_err(|e| failed(&e))?;
-        let jobs = Jobs::new(vm.clone(), self.state_dir.clone());
-        vm.resume().map_err(|e| failed(&e))?;
-        tracing::info!("the guest runs");
-        self.app.provide(jobs.clone());
-        Ok(StartedGuest { vm, jobs, memory: host.memory })
+        sandbox
     }
 
     /// Returns what restricts this thread, the control thread and the pool to `options`, once.

@@ -30,6 +30,7 @@ mod refusals;
 mod sandbox;
 mod serve;
 mod serve_guest;
+mod serve_snapshot;
 mod shadow;
 mod stuck;
 mod terminal;

@@ -107,10 +107,10 @@ fn what_is_not_built_is_refused_by_name() {
     let image = tmp.text("disk.img");
     std::fs::write(&image, [0; 512]).unwrap();
     let load = json!({ "snapshot_path": &image,
-        "mem_backend": { "backend_path": &image, "backend_type": "File" } });
+        "mem_backend": { "backend_path": &image, "backend_type": "Uffd" } });
     // First, because the others configure a guest that boots.
     for (path, body, name) in [
-        ("/snapshot/load", load, "PUT /snapshot/load is not built"),
+        ("/snapshot/load", load, "backend_type Uffd of PUT /snapshot/load is not built"),
         (
             "/network-interfaces/a",
             json!({ "iface_id": "a", "host_dev_name": "lo" }),

@@ -160,7 +160,8 @@ fn started_guest_refuses_in_firecrackers_words() {
             "PUT",
             "/snapshot/create",
             r#"{"snapshot_path": "s", "mem_file_path": "m"}"#,
-            &built("PUT /snapshot/create"),
+            "Create snapshot error: Cannot save the microVM state: Operation not allowed: \
+             save/restore unavailable while running",
         ),
     ] {
         assert_eq!(vmm.refusal(method, path, body), text, "{method} {path} {body}");

@@ -90,6 +90,9 @@ pub enum ApiFault {
     /// A drive cannot be configured.
     #[error("Drive config error: {0}")]
     Drive(#[from] DriveFault),
+    /// The snapshot cannot be taken.
+    #[error("Create snapshot error: {0}")]
+    CreateSnapshot(#[from] CreateFault),
     /// The started guest refuses.
     #[error("Internal VMM error: {0}")]
     Guest(String),
@@ -205,6 +208,38 @@ pub enum DriveFault {
     },
 }
 
+/// Why a snapshot is not taken.
+#[derive(Debug, thiserror::Error)]
+pub enum CreateFault {
+    /// The guest runs.
+    #[error(
+        "Cannot save the microVM state: Operation not allowed: save/restore unavailable while \
+         running"
+    )]
+    Running,
+    /// The memory file cannot be written.
+    #[error("Cannot perform {what} on the memory backing file: {cause}")]
+    Memory {
+        /// The operation.
+        what: &'static str,
+        /// The system's error.
+        #[source]
+        cause: io::Error,
+    },
+    /// The state file cannot be written.
+    #[error("Cannot perform {what} on the snapshot backing file: {cause}")]
+    State {
+        /// The operation.
+        what: &'static str,
+        /// The system's error.
+        #[source]
+        cause: io::Error,
+    },
+    /// Anything else. The text says why.
+    #[error("{0}")]
+    Other(String),
+}
+
 /// Why a snapshot is not loaded.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadFault {
@@ -217,6 +252,49 @@ pub enum LoadFault {
          snapshot file: {0}"
     )]
     State(#[source] io::Error),
+    /// Its state is damaged, or not that of a guest of this API. The text says why.
+    #[error(
+        "Failed to restore from snapshot: Failed to get snapshot state from file: Failed to load \
+         snapshot state from file: {0}"
+    )]
+    Damaged(String),
+    /// Another tap is given for an interface that its guest does not have.
+    #[error(
+        "Failed to restore from snapshot: Failed to get snapshot state from file: Unknown Network \
+         Device."
+    )]
+    UnknownInterface,
+    /// Another socket is given for a vsock that its guest does not have.
+    #[error(
+        "Failed to restore from snapshot: Failed to get snapshot state from file: Unknown Vsock \
+         Device."
+    )]
+    UnknownVsock,
+    /// Its memory file cannot be opened.
+    #[error(
+        "Failed to restore from snapshot: Failed to load guest memory: Error creating guest memory \
+         from file: Failed to load guest memory: {0}"
+    )]
+    Memory(#[source] io::Error),
+    /// Its memory file is not its guest's. The text says why.
+    #[error(
+        "Failed to restore from snapshot: Failed to load guest memory: Error creating guest memory \
+         from file: Failed to restore guest memory: {0}"
+    )]
+    OtherMemory(String),
+    /// Its memory is to have pages of the host's pool, which a private mapping of a file cannot.
+    #[error(
+        "Failed to restore from snapshot: Failed to load guest memory: Error creating guest memory \
+         from file: Cannot restore hugetlbfs backed snapshot by mapping the memory file. Please \
+         use uffd."
+    )]
+    HugePages,
+    /// Its machine cannot be built. The text says why.
+    #[error("Failed to restore from snapshot: Failed to build microVM from snapshot: {0}")]
+    Machine(String),
+    /// Its guest does not run. The text says why.
+    #[error("Failed to resume microVM: {0}")]
+    Resume(String),
 }
 
 /// Why a machine cannot be configured.

@@ -1,15 +1,17 @@
 //! Answers of a guest that has been started. Unlike the rest of this module, they depend on the
 //! guest and may wait for it.
 
-use driftline_guest::GuestError;
+use driftline_checkpoint::SnapshotKind;
+use driftline_guest::{GuestError, RunState};
 use driftline_machine::devices::{BalloonControl, KeyboardFull};
 
 use super::answer::Answer;
-use super::fault::{ApiFault, BalloonFault, BalloonUpdateFault};
-use super::model::{BalloonDeviceConfig, BalloonUpdateConfig};
+use super::fault::{ApiFault, BalloonFault, BalloonUpdateFault, CreateFault};
+use super::model::{BalloonDeviceConfig, BalloonUpdateConfig, CreateSnapshotParams, SnapshotType};
 use super::operation::Operation;
+use super::saved::to_section;
 use super::state::{IMITATED_VERSION, MicroVm};
-use crate::jobs::Jobs;
+use crate::jobs::{Jobs, OperatorError, SnapshotFailure, SnapshotOrder};
 use crate::model::GuestState;
 
 impl<C> MicroVm<C> {
@@ -38,6 +40,7 @@ impl<C> MicroVm<C> {
             Operation::Pause => done(jobs.pause()),
             Operation::Resume => done(jobs.resume()),
             Operation::SendCtrlAltDel => press_ctrl_alt_del(jobs),
+            Operation::CreateSnapshot(params) => self.create_snapshot(params, jobs),
             // Without a file of the metrics there is nothing to write.
             Operation::FlushMetrics if !self.has_metrics() => Ok(Answer::Done),
             // No interface reaches the metadata.
@@ -53,12 +56,51 @@ impl<C> MicroVm<C> {
             other => Err(ApiFault::NotBuilt(name_of(other))),
         }
     }
+
+    /// Takes a snapshot, which is durable once this returns.
+    fn create_snapshot(
+        &self,
+        params: &CreateSnapshotParams,
+        jobs: &Jobs,
+    ) -> Result<Answer, ApiFault> {
+        let kind = match params.snapshot_type {
+            SnapshotType::Full => SnapshotKind::Full,
+            SnapshotType::Diff => SnapshotKind::Diff,
+        };
+        let api = to_section(self.config(), jobs.vm().balloon().map(balloon_shown))?;
+        let (state, memory) = (&params.snapshot_path, &params.mem_file_path);
+        match jobs.take_snapshot(SnapshotOrder { kind, state, memory, api }) {
+            Ok(_) => Ok(Answer::Done),
+            Err(e) => Err(create_fault(e).into()),
+        }
+    }
+}
+
+/// Returns Firecracker's words for a snapshot that was not taken.
+fn create_fault(failure: SnapshotFailure) -> CreateFault {
+    match failure {
+        SnapshotFailure::Paused(OperatorError::NotPaused(RunState::Running)) => {
+            CreateFault::Running
+        }
+        SnapshotFailure::File { what, is_memory, cause, .. } => {
+            let what = match what {
+                "opening" | "creating" => "open",
+                "growing" => "set_length",
+                "syncing" => "sync_all",
+                other => other,
+            };
+            match is_memory {
+                true => CreateFault::Memory { what, cause },
+                false => CreateFault::State { what, cause },
+            }
+        }
+        other => CreateFault::Other(other.to_string()),
+    }
 }
 
 /// Returns the name of a request that a started guest does not answer yet.
 fn name_of(operation: &Operation) -> &'static str {
     match operation {
-        Operation::CreateSnapshot(_) => "PUT /snapshot/create",
         Operation::FlushMetrics => "FlushMetrics of PUT /actions",
         Operation::GetBalloonStatistics => "GET /balloon/statistics",
         Operation::PatchBalloonStatistics(_) => "PATCH /balloon/statistics",
@@ -71,7 +113,7 @@ fn name_of(operation: &Operation) -> &'static str {
     }
 }
 
-fn done(result: Result<(), crate::jobs::OperatorError>) -> Result<Answer, ApiFault> {
+fn done(result: Result<(), OperatorError>) -> Result<Answer, ApiFault> {
     result.map(|()| Answer::Done).map_err(|e| ApiFault::Guest(e.to_string()))
 }
 

@@ -1,9 +1,9 @@
 //! Firecracker's API without HTTP: the JSON types, the parser of requests, and the state machine
 //! that decides what each request does.
 //!
-//! `fault` <- `model` <- `operation` <- `parse`; `config` <- `state` <- `guest`. None of these does
-//! I/O: the owner of a [`MicroVm`] performs its actions. Only `guest` asks a guest, once there is
-//! one.
+//! `fault` <- `model` <- `operation` <- `parse`; `config` <- `saved`, `state` <- `guest`. None of
+//! these does I/O: the owner of a [`MicroVm`] performs its actions. Only `guest` asks a guest, once
+//! there is one.
 
 mod answer;
 mod config;
@@ -13,14 +13,17 @@ mod metadata;
 mod model;
 mod operation;
 mod parse;
+mod saved;
 mod state;
 
 pub(crate) use answer::Answer;
 pub use config::MicroVmConfig;
-pub use fault::{ApiFault, BootFault, DriveFault, StartFault};
+pub use fault::{ApiFault, BootFault, DriveFault, LoadFault, StartFault};
 pub use model::{
     BalloonDeviceConfig, BlockDeviceConfig, BootSourceConfig, CacheType, FileEngineType,
-    HugePageConfig, MachineConfiguration, RateLimiterConfig, TokenBucketConfig,
+    HugePageConfig, LoadSnapshotParams, MachineConfiguration, MemBackendConfig, MemBackendType,
+    NetworkOverride, RateLimiterConfig, SerialConfig, SnapshotLoadHugePageConfig,
+    TokenBucketConfig,
 };
 pub(crate) use operation::Operation;
 pub(crate) use parse::{ParsedCall, parse};

@@ -36,6 +36,8 @@ pub enum MicroVmEvent<C> {
     Request(C, Operation),
     /// The task under way has ended.
     Finished(Result<(), ApiFault>),
+    /// The load under way has ended: there is a guest of this configuration.
+    Loaded(Box<MicroVmConfig>),
 }
 
 /// What the owner of a machine is to do.
@@ -68,8 +70,9 @@ pub enum Task {
     OpenMetrics(MetricsConfig),
     /// Build the guest and run it.
     Start(Box<MicroVmConfig>),
-    /// Load the guest from a snapshot.
-    Load(Box<LoadSnapshotParams>),
+    /// Load the guest from a snapshot, in a process of this configuration. Its end, if there is a
+    /// guest, is [`MicroVmEvent::Loaded`].
+    Load(Box<LoadSnapshotParams>, Box<MicroVmConfig>),
 }
 
 impl Task {
@@ -83,7 +86,7 @@ impl Task {
             Self::SetLogger(_) => "PUT /logger",
             Self::OpenMetrics(_) => "PUT /metrics",
             Self::Start(_) => "InstanceStart of PUT /actions",
-            Self::Load(_) => "PUT /snapshot/load",
+            Self::Load(..) => "PUT /snapshot/load",
         }
     }
 }
@@ -171,6 +174,12 @@ impl<C> MicroVm<C> {
                     self.finish(caller, task, result, &mut actions);
                 }
             }
+            MicroVmEvent::Loaded(config) => {
+                if let Some((caller, task)) = self.under_way.take() {
+                    self.config = *config;
+                    self.finish(caller, task, Ok(()), &mut actions);
+                }
+            }
         }
         while self.under_way.is_none()
             && let Some((caller, operation)) = self.waiting.pop_front()
@@ -221,7 +230,10 @@ impl<C> MicroVm<C> {
                 None => Err(StartFault::NoKernel.into()),
             },
             Operation::LoadSnapshot(_) if self.is_boot_path => Err(LoadFault::Configured.into()),
-            Operation::LoadSnapshot(snapshot) => Ok(Outcome::Begun(Task::Load(Box::new(snapshot)))),
+            Operation::LoadSnapshot(snapshot) => {
+                let config = Box::new(self.config.clone());
+                Ok(Outcome::Begun(Task::Load(Box::new(snapshot), config)))
+            }
             operation => self.configure(operation),
         }
     }
@@ -300,7 +312,7 @@ impl<C> MicroVm<C> {
     ) {
         if let Err(fault) = result {
             // A failed load leaves a process in an unknown state, as in Firecracker.
-            let is_fatal = matches!(task, Task::Load(_)) && !fault.is_untried();
+            let is_fatal = matches!(task, Task::Load(..)) && !fault.is_untried();
             to.push(MicroVmAction::Reply(caller, Answer::Fault(fault)));
             if is_fatal {
                 self.stage = MicroVmStage::Ending;
@@ -319,7 +331,7 @@ impl<C> MicroVm<C> {
             Task::BindVsock(vsock) => self.config.vsock = Some(vsock),
             Task::SetLogger(_) => {}
             Task::OpenMetrics(_) => self.has_metrics = true,
-            Task::Start(_) | Task::Load(_) => self.stage = MicroVmStage::Started,
+            Task::Start(_) | Task::Load(..) => self.stage = MicroVmStage::Started,
         }
         to.push(MicroVmAction::Reply(caller, Answer::Done));
     }

@@ -61,6 +61,8 @@ struct HoldState {
     wanted: RunState,
     /// Whether a migration decides the guest's state, so that the operator must not change it.
     migrating: bool,
+    /// Whether a snapshot is being written, during which the operator must not resume the guest.
+    snapshotting: bool,
 }
 
 impl HoldState {
@@ -93,6 +95,12 @@ pub(crate) enum OperatorError {
     /// A migration controls the guest.
     #[error("cannot {0} a guest that is being migrated; cancel the migration first")]
     Migrating(&'static str),
+    /// A snapshot of the guest is being written.
+    #[error("cannot {0} a guest whose snapshot is being written; wait for its end")]
+    Snapshotting(&'static str),
+    /// The operator has not paused the guest.
+    #[error("a snapshot is of a paused guest, and this one is {0}: pause it first")]
+    NotPaused(RunState),
     /// The guest refuses.
     #[error(transparent)]
     Guest(#[from] GuestError),
@@ -105,6 +113,7 @@ impl PauseHolds {
             migration_holds: false,
             wanted: RunState::Paused,
             migrating: false,
+            snapshotting: false,
         };
         Arc::new(Self { vm, state: Mutex::new(state), displayed: Mutex::default() })
     }
@@ -141,6 +150,9 @@ impl PauseHolds {
         if state.migrating {
             return Err(OperatorError::Migrating("resume"));
         }
+        if state.snapshotting {
+            return Err(OperatorError::Snapshotting("resume"));
+        }
         if state.holders == 0 {
             match self.vm.run_state() {
                 RunState::Running => return Ok(()),
@@ -152,6 +164,24 @@ impl PauseHolds {
         }
         state.wanted = RunState::Running;
         Ok(())
+    }
+
+    /// Keeps the operator's pause until the result is dropped: the operator is not to resume the
+    /// guest meanwhile.
+    pub(super) fn keep_paused(&self) -> Result<KeptPause<'_>, OperatorError> {
+        let mut state = self.lock();
+        if state.migrating {
+            return Err(OperatorError::Migrating("take a snapshot of"));
+        }
+        if state.snapshotting {
+            return Err(OperatorError::Snapshotting("take a snapshot of"));
+        }
+        let wanted = if state.holders > 0 { state.wanted } else { self.vm.run_state() };
+        if wanted != RunState::Paused {
+            return Err(OperatorError::NotPaused(wanted));
+        }
+        state.snapshotting = true;
+        Ok(KeptPause(self))
     }
 
     /// Marks the start of a migration.
@@ -222,6 +252,15 @@ impl PauseHolds {
         // resume.
         state.holders = 0;
         self.vm.resume().inspect_err(|_| state.wanted = RunState::Paused)
+    }
+}
+
+/// The operator's pause, which lasts at least until this is dropped.
+pub(super) struct KeptPause<'h>(&'h PauseHolds);
+
+impl Drop for KeptPause<'_> {
+    fn drop(&mut self) {
+        self.0.lock().snapshotting = false;
     }
 }
 
@@ -335,6 +374,26 @@ mod tests {
         vm.stop("the test is over");
         holds.operator_resume().unwrap_err();
         holds.operator_pause().unwrap_err();
+    }
+
+    #[test]
+    fn kept_pause_is_not_resumed() {
+        let (vm, holds) = running();
+        let refused = |holds: &PauseHolds| holds.keep_paused().err().unwrap().to_string();
+        assert!(refused(&holds).contains("this one is running"));
+        let checkpoint = holds.guest_for(JobRole::Checkpoint);
+        checkpoint.pause().unwrap();
+        assert!(refused(&holds).contains("this one is running"), "only a job holds it");
+        holds.operator_pause().unwrap();
+        let kept = holds.keep_paused().unwrap();
+        assert!(refused(&holds).contains("whose snapshot is being written"));
+        checkpoint.resume().unwrap();
+        let e = holds.operator_resume().unwrap_err().to_string();
+        assert!(e.starts_with("cannot resume a guest whose snapshot is being written"), "{e}");
+        assert_eq!(vm.run_state(), Paused);
+        drop(kept);
+        holds.operator_resume().unwrap();
+        assert_eq!(vm.run_state(), Running);
     }
 
     #[test]

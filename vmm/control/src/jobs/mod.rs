@@ -11,6 +11,7 @@ mod holds;
 mod migration;
 mod sampling;
 mod shadow;
+mod snapshots;
 mod totals;
 mod watches;
 
@@ -19,6 +20,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use driftline_checkpoint::SnapshotReport;
 use driftline_guest::RunState;
 use driftline_machine::config::guest_span;
 use driftline_machine::vm::SharedVm;
@@ -38,6 +40,8 @@ use migration::MigrationJob;
 pub use sampling::{WindowSummary, WriteProfile};
 use shadow::Shadow;
 pub use shadow::{ShadowError, ShadowMode, ShadowReport};
+pub use snapshots::SnapshotBase;
+pub(crate) use snapshots::{SnapshotFailure, SnapshotOrder};
 use totals::CheckpointTotals;
 pub(crate) use totals::{CheckpointFigures, MigrationCounts, MigrationFigures};
 use watches::DirtyWatches;
@@ -71,6 +75,8 @@ pub struct Jobs {
     responder: Mutex<Option<Responder>>,
     /// Checks whether tracking misses frames.
     shadow: Mutex<Option<Shadow>>,
+    /// What snapshots build on. Held while one is taken.
+    snapshots: Mutex<SnapshotBase>,
 }
 
 impl Jobs {
@@ -92,6 +98,7 @@ impl Jobs {
             earlier_migrations: Mutex::default(),
             responder: Mutex::default(),
             shadow: Mutex::default(),
+            snapshots: Mutex::default(),
         })
     }
 
@@ -144,6 +151,23 @@ impl Jobs {
     /// As for [`pause`](Self::pause).
     pub(crate) fn resume(&self) -> Result<(), OperatorError> {
         self.holds.operator_resume()
+    }
+
+    /// Keeps what snapshots of the guest build on. The caller makes it before the guest runs.
+    pub fn keep_snapshot_base(&self, base: SnapshotBase) {
+        *self.snapshots.lock() = base;
+    }
+
+    /// Takes a snapshot of the guest, which its operator has paused. The guest stays paused, and on
+    /// return the snapshot is durable. Takes as long as it takes to write the memory.
+    ///
+    /// # Errors
+    /// A [`SnapshotFailure`] if the guest is not paused, or a file cannot be written.
+    pub(crate) fn take_snapshot(
+        &self,
+        order: SnapshotOrder<'_>,
+    ) -> Result<SnapshotReport, SnapshotFailure> {
+        snapshots::take(&*self.vm, &self.holds, &mut self.snapshots.lock(), order)
     }
 
     /// Starts to verify the guest's tracking by a second method, until

@@ -336,7 +336,9 @@ impl Drop for Vmm<'_> {
     }
 }
 
-fn last_reports(serial: &Path) -> Vec<PayloadReport> {
+/// Returns the last report of each vCPU in a serial log, and checks that the guest complains of
+/// nothing.
+pub fn last_reports(serial: &Path) -> Vec<PayloadReport> {
     let log = std::fs::read_to_string(serial).unwrap_or_default();
     let mut last: Vec<PayloadReport> = Vec::new();
     for line in log.split_inclusive('\n').filter(|l| l.ends_with('\n')) {

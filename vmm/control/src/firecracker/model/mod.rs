@@ -33,5 +33,6 @@ pub use refused::{
 };
 pub use snapshot::{
     CreateSnapshotParams, LoadSnapshotConfig, LoadSnapshotParams, MemBackendConfig, MemBackendType,
+    NetworkOverride, SnapshotLoadHugePageConfig, SnapshotType,
 };
 pub use vm::{ActionBody, ActionType, TargetState, VmStateChange, VmmConfig};

@@ -30,7 +30,7 @@ fn operations_on_a_guest_need_a_guest() {
     }
     // None of them configures a guest that boots.
     let loading = vm.request("PUT", "/snapshot/load", LOAD);
-    assert!(matches!(loading[..], [MicroVmAction::Perform(Task::Load(_))]));
+    assert!(matches!(loading[..], [MicroVmAction::Perform(Task::Load(..))]));
 }
 
 #[test]
@@ -172,6 +172,25 @@ fn failed_load_ends_the_process() {
     let text = "Load snapshot error: Failed to restore from snapshot: Failed to get snapshot state \
                 from file: Failed to open snapshot file: No such file or directory (os error 2)";
     assert_eq!(fault.to_string(), text);
+}
+
+#[test]
+fn loaded_guest_shows_its_own_configuration() {
+    let mut vm = TestMachine::new();
+    let actions = vm.request("PUT", "/snapshot/load", LOAD);
+    let [MicroVmAction::Perform(Task::Load(_, config))] = &actions[..] else {
+        panic!("{actions:?}");
+    };
+    let mut config = config.clone();
+    config.machine.mem_size_mib = 8;
+    let actions = vm.vm.step(MicroVmEvent::Loaded(config.clone()));
+    assert!(matches!(actions[..], [MicroVmAction::Reply(1, Answer::Done)]), "{actions:?}");
+    assert_eq!((vm.vm.config(), vm.vm.stage), (&*config, MicroVmStage::Started));
+    // A second one, with no task under way, changes nothing.
+    config.machine.mem_size_mib = 16;
+    assert!(vm.vm.step(MicroVmEvent::Loaded(config)).is_empty());
+    assert_eq!(vm.vm.config().machine.mem_size_mib, 8);
+    assert_eq!(vm.refusal("PUT", "/snapshot/load", LOAD), AFTER);
 }
 
 #[test]

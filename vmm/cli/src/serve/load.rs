@@ -1,0 +1,213 @@
+//! Turns a snapshot's files into a machine to load. All that they say is checked, here or where the
+//! machine is built: they may come from anywhere.
+
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+use driftline_checkpoint::{OpenSnapshot, SnapshotError, open_snapshot};
+use driftline_control::firecracker::{
+    ApiFault, BlockDeviceConfig, HugePageConfig, LoadFault, LoadSnapshotParams, MemBackendType,
+    MicroVmConfig, SnapshotLoadHugePageConfig,
+};
+use driftline_guest::{Section, SectionTag};
+use driftline_machine::config::{
+    DeviceConfig, HostConfig, Identity, MachineConfig, NetLimits, NetSpec, VsockSpec, disks,
+};
+use driftline_machine::memory::{PrivateFile, layout};
+use driftline_store::{SnapshotState, StoreError};
+
+use super::opened::ClientFiles;
+use super::plan::serial_sink;
+
+/// What a guest is loaded from.
+#[derive(Debug)]
+pub(super) struct LoadPlan {
+    pub(super) config: MachineConfig,
+    pub(super) host: HostConfig,
+    pub(super) memory: PrivateFile,
+    /// Identity of the memory file: device and inode.
+    pub(super) backing: (u64, u64),
+    /// State of the machine.
+    pub(super) sections: Vec<Section>,
+    /// The configuration that the API shows for the guest.
+    pub(super) shown: MicroVmConfig,
+}
+
+/// Opens the snapshot that `params` name, for a process of the configuration `own`. `id` is the
+/// instance's.
+///
+/// # Errors
+/// A part of the request cannot be honoured; or a file cannot be used, which ends the process.
+pub(super) fn load_plan(
+    id: &str,
+    params: &LoadSnapshotParams,
+    own: &MicroVmConfig,
+) -> Result<LoadPlan, ApiFault> {
+    refuse_unbuilt(params)?;
+    let serial = serial_sink(&own.serial)?;
+    let memory = &params.mem_backend.backend_path;
+    let opened = open_snapshot(&params.snapshot_path, memory);
+    let OpenSnapshot { mut state, memory, .. } = opened.map_err(|e| open_fault(e, memory))?;
+    let mut config = MachineConfig::decode(&state.config).map_err(damaged)?;
+    if layout(config.mem_bytes).ok().as_ref() != Some(&state.layout) {
+        return Err(damaged("its layout is not that of its machine's memory").into());
+    }
+    let mut shown = own.clone();
+    shown.load(&take_api_section(&mut state)?).map_err(damaged)?;
+    check_shown(&shown, &config)?;
+    let (nets, vsock) = replace_channels(params, &mut shown)?;
+    shown.machine.track_dirty_pages = params.track_dirty_pages;
+    shown.machine.huge_pages = huge_pages(params.huge_pages, shown.machine.huge_pages)?;
+    let files = open_drives(&shown, &config)?;
+    config.identity = Identity::booted(id.parse().ok());
+    let opened = files.for_machine();
+    let host = HostConfig {
+        serial,
+        nets,
+        vsock,
+        opened,
+        // Clones run on copies, and the client decides which files they are.
+        disks_are_copies: true,
+        ..HostConfig::default()
+    };
+    let config = config.on_host(&host).map_err(machine_fault)?;
+    let of = memory.metadata().map_err(LoadFault::Memory)?;
+    let backing = (of.dev(), of.ino());
+    let sections = state.sections;
+    Ok(LoadPlan { config, host, memory: memory.into(), backing, sections, shown })
+}
+
+/// Refuses what is not built yet. The process continues.
+fn refuse_unbuilt(params: &LoadSnapshotParams) -> Result<(), ApiFault> {
+    match params.mem_backend.backend_type {
+        MemBackendType::File => Ok(()),
+        MemBackendType::Uffd => Err(ApiFault::NotBuilt("backend_type Uffd of PUT /snapshot/load")),
+    }
+}
+
+/// Returns Firecracker's words for a snapshot that cannot be opened. `memory` is its memory file.
+fn open_fault(e: SnapshotError, memory: &Path) -> LoadFault {
+    match e {
+        SnapshotError::File(StoreError::Io { path, cause, .. }) if path == memory => {
+            LoadFault::Memory(cause)
+        }
+        SnapshotError::File(StoreError::Io { cause, .. }) => LoadFault::State(cause),
+        SnapshotError::MemoryLength { .. } => LoadFault::OtherMemory(e.to_string()),
+        _ => damaged(e),
+    }
+}
+
+/// Takes the configuration of the API out of a snapshot's state.
+fn take_api_section(state: &mut SnapshotState) -> Result<Section, LoadFault> {
+    let is_api = |section: &Section| section.tag == SectionTag::API;
+    let (api, own) = std::mem::take(&mut state.sections).into_iter().partition(is_api);
+    state.sections = own;
+    let api: Vec<Section> = api;
+    <[Section; 1]>::try_from(api).map(|[api]| api).map_err(|found| {
+        damaged(format_args!("it has {} configurations of the API instead of one", found.len()))
+    })
+}
+
+/// Checks that the API would show the machine that there is.
+fn check_shown(shown: &MicroVmConfig, config: &MachineConfig) -> Result<(), LoadFault> {
+    let machine = &shown.machine;
+    let mut named = Vec::new();
+    for device in &config.devices {
+        named.push(match device {
+            DeviceConfig::Disk(disk) => ("drive", disk.id.as_str()),
+            DeviceConfig::Net(net) => ("interface", net.id.as_str()),
+            DeviceConfig::Vsock(_) => ("vsock", ""),
+            DeviceConfig::Balloon(_) => ("balloon", ""),
+            DeviceConfig::Rng(_) => ("entropy", ""),
+        });
+    }
+    let drives = shown.drives.iter().map(|drive| ("drive", drive.drive_id.as_str()));
+    let nets = shown.interfaces.iter().map(|net| ("interface", net.iface_id.as_str()));
+    let single = [
+        (shown.vsock.is_some(), "vsock"),
+        (shown.balloon.is_some(), "balloon"),
+        (shown.entropy.is_some(), "entropy"),
+    ];
+    let single = single.into_iter().filter(|(is_there, _)| *is_there).map(|(_, name)| (name, ""));
+    let mut expected: Vec<_> = drives.chain(nets).chain(single).collect();
+    named.sort_unstable();
+    expected.sort_unstable();
+    let mem_bytes = (machine.mem_size_mib as u64).checked_mul(1 << 20);
+    let fits = mem_bytes == Some(config.mem_bytes) && machine.vcpu_count == config.vcpus;
+    match fits && named == expected {
+        true => Ok(()),
+        false => Err(damaged("the configuration of the API is not that of the machine")),
+    }
+}
+
+/// Gives the guest the taps and the socket that the client names. Returns them as a machine takes
+/// them.
+fn replace_channels(
+    params: &LoadSnapshotParams,
+    shown: &mut MicroVmConfig,
+) -> Result<(Vec<NetSpec>, Option<VsockSpec>), LoadFault> {
+    let mut nets = Vec::new();
+    for with in &params.network_overrides {
+        let net = shown.interfaces.iter_mut().find(|net| net.iface_id == with.iface_id);
+        net.ok_or(LoadFault::UnknownInterface)?.host_dev_name.clone_from(&with.host_dev_name);
+        // As in Firecracker, the last one counts.
+        nets.retain(|spec: &NetSpec| spec.id.as_deref() != Some(&with.iface_id));
+        nets.push(NetSpec {
+            tap: with.host_dev_name.clone(),
+            mac: None,
+            id: Some(with.iface_id.clone()),
+            queues: None,
+            limits: NetLimits::default(),
+        });
+    }
+    let Some(with) = &params.vsock_override else { return Ok((nets, None)) };
+    let vsock = shown.vsock.as_mut().ok_or(LoadFault::UnknownVsock)?;
+    vsock.uds_path.clone_from(&with.uds_path);
+    let uds = std::path::absolute(&with.uds_path).map_err(machine_fault)?;
+    Ok((nets, Some(VsockSpec { cid: None, uds })))
+}
+
+/// Returns the pages that back a loaded guest's memory.
+fn huge_pages(
+    wanted: SnapshotLoadHugePageConfig,
+    saved: HugePageConfig,
+) -> Result<HugePageConfig, LoadFault> {
+    let pages = match wanted {
+        SnapshotLoadHugePageConfig::Snapshot => saved,
+        SnapshotLoadHugePageConfig::None => HugePageConfig::None,
+        SnapshotLoadHugePageConfig::Transparent => HugePageConfig::Transparent,
+        SnapshotLoadHugePageConfig::Hugetlbfs2M => HugePageConfig::Hugetlbfs2M,
+    };
+    match pages {
+        HugePageConfig::Hugetlbfs2M => Err(LoadFault::HugePages),
+        other => Ok(other),
+    }
+}
+
+/// Opens the drives' files where the snapshot says that they are.
+fn open_drives(shown: &MicroVmConfig, config: &MachineConfig) -> Result<ClientFiles, LoadFault> {
+    let mut files = ClientFiles::default();
+    for disk in disks(&config.devices) {
+        let drive = shown.drives.iter().find(|drive| drive.drive_id == disk.id);
+        let drive = drive.ok_or_else(|| damaged("a drive has no configuration"))?;
+        let path = disk.path.to_str().ok_or_else(|| damaged("a drive's path is not UTF-8"))?;
+        let drive = BlockDeviceConfig {
+            path_on_host: Some(path.to_owned()),
+            is_read_only: Some(disk.readonly),
+            ..drive.clone()
+        };
+        files.open_drive(&drive).map_err(machine_fault)?;
+    }
+    Ok(files)
+}
+
+fn damaged(e: impl ToString) -> LoadFault {
+    LoadFault::Damaged(e.to_string())
+}
+
+fn machine_fault(e: impl ToString) -> LoadFault {
+    LoadFault::Machine(e.to_string())
+}
+
+#[cfg(test)]
+mod tests;

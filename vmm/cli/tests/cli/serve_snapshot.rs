@@ -1,0 +1,406 @@
+//! `driftline serve` with snapshots: the guest is the payload, which checks its memory.
+
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::time::{Duration, Instant};
+
+use driftline_images::{PAYLOAD_ELF, PayloadReport, PayloadSpec};
+use driftline_machine::testing::kvm_or_skip;
+use rustix::fs::{SeekFrom, seek};
+use serde_json::{Value, json};
+
+use crate::common::serving::ServeProcess;
+use crate::common::{TestDir, driftline, last_reports, side_by_side, succeed, wait_for};
+
+const START: &str = r#"{"action_type": "InstanceStart"}"#;
+const PAUSE: &str = r#"{"state": "Paused"}"#;
+const RESUME: &str = r#"{"state": "Resumed"}"#;
+const NOT_RESTORED: &str = "Load snapshot error: Failed to restore from snapshot: ";
+const MIB: u64 = 1 << 20;
+
+/// A process with a socket and a serial log of its own.
+struct Instance<'t> {
+    vmm: ServeProcess,
+    tmp: &'t TestDir,
+    name: &'static str,
+}
+
+impl<'t> Instance<'t> {
+    fn new(tmp: &'t TestDir, name: &'static str) -> Self {
+        let socket = tmp.text(&format!("{name}.sock"));
+        let command = driftline(&["serve", "--api-sock", &socket, "--id", name]);
+        let vmm = ServeProcess::spawn(command, socket);
+        let serial = json!({ "serial_out_path": tmp.path(&format!("{name}.serial")) });
+        vmm.done("PUT", "/serial", &serial.to_string());
+        Self { vmm, tmp, name }
+    }
+
+    /// Boots the payload with two vCPUs and 32 MiB.
+    fn boot(tmp: &'t TestDir, tracked: bool) -> Self {
+        let guest = Self::new(tmp, "first");
+        fs::write(tmp.path("kernel"), PAYLOAD_ELF).unwrap();
+        let spec: PayloadSpec = "payload,ws=2M,rate=40M,pattern=seq,report=100".parse().unwrap();
+        let source =
+            json!({ "kernel_image_path": tmp.path("kernel"), "boot_args": spec.cmdline(2) });
+        guest.vmm.done("PUT", "/boot-source", &source.to_string());
+        let machine = json!({ "vcpu_count": 2, "mem_size_mib": 32, "track_dirty_pages": tracked });
+        guest.vmm.done("PUT", "/machine-config", &machine.to_string());
+        guest
+    }
+
+    fn start(self) -> Self {
+        self.vmm.done("PUT", "/actions", START);
+        self.progress();
+        self
+    }
+
+    /// Loads a snapshot.
+    fn load(tmp: &'t TestDir, name: &'static str, files: (&str, &str), more: Value) -> Self {
+        let guest = Self::new(tmp, name);
+        guest.vmm.done("PUT", "/snapshot/load", &load_body(tmp, files, more));
+        guest
+    }
+
+    /// Sends a load that fails and ends the process. Returns the text.
+    fn failed_load(tmp: &'t TestDir, name: &'static str, body: &str) -> String {
+        let mut guest = Self::new(tmp, name);
+        let text = guest.vmm.refusal("PUT", "/snapshot/load", body);
+        let (code, stderr) = guest.vmm.wait();
+        assert_eq!(code, Some(1), "{stderr}");
+        assert!(stderr.contains(&format!("no guest is loaded: {text}")), "{stderr}");
+        text
+    }
+
+    fn reports(&self) -> Vec<PayloadReport> {
+        last_reports(&self.tmp.path(&format!("{}.serial", self.name)))
+    }
+
+    /// Waits until both vCPUs have gone through all their pages twice more, by their log, and so
+    /// have checked each.
+    fn progress(&self) -> Vec<PayloadReport> {
+        let begin = wait_for("both vCPUs", || Some(self.reports()).filter(|now| now.len() == 2));
+        let twice = |now: &[PayloadReport]| {
+            now.iter().zip(&begin).all(|(now, begin)| now.passes >= begin.passes + 2)
+        };
+        let now = wait_for("the guest's reports", || Some(self.reports()).filter(|now| twice(now)));
+        assert!(now.iter().all(|report| report.errors == 0), "{now:?}");
+        now
+    }
+
+    fn pause(&self) {
+        self.vmm.done("PATCH", "/vm", PAUSE);
+    }
+
+    fn resume(&self) -> Vec<PayloadReport> {
+        self.vmm.done("PATCH", "/vm", RESUME);
+        self.progress()
+    }
+
+    fn create(&self, kind: &str, files: (&str, &str)) {
+        self.vmm.done("PUT", "/snapshot/create", &create_body(self.tmp, kind, files));
+    }
+}
+
+fn create_body(tmp: &TestDir, kind: &str, (state, memory): (&str, &str)) -> String {
+    json!({ "snapshot_type": kind, "snapshot_path": tmp.path(state),
+        "mem_file_path": tmp.path(memory) })
+    .to_string()
+}
+
+fn load_body(tmp: &TestDir, (state, memory): (&str, &str), more: Value) -> String {
+    let mut body = json!({ "snapshot_path": tmp.path(state),
+        "mem_backend": { "backend_path": tmp.path(memory), "backend_type": "File" } });
+    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    body.to_string()
+}
+
+/// Returns a directory with a full snapshot, "state" and "memory".
+fn snapshot() -> TestDir {
+    let tmp = TestDir::new();
+    let guest = Instance::boot(&tmp, false).start();
+    guest.pause();
+    guest.create("Full", ("state", "memory"));
+    drop(guest);
+    tmp
+}
+
+/// Copies all data of `diff` over `base`, as Firecracker's editor of snapshots does.
+fn rebase(base: &File, diff: &File) -> u64 {
+    let (mut at, mut copied) = (0, 0);
+    while let Ok(start) = seek(diff, SeekFrom::Data(at)) {
+        at = seek(diff, SeekFrom::Hole(start)).unwrap();
+        let mut data = vec![0; (at - start) as usize];
+        diff.read_exact_at(&mut data, start).unwrap();
+        base.write_all_at(&data, start).unwrap();
+        copied += at - start;
+    }
+    copied
+}
+
+#[test]
+fn loaded_guest_continues_where_it_was_paused() {
+    if !kvm_or_skip("loaded_guest_continues_where_it_was_paused") {
+        return;
+    }
+    let tmp = TestDir::new();
+    let first = Instance::boot(&tmp, false);
+    File::create(tmp.path("disk")).unwrap().set_len(MIB).unwrap();
+    let drive = json!({ "drive_id": "data", "is_root_device": false, "cache_type": "Writeback",
+        "io_engine": "Sync", "path_on_host": tmp.path("disk"),
+        "rate_limiter": { "ops": { "size": 100, "refill_time": 10 } } });
+    first.vmm.done("PUT", "/drives/data", &drive.to_string());
+    first.vmm.done("PUT", "/balloon", r#"{"amount_mib": 1, "deflate_on_oom": true}"#);
+    first.vmm.done("PUT", "/entropy", "{}");
+    let first = first.start();
+    first.vmm.done("PATCH", "/balloon", r#"{"amount_mib": 2}"#);
+    first.pause();
+    let before = first.reports();
+    first.create("Full", ("state", "memory"));
+    assert_eq!(first.vmm.get("/")["state"], "Paused");
+    assert_eq!(fs::metadata(tmp.path("memory")).unwrap().len(), 32 * MIB);
+    let shown = first.vmm.get("/vm/config");
+    drop(first);
+
+    let second = Instance::load(&tmp, "second", ("state", "memory"), json!({}));
+    let instance = second.vmm.get("/");
+    assert_eq!((&instance["id"], &instance["state"]), (&json!("second"), &json!("Paused")));
+    assert_eq!(second.vmm.get("/vm/config"), shown);
+    assert_eq!(second.reports(), [], "it has not run");
+    let after = second.resume();
+    let is_later = |(now, then): (&PayloadReport, &PayloadReport)| now.passes > then.passes;
+    assert!(after.iter().zip(&before).all(is_later), "{after:?} {before:?}");
+    assert_eq!(second.vmm.get("/")["state"], "Running");
+    let again = load_body(&tmp, ("state", "memory"), json!({}));
+    let text = "The requested operation is not supported after starting the microVM.";
+    assert_eq!(second.vmm.refusal("PUT", "/snapshot/load", &again), text);
+    // Driftline's own requests reach the loaded guest, too.
+    succeed(&["stop", "--wait", "--api-sock", &second.vmm.socket]);
+}
+
+#[test]
+fn clones_of_one_snapshot_run_side_by_side() {
+    if !kvm_or_skip("clones_of_one_snapshot_run_side_by_side") {
+        return;
+    }
+    let tmp = snapshot();
+    let content = || (fs::read(tmp.path("state")).unwrap(), fs::read(tmp.path("memory")).unwrap());
+    let before = content();
+    let resumed = json!({ "resume_vm": true });
+    let load = |name| Instance::load(&tmp, name, ("state", "memory"), resumed.clone());
+    // All are there before the first has done much.
+    let clones = ["one", "two", "three"].map(load);
+    for clone in &clones {
+        assert_eq!(clone.vmm.get("/")["state"], "Running");
+        clone.progress();
+    }
+    clones.iter().for_each(|clone| _ = clone.progress());
+    assert!(content() == before, "no clone writes to the snapshot");
+}
+
+#[test]
+fn diffs_merge_into_the_guest_as_it_is() {
+    if !kvm_or_skip("diffs_merge_into_the_guest_as_it_is") {
+        return;
+    }
+    let tmp = TestDir::new();
+    let guest = Instance::boot(&tmp, true).start();
+    guest.pause();
+    guest.create("Full", ("state-1", "memory"));
+    guest.resume();
+    guest.pause();
+    // In place.
+    guest.create("Diff", ("state-2", "memory"));
+    fs::copy(tmp.path("memory"), tmp.path("rebased")).unwrap();
+    let base = File::options().write(true).open(tmp.path("rebased")).unwrap();
+    // Into files of their own, which have no more than the guest has written. The log that shows
+    // its progress may lag behind, so the first of them may be small.
+    wait_for("a diff with all pages of the working set", || {
+        guest.resume();
+        guest.pause();
+        guest.create("Diff", ("state-3", "diff"));
+        let diff = File::open(tmp.path("diff")).unwrap();
+        assert_eq!(diff.metadata().unwrap().len(), 32 * MIB);
+        fs::remove_file(tmp.path("diff")).unwrap();
+        let written = rebase(&base, &diff);
+        assert!(written < 4 * MIB, "{written} bytes of a working set of 2 MiB");
+        (written >= 2 * MIB).then_some(())
+    });
+    drop(guest);
+    Instance::load(&tmp, "second", ("state-2", "memory"), json!({})).resume();
+    Instance::load(&tmp, "third", ("state-3", "rebased"), json!({})).resume();
+}
+
+#[test]
+fn first_diff_of_a_booted_guest_is_complete() {
+    if !kvm_or_skip("first_diff_of_a_booted_guest_is_complete") {
+        return;
+    }
+    // Without tracking, every Diff has all memory.
+    side_by_side([true, false], |tracked| {
+        let tmp = TestDir::new();
+        let guest = Instance::boot(&tmp, tracked).start();
+        guest.pause();
+        guest.create("Diff", ("state", "memory"));
+        guest.resume();
+        guest.pause();
+        if !tracked {
+            guest.create("Diff", ("state", "memory"));
+        }
+        drop(guest);
+        Instance::load(&tmp, "second", ("state", "memory"), json!({})).resume();
+    });
+}
+
+#[test]
+fn snapshot_over_its_own_memory_file_spares_clones() {
+    if !kvm_or_skip("snapshot_over_its_own_memory_file_spares_clones") {
+        return;
+    }
+    let tmp = snapshot();
+    let tracked = json!({ "track_dirty_pages": true, "resume_vm": true });
+    let one = Instance::load(&tmp, "one", ("state", "memory"), tracked);
+    let two = Instance::load(&tmp, "two", ("state", "memory"), json!({}));
+    assert_eq!(one.vmm.get("/machine-config")["track_dirty_pages"], true);
+    for kind in ["Diff", "Full", "Diff"] {
+        one.progress();
+        one.pause();
+        one.create(kind, ("state", "memory"));
+        one.vmm.done("PATCH", "/vm", RESUME);
+    }
+    one.progress();
+    two.resume();
+    Instance::load(&tmp, "three", ("state", "memory"), json!({})).resume();
+}
+
+#[test]
+fn damaged_state_is_refused_and_ends_the_process() {
+    if !kvm_or_skip("damaged_state_is_refused_and_ends_the_process") {
+        return;
+    }
+    let tmp = snapshot();
+    let sound = fs::read(tmp.path("state")).unwrap();
+    let refused = |state: &[u8]| {
+        fs::write(tmp.path("bad"), state).unwrap();
+        let body = load_body(&tmp, ("bad", "memory"), json!({ "resume_vm": true }));
+        let text = Instance::failed_load(&tmp, "second", &body);
+        let begin = format!(
+            "{NOT_RESTORED}Failed to get snapshot state from file: Failed to load snapshot state \
+             from file: "
+        );
+        assert!(text.starts_with(&begin), "{text}");
+        assert!(text.contains(tmp.path("bad").to_str().unwrap()), "{text}");
+    };
+    // Unit tests flip each bit of a small state.
+    let step = sound.len() / 16;
+    for at in (0..16).map(|i| i * step + i).chain([sound.len() - 1]) {
+        let mut bent = sound.clone();
+        bent[at] ^= 1 << (at % 8);
+        refused(&bent);
+    }
+    refused(&sound[..sound.len() - 1]);
+    refused(&[]);
+    refused(&[&sound[..], b"x"].concat());
+}
+
+#[test]
+fn missing_or_foreign_files_end_the_process() {
+    if !kvm_or_skip("missing_or_foreign_files_end_the_process") {
+        return;
+    }
+    let tmp = snapshot();
+    let refused = |files, more: Value, text: &str| {
+        let body = load_body(&tmp, files, more);
+        let refusal = Instance::failed_load(&tmp, "second", &body);
+        assert!(refusal.starts_with(&format!("{NOT_RESTORED}{text}")), "{refusal}");
+    };
+    let not_found = "No such file or directory (os error 2)";
+    let state = "Failed to get snapshot state from file: ";
+    let opening = format!("{state}Failed to open snapshot file: {not_found}");
+    refused(("none", "memory"), json!({}), &opening);
+    let memory = "Failed to load guest memory: Error creating guest memory from file: ";
+    let opening = format!("{memory}Failed to load guest memory: {not_found}");
+    refused(("state", "none"), json!({}), &opening);
+    for (name, bytes) in [("short", 32 * MIB - 1), ("long", 32 * MIB + 4096), ("empty", 0)] {
+        fs::copy(tmp.path("memory"), tmp.path(name)).unwrap();
+        File::options().write(true).open(tmp.path(name)).unwrap().set_len(bytes).unwrap();
+        let text = format!(
+            "{memory}Failed to restore guest memory: {} has {bytes} bytes",
+            tmp.path(name).display()
+        );
+        refused(("state", name), json!({}), &text);
+    }
+    let nets = json!({ "network_overrides": [{ "iface_id": "eth0", "host_dev_name": "tap0" }] });
+    refused(("state", "memory"), nets, &format!("{state}Unknown Network Device."));
+    let vsock = json!({ "vsock_override": { "uds_path": "v.sock" } });
+    refused(("state", "memory"), vsock, &format!("{state}Unknown Vsock Device."));
+    let pool = format!("{memory}Cannot restore hugetlbfs backed snapshot");
+    refused(("state", "memory"), json!({ "huge_pages": "2M" }), &pool);
+}
+
+#[test]
+fn load_that_is_not_built_ends_nothing() {
+    if !kvm_or_skip("load_that_is_not_built_ends_nothing") {
+        return;
+    }
+    let tmp = snapshot();
+    let second = Instance::new(&tmp, "second");
+    let uffd = json!({ "mem_backend": { "backend_path": "u", "backend_type": "Uffd" } });
+    let body = load_body(&tmp, ("state", "memory"), uffd);
+    let text = "The requested operation is not supported: backend_type Uffd of PUT /snapshot/load \
+                is not built into Driftline yet.";
+    assert_eq!(second.vmm.refusal("PUT", "/snapshot/load", &body), text);
+    let old = json!({ "snapshot_path": tmp.path("state"), "mem_file_path": tmp.path("memory") });
+    let (status, head, _) = second.vmm.answer("PUT", "/snapshot/load", &old.to_string());
+    assert_eq!(status, 204);
+    assert!(head.contains("\r\ndeprecation: true"), "{head}");
+    second.resume();
+}
+
+#[test]
+fn clock_advances_by_the_time_since_the_snapshot() {
+    if !kvm_or_skip("clock_advances_by_the_time_since_the_snapshot") {
+        return;
+    }
+    let tmp = snapshot();
+    let before = last_reports(&tmp.path("first.serial"));
+    let since = Instant::now();
+    std::thread::sleep(Duration::from_secs(2));
+    let advanced = json!({ "clock_realtime": true, "resume_vm": true });
+    let away = since.elapsed().as_millis() as u64;
+    let after = Instance::load(&tmp, "second", ("state", "memory"), advanced).progress();
+    for (now, then) in after.iter().zip(&before) {
+        assert!(now.t_ms >= then.t_ms + away, "{now:?} {then:?} {away}");
+    }
+}
+
+#[test]
+fn failed_snapshot_leaves_the_guest_paused() {
+    if !kvm_or_skip("failed_snapshot_leaves_the_guest_paused") {
+        return;
+    }
+    let tmp = TestDir::new();
+    let guest = Instance::boot(&tmp, true).start();
+    let refusal = |files| {
+        let text = guest.vmm.refusal("PUT", "/snapshot/create", &create_body(&tmp, "Full", files));
+        text.strip_prefix("Create snapshot error: ").unwrap().to_owned()
+    };
+    let running = "Cannot save the microVM state: Operation not allowed: save/restore unavailable \
+                   while running";
+    assert_eq!(refusal(("state", "memory")), running);
+    assert!(!tmp.path("state").exists() && !tmp.path("memory").exists());
+    guest.pause();
+    let not_found = "No such file or directory (os error 2)";
+    let memory = format!("Cannot perform open on the memory backing file: {not_found}");
+    assert_eq!(refusal(("state", "none/memory")), memory);
+    let state = format!("Cannot perform open on the snapshot backing file: {not_found}");
+    assert_eq!(refusal(("none/state", "memory")), state);
+    let same = refusal(("state", "state"));
+    assert!(same.contains("cannot be both the memory file and the state file"), "{same}");
+    let other = refusal(("state", "."));
+    assert!(other.contains("cannot be a file of a snapshot"), "{other}");
+    assert!(!tmp.path("state").exists() && !tmp.path("memory").exists());
+    assert_eq!(guest.vmm.get("/")["state"], "Paused");
+    guest.create("Full", ("state", "memory"));
+    guest.resume();
+    Instance::load(&tmp, "second", ("state", "memory"), json!({})).resume();
+}
