@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::{DirtySet, FrameRun, Subscription};
 use driftline_guest::{GuestRam, Paused, RunState, Section, VcpuPauses};
-use driftline_store::{MemoryFileLayout, SnapshotState, StoreFile, unix_ms};
+use driftline_store::{MemoryFileLayout, RangeLock, SnapshotState, StoreFile, unix_ms};
 use serde::Serialize;
 
 use super::error::SnapshotError;
@@ -40,7 +40,8 @@ pub struct SnapshotRequest {
     pub kind: SnapshotKind,
     /// The memory file. With [`SnapshotKind::Diff`] of a tracked guest, a file that has the length
     /// of the guest's memory is changed in place, so an earlier snapshot that has the same memory
-    /// file is lost. Any other file is replaced; the disk needs room for both.
+    /// file is lost. It is refused if another guest is loaded from it. Any other file is replaced;
+    /// the disk needs room for both.
     pub memory: SnapshotFile,
     /// The state file, which is replaced.
     pub state: SnapshotFile,
@@ -208,13 +209,18 @@ impl<'o, G: Checkpointable + ?Sized> MemoryOutput<'o, '_, G> {
         }
     }
 
-    /// Writes `changed` over `file`. From the first write on, a state file at the new one's name
-    /// does not go with the memory file any more.
+    /// Writes `changed` over `file`, which no guest may be loaded from. From the first write on, a
+    /// state file at the new one's name does not go with the memory file any more.
     fn merge(
         &self,
         file: &dyn StoreFile,
         changed: &DirtySet,
     ) -> Result<WrittenMemory<'o>, SnapshotError> {
+        match file.lock_range(0..self.layout.bytes(), RangeLock::Exclusive) {
+            Ok(true) => {}
+            Ok(false) => return Err(SnapshotError::InUse(self.target.path())),
+            Err(e) => tracing::warn!("loaded guests are not looked for: no locks on files: {e}"),
+        }
         let runs = changed.runs().collect();
         let earlier = WithdrawnFile::new(self.state)?;
         let (frames, write, sync) = self.write(file, runs)?;

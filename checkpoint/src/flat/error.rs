@@ -32,6 +32,13 @@ pub enum SnapshotError {
     /// One name for both files.
     #[error("{} cannot be both the memory file and the state file: name two files", .0.display())]
     SameFile(PathBuf),
+    /// Guests are loaded from the memory file, or it is being changed.
+    #[error(
+        "{} is in use: a guest is loaded from it, or another snapshot is being written to it; name \
+         another memory file",
+        .0.display()
+    )]
+    InUse(PathBuf),
     /// The memory file has another length than the memory of the guest.
     #[error(
         "{} has {found} bytes, and the memory of the snapshot's guest has {expected}: it is not \

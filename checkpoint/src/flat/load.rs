@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::path::Path;
 
+use driftline_format::range_lock::{self, RangeLock};
 use driftline_store::{MemoryFileLayout, SnapshotState, StoreError, open_regular};
 
 use super::error::SnapshotError;
@@ -12,7 +13,8 @@ use super::error::SnapshotError;
 pub struct OpenSnapshot {
     /// All of the guest but its memory. It comes from a file, so the guest checks it, too.
     pub state: SnapshotState,
-    /// The memory file, open for reading.
+    /// The memory file, open for reading. For as long as it is open, no snapshot changes it in
+    /// place: it has a lock.
     pub memory: File,
     /// Where the memory slots are in that file.
     pub layout: MemoryFileLayout,
@@ -27,8 +29,8 @@ pub struct OpenSnapshot {
 ///
 /// # Errors
 ///
-/// A file cannot be opened or is not a regular file, the state file is damaged, or the memory file
-/// has another length than the guest's memory.
+/// A file cannot be opened or is not a regular file, the state file is damaged, the memory file has
+/// another length than the guest's memory, or a snapshot is changing it.
 pub fn open_snapshot(state: &Path, memory: &Path) -> Result<OpenSnapshot, SnapshotError> {
     let state = SnapshotState::open(state)?;
     let io = |what| move |cause| StoreError::Io { what, path: memory.to_owned(), cause };
@@ -38,6 +40,11 @@ pub fn open_snapshot(state: &Path, memory: &Path) -> Result<OpenSnapshot, Snapsh
     if found != expected {
         let file = memory.to_owned();
         return Err(SnapshotError::MemoryLength { file, found, expected });
+    }
+    match range_lock::set(&file, 0..expected, RangeLock::Shared) {
+        Ok(true) => {}
+        Ok(false) => return Err(SnapshotError::InUse(memory.to_owned())),
+        Err(e) => tracing::warn!("{} is not locked: {e}", memory.display()),
     }
     Ok(OpenSnapshot { state, memory: file, layout })
 }

@@ -222,6 +222,33 @@ fn names_of_no_regular_file_are_refused() {
 }
 
 #[test]
+fn loaded_guests_memory_is_not_changed_in_place() {
+    let guest = still([8, 8]);
+    let mut changes = guest.subscribe("snapshots").unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    fill(&guest, 1, 1);
+    let diff = request(dir.path(), SnapshotKind::Diff);
+    create_snapshot(&*guest, Some(&mut changes), &diff).unwrap();
+    let before = fs::read(dir.path().join("memory")).unwrap();
+    let open = || open_snapshot(&dir.path().join("state"), &dir.path().join("memory")).unwrap();
+    let loaded = [open(), open()];
+    fill(&guest, 2, 2);
+    let e = create_snapshot(&*guest, Some(&mut changes), &diff).unwrap_err();
+    assert!(matches!(e, SnapshotError::InUse(_)), "{e}");
+    assert!(fs::read(dir.path().join("memory")).unwrap() == before);
+    assert_eq!(
+        (changes.count(), open().state.created_unix_ms),
+        (1, loaded[0].state.created_unix_ms)
+    );
+    // A new file takes the name, and loaded guests keep theirs.
+    create_snapshot(&*guest, Some(&mut changes), &request(dir.path(), SnapshotKind::Full)).unwrap();
+    drop(loaded);
+    fill(&guest, 3, 3);
+    assert!(create_snapshot(&*guest, Some(&mut changes), &diff).unwrap().merged);
+    assert!(fs::read(dir.path().join("memory")).unwrap() == image(&guest));
+}
+
+#[test]
 fn symbolic_link_leads_to_the_file() {
     let guest = still([8, 8]);
     let dir = tempfile::tempdir().unwrap();

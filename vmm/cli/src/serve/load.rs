@@ -92,7 +92,9 @@ fn open_fault(e: SnapshotError, memory: &Path) -> LoadFault {
             LoadFault::Memory(cause)
         }
         SnapshotError::File(StoreError::Io { cause, .. }) => LoadFault::State(cause),
-        SnapshotError::MemoryLength { .. } => LoadFault::OtherMemory(e.to_string()),
+        SnapshotError::MemoryLength { .. } | SnapshotError::InUse(_) => {
+            LoadFault::OtherMemory(e.to_string())
+        }
         _ => damaged(e),
     }
 }
