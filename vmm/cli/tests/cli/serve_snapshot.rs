@@ -39,7 +39,7 @@ impl<'t> Instance<'t> {
     fn boot(tmp: &'t TestDir, tracked: bool) -> Self {
         let guest = Self::new(tmp, "first");
         fs::write(tmp.path("kernel"), PAYLOAD_ELF).unwrap();
-        let spec: PayloadSpec = "payload,ws=2M,rate=40M,pattern=seq,report=100".parse().unwrap();
+        let spec: PayloadSpec = "payload,ws=1M,rate=40M,pattern=seq,report=100".parse().unwrap();
         let source =
             json!({ "kernel_image_path": tmp.path("kernel"), "boot_args": spec.cmdline(2) });
         guest.vmm.done("PUT", "/boot-source", &source.to_string());
@@ -223,8 +223,8 @@ fn diffs_merge_into_the_guest_as_it_is() {
         assert_eq!(diff.metadata().unwrap().len(), 32 * MIB);
         fs::remove_file(tmp.path("diff")).unwrap();
         let written = rebase(&base, &diff);
-        assert!(written < 4 * MIB, "{written} bytes of a working set of 2 MiB");
-        (written >= 2 * MIB).then_some(())
+        assert!(written < 3 * MIB, "{written} bytes of a working set of 1 MiB");
+        (written >= MIB).then_some(())
     });
     drop(guest);
     Instance::load(&tmp, "second", ("state-2", "memory"), json!({})).resume();
