@@ -1,5 +1,7 @@
 //! Owns the log of this process: its filter, format and destination. Also prints the messages for
 //! the operator, which use the same output to stderr.
+//!
+//! A process that serves Firecracker's API has the log of `firecracker_log` as well, or instead.
 
 use std::env::{self, VarError};
 use std::fs::OpenOptions;
@@ -8,13 +10,17 @@ use std::sync::{Arc, OnceLock};
 
 use driftline_machine::log::{LogOutput, set_outputs};
 use serde_json::json;
-use tracing::Level;
-use tracing_subscriber::EnvFilter;
+use tracing::{Level, Subscriber};
 use tracing_subscriber::fmt::format::Writer;
 use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
+use tracing_subscriber::layer::{Layer, SubscriberExt};
+use tracing_subscriber::registry::LookupSpan;
+use tracing_subscriber::util::SubscriberInitExt;
+use tracing_subscriber::{EnvFilter, fmt, registry};
 
 use super::args::{LogArgs, LogFormat};
 use super::failure::Failure;
+use super::firecracker_log::{self, InitialLog};
 
 /// The environment variable with the filter, used if no option gives one.
 const FILTER_VARIABLE: &str = "RUST_LOG";
@@ -24,16 +30,30 @@ const DEFAULT_FILTER: &str = "warn";
 /// The log of this process, once it is started.
 static LOG: OnceLock<ProcessLog> = OnceLock::new();
 
-struct ProcessLog {
-    format: LogFormat,
-    stderr: Arc<LogOutput>,
-    /// Receives the log, and also the messages, which always go to stderr as well.
-    file: Option<Arc<LogOutput>>,
+enum ProcessLog {
+    /// Driftline's.
+    Own {
+        format: LogFormat,
+        stderr: Arc<LogOutput>,
+        /// Receives the log, and also the messages, which always go to stderr as well.
+        file: Option<Arc<LogOutput>>,
+    },
+    /// Only the one that a client of Firecracker's API configures.
+    Firecracker,
+}
+
+/// The logs of a process.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Logs {
+    /// Driftline's.
+    Own,
+    /// Driftline's, and the one that a client of Firecracker's API configures.
+    OwnAndClients,
 }
 
 /// Starts the log as configured by `args`. Escape sequences are used only on a terminal, and not if
 /// `NO_COLOR` is set.
-pub(super) fn start(args: &LogArgs) -> Result<(), Failure> {
+pub(super) fn start(args: &LogArgs, logs: Logs) -> Result<(), Failure> {
     let filter = filter(args)?;
     let dropped_line = match args.log_format {
         LogFormat::Text => |n| text_line(Level::WARN, &dropped(n)),
@@ -49,18 +69,44 @@ pub(super) fn start(args: &LogArgs) -> Result<(), Failure> {
             Some(LogOutput::new(move |line| (&file).write_all(line), dropped_line))
         }
     };
-    set_outputs(file.iter().cloned().chain([stderr.clone()]).collect());
     let output = file.clone().unwrap_or_else(|| stderr.clone());
     let no_color = env::var_os("NO_COLOR").is_some_and(|v| !v.is_empty());
     let ansi = file.is_none() && io::stderr().is_terminal() && !no_color;
-    let log = tracing_subscriber::fmt().with_env_filter(filter).with_ansi(ansi);
-    let log = log.with_writer(move || OutputWriter(output.clone()));
-    match args.log_format {
-        LogFormat::Text => log.init(),
-        LogFormat::Json => log.json().init(),
+    let mut outputs: Vec<_> = file.iter().cloned().chain([stderr.clone()]).collect();
+    match logs {
+        Logs::Own => registry().with(filter).with(layer(output, args.log_format, ansi)).init(),
+        Logs::OwnAndClients => {
+            let (clients, lines) = firecracker_log::create(InitialLog::Silent);
+            outputs.push(clients);
+            let own = layer(output, args.log_format, ansi).with_filter(filter);
+            registry().with(own.and_then(lines)).init();
+        }
     }
-    let _ = LOG.set(ProcessLog { format: args.log_format, stderr, file });
+    set_outputs(outputs);
+    let _ = LOG.set(ProcessLog::Own { format: args.log_format, stderr, file });
     Ok(())
+}
+
+/// Starts the log of a process that is called `firecracker`.
+pub(super) fn start_as_firecracker() {
+    let (output, lines) = firecracker_log::create(InitialLog::Stdout);
+    set_outputs(vec![output]);
+    registry().with(lines).init();
+    let _ = LOG.set(ProcessLog::Firecracker);
+}
+
+/// Returns what writes Driftline's log to `output`.
+fn layer<S: Subscriber + for<'a> LookupSpan<'a>>(
+    output: Arc<LogOutput>,
+    format: LogFormat,
+    ansi: bool,
+) -> Box<dyn Layer<S> + Send + Sync> {
+    let layer = fmt::layer().with_ansi(ansi);
+    let layer = layer.with_writer(move || OutputWriter(output.clone()));
+    match format {
+        LogFormat::Text => layer.boxed(),
+        LogFormat::Json => layer.json().boxed(),
+    }
 }
 
 /// Returns the filter: from `--log`, otherwise from the number of `-v`, otherwise from `RUST_LOG`,
@@ -88,25 +134,29 @@ fn filter(args: &LogArgs) -> Result<EnvFilter, Failure> {
     })
 }
 
-/// Prints a message for the operator on stderr, and in the log file if there is one.
+/// Prints a message for the operator: on stderr, and in the log file if there is one, or in the log
+/// that a client configures if there is no other.
 pub(super) fn message(level: Level, message: &str) {
+    firecracker_log::message(level, message);
     let plain = || format!("driftline: {message}\n").into_bytes();
-    let Some(log) = LOG.get() else {
+    match LOG.get() {
         // If stderr is closed, there is no place to report that.
-        let _ = io::stderr().write_all(&plain());
-        return;
-    };
-    let logged = match log.format {
-        LogFormat::Text => text_line(level, message),
-        LogFormat::Json => json_line(level, message),
-    };
-    match (&log.file, log.format) {
-        (Some(file), _) => {
-            file.line(&logged);
-            log.stderr.line(&plain());
+        None => _ = io::stderr().write_all(&plain()),
+        Some(ProcessLog::Firecracker) => {}
+        Some(ProcessLog::Own { format, stderr, file }) => {
+            let logged = match format {
+                LogFormat::Text => text_line(level, message),
+                LogFormat::Json => json_line(level, message),
+            };
+            match (file, format) {
+                (Some(file), _) => {
+                    file.line(&logged);
+                    stderr.line(&plain());
+                }
+                (None, LogFormat::Json) => stderr.line(&logged),
+                (None, LogFormat::Text) => stderr.line(&plain()),
+            }
         }
-        (None, LogFormat::Json) => log.stderr.line(&logged),
-        (None, LogFormat::Text) => log.stderr.line(&plain()),
     }
 }
 

@@ -14,8 +14,10 @@ mod doctor;
 mod end;
 mod failure;
 mod firecracker;
+mod firecracker_log;
 mod hand_overs;
 mod interrupts;
+mod line_file;
 mod log;
 mod migration;
 mod notify;
@@ -65,7 +67,11 @@ fn main() -> ExitCode {
         Err(e) => return report::refuse_usage(&args::with_hint(e)),
     };
     let verbose = cli.output.log.verbose > 0;
-    let done = log::start(&cli.output.log).and_then(|()| run(cli.command, verbose, started));
+    let logs = match cli.command {
+        Command::Serve(_) => log::Logs::OwnAndClients,
+        _ => log::Logs::Own,
+    };
+    let done = log::start(&cli.output.log, logs).and_then(|()| run(cli.command, verbose, started));
     let code = done.unwrap_or_else(report::report);
     driftline_machine::log::flush();
     code

@@ -58,4 +58,4 @@ pub mod vm;
 pub mod wall_clock;
 
 pub use host_memory::HostMemory;
-pub use local_time::local_time;
+pub use local_time::{local_time, local_time_ns};

@@ -100,10 +100,10 @@ impl LogOutput {
         }
     }
 
-    /// Waits until all lines are written, but at most for `limit`.
-    fn flush(&self, limit: Duration) {
+    /// Waits until all lines are written, but at most for `limit`. Returns whether they are.
+    pub fn flush(&self, limit: Duration) -> bool {
         let waits = |q: &mut LineQueue| !q.lines.is_empty() || q.writing;
-        self.changed.wait_while_for(&mut self.lock(), waits, limit);
+        !self.changed.wait_while_for(&mut self.lock(), waits, limit).timed_out()
     }
 
     fn lock(&self) -> MutexGuard<'_, LineQueue> {
@@ -137,7 +137,7 @@ pub fn spawn<T: Send + 'static>(
 
 /// Waits until the log is written, but at most for a second.
 pub fn flush() {
-    outputs().for_each(|output| output.flush(FLUSH_LIMIT));
+    outputs().for_each(|output| _ = output.flush(FLUSH_LIMIT));
 }
 
 #[cfg(test)]
@@ -177,9 +177,9 @@ mod tests {
         }
         let lost = output.lock().dropped;
         assert_eq!(lost, 100 - 1 - 16);
-        output.flush(Duration::from_millis(1));
+        assert!(!output.flush(Duration::from_millis(1)));
         drop(release);
-        output.flush(Duration::from_secs(60));
+        assert!(output.flush(Duration::from_secs(60)));
         let lines: Vec<_> = written.try_iter().collect();
         assert_eq!(lines.len() as u64, 100 - lost + 1, "the rest, and how many were dropped");
         assert!(lines.contains(&dropped(lost)));

@@ -17,7 +17,11 @@ pub fn start() -> io::Result<()> {
 }
 
 /// Starts a thread that writes all further lines of `output`.
-fn start_for(output: &Arc<LogOutput>) -> io::Result<()> {
+///
+/// # Errors
+///
+/// The thread cannot be started.
+pub fn start_for(output: &Arc<LogOutput>) -> io::Result<()> {
     let theirs = output.clone();
     let thread = sandbox::spawn(Class::Log, "log", move || theirs.write_for_ever())?;
     // The thread ends with the process: its destination may never accept another byte.

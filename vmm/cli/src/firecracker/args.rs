@@ -8,6 +8,8 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::str::FromStr;
 
+use driftline_control::firecracker::{LoggerConfig, LoggerLevel};
+
 use super::fault::{ArgumentFault, FirecrackerFault};
 
 /// Arguments of a process that serves the API. The absent ones have Firecracker's defaults.
@@ -22,7 +24,8 @@ pub(super) struct FirecrackerArgs {
     pub(super) config_file: Option<PathBuf>,
     /// A file with the first content of the metadata store.
     pub(super) metadata: Option<PathBuf>,
-    pub(super) log: FirecrackerLogArgs,
+    /// The log, as `PUT /logger` sets it.
+    pub(super) log: LoggerConfig,
     pub(super) metrics_path: Option<PathBuf>,
     pub(super) boot_timer: bool,
     pub(super) no_seccomp: bool,
@@ -36,44 +39,6 @@ pub(super) struct FirecrackerArgs {
     pub(super) payload_limit: usize,
     /// The largest metadata store, in bytes.
     pub(super) mmds_limit: usize,
-}
-
-/// Arguments of the log.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub(super) struct FirecrackerLogArgs {
-    pub(super) path: Option<PathBuf>,
-    pub(super) level: Option<FirecrackerLevel>,
-    /// The modules whose lines are logged, as the beginning of a path.
-    pub(super) module: Option<String>,
-    pub(super) show_level: bool,
-    pub(super) show_origin: bool,
-}
-
-/// A level of the log.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum FirecrackerLevel {
-    Off,
-    Error,
-    Warn,
-    Info,
-    Debug,
-    Trace,
-}
-
-impl FromStr for FirecrackerLevel {
-    type Err = FirecrackerFault;
-
-    fn from_str(text: &str) -> Result<Self, FirecrackerFault> {
-        Ok(match text.to_ascii_lowercase().as_str() {
-            "off" => Self::Off,
-            "error" => Self::Error,
-            "warn" | "warning" => Self::Warn,
-            "info" => Self::Info,
-            "debug" => Self::Debug,
-            "trace" => Self::Trace,
-            _ => return Err(FirecrackerFault::InvalidLogLevel(text.to_owned())),
-        })
-    }
 }
 
 /// What the arguments ask for.
@@ -126,19 +91,19 @@ static ARGUMENTS: [Argument; 22] = [
     flag("enable-pci", "Attach the devices to a PCI bus.").refused("devices have no PCI bus"),
     value("http-api-max-payload-size", "Largest body of a request, in bytes.").or("51200"),
     value("id", "Identifier of the guest.").or("anonymous-instance"),
-    value("level", "Level of the log.").refused(NOT_YET),
-    value("log-path", "File or FIFO that receives the log.").refused(NOT_YET),
+    value("level", "Level of the log."),
+    value("log-path", "File or FIFO that receives the log."),
     value("metadata", "JSON file with the first content of the MMDS."),
-    value("metrics-path", "File or FIFO that receives the metrics.").refused(NOT_YET),
+    value("metrics-path", "File or FIFO that receives the metrics."),
     value("mmds-size-limit", "Largest content of the MMDS, in bytes."),
-    value("module", "Modules that are logged, as the beginning of a path.").refused(NOT_YET),
+    value("module", "Modules that are logged, as the beginning of a path."),
     flag("no-api", "Do not listen for requests. Needs a configuration file.").refused(NOT_YET),
     flag("no-seccomp", "Do not filter system calls."),
     value("parent-cpu-time-us", "Processor time of the parent process."),
     value("seccomp-filter", "File with filters of system calls.")
         .refused("the threads are not Firecracker's, so its filters do not fit them"),
-    flag("show-level", "Log the level of each line.").refused(NOT_YET),
-    flag("show-log-origin", "Log the file and the number of each line's source.").refused(NOT_YET),
+    flag("show-level", "Log the level of each line."),
+    flag("show-log-origin", "Log the file and the number of each line's source."),
     flag("snapshot-version", "Print the version of the snapshot format.").refused(NO_SNAPSHOTS),
     value("start-time-cpu-us", "Processor time at the process's start."),
     value("start-time-us", "Time of the process's start."),
@@ -233,8 +198,11 @@ fn served(given: &mut GivenArguments) -> Result<FirecrackerArgs, FirecrackerFaul
     };
     let id = text("id").unwrap_or_default();
     check_id(&id)?;
-    let level = text("level").map(|level| level.parse::<FirecrackerLevel>()).transpose()?;
-    let (path, module) = (text("log-path").map(PathBuf::from), text("module"));
+    let (log_path, module) = (text("log-path").map(PathBuf::from), text("module"));
+    let level = text("level").map(|level| {
+        level.parse::<LoggerLevel>().map_err(|_| FirecrackerFault::InvalidLogLevel(level))
+    });
+    let level = level.transpose()?;
     let payload_limit = number("http-api-max-payload-size", "usize", &mut text)?.unwrap_or(0);
     let mmds_limit = number("mmds-size-limit", "usize", &mut text)?.unwrap_or(payload_limit);
     let start_time_us = number("start-time-us", "u64", &mut text)?;
@@ -251,12 +219,12 @@ fn served(given: &mut GivenArguments) -> Result<FirecrackerArgs, FirecrackerFaul
         id,
         config_file,
         metadata,
-        log: FirecrackerLogArgs {
-            path,
+        log: LoggerConfig {
+            log_path,
             level,
+            show_level: is_given("show-level").then_some(true),
+            show_log_origin: is_given("show-log-origin").then_some(true),
             module,
-            show_level: is_given("show-level"),
-            show_origin: is_given("show-log-origin"),
         },
         metrics_path,
         boot_timer: is_given("boot-timer"),

@@ -26,6 +26,13 @@ pub(super) enum FirecrackerFault {
          values: [Error, Warning, Info, Debug]"
     )]
     InvalidLogLevel(String),
+    #[error("Could not initialize logger: Failed to open target file: {0}")]
+    LoggerInitialization(String),
+    #[error(
+        "Could not initialize metrics: Cannot initialize the metrics system due to bad user input: \
+         {0}"
+    )]
+    MetricsInitialization(String),
     #[error("RunWithApiError error: {0}")]
     RunWithApi(#[from] ApiServerFault),
     /// A part of Driftline failed that Firecracker does not have.
@@ -68,26 +75,27 @@ impl FirecrackerFault {
         match self {
             Self::ParseArguments(_) => FirecrackerExit::Arguments,
             Self::InvalidLogLevel(_) => FirecrackerExit::BadConfiguration,
-            Self::RunWithApi(_) | Self::Driftline(_) => FirecrackerExit::Generic,
+            Self::LoggerInitialization(_)
+            | Self::MetricsInitialization(_)
+            | Self::RunWithApi(_)
+            | Self::Driftline(_) => FirecrackerExit::Generic,
         }
     }
 }
 
 /// Reports the end by SIGHUP as Firecracker does. Returns the exit code.
 pub(super) fn hung_up() -> ExitCode {
-    let code = FirecrackerExit::HangUp as u8;
-    // If the output is closed, the exit code still reports it.
-    let _ = writeln!(io::stdout(), "Shutting down VM after intercepting signal 1, code {code}.");
-    ExitCode::from(code)
+    // 0 is the code of a signal that a process sends.
+    tracing::error!("Shutting down VM after intercepting signal 1, code 0.");
+    ExitCode::from(FirecrackerExit::HangUp as u8)
 }
 
-/// Reports a fault as Firecracker does: the log on stdout, which is where it goes by default, and
-/// the fault's value on stderr. Returns the exit code.
+/// Reports a fault as Firecracker does: in the log, and its value on stderr. Returns the exit code.
 pub(super) fn report(fault: &FirecrackerFault) -> ExitCode {
     let code = fault.exit() as u8;
-    // If an output is closed, the exit code still reports the failure.
-    let _ = writeln!(io::stdout(), "{fault}");
+    tracing::error!("{fault}");
+    // If stderr is closed, the exit code still reports the failure.
     let _ = writeln!(io::stderr(), "Error: {fault:?}");
-    let _ = writeln!(io::stdout(), "Firecracker exiting with error. exit_code={code}");
+    tracing::error!("Firecracker exiting with error. exit_code={code}");
     ExitCode::from(code)
 }

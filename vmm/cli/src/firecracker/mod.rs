@@ -9,16 +9,16 @@ use std::io::{self, Write};
 use std::path::Path;
 use std::process::ExitCode;
 
-use driftline_control::firecracker::{IMITATED_VERSION, MicroVm};
+use driftline_control::firecracker::{IMITATED_VERSION, MetricsConfig, MicroVm};
 use driftline_machine::socket::{ListeningSocket, SocketError};
 use rustix::process::Signal;
 use rustix::time::{ClockId, clock_gettime};
 use serde_json::Value;
 
-use super::args::{LogArgs, LogFormat};
 use super::failure::Failure;
-use super::log;
-use super::serve::{ServeEnd, ServeOptions, serve_api};
+use super::serve::{MetricsFile, ServeEnd, ServeOptions, serve_api};
+use super::version::version;
+use super::{firecracker_log, log};
 use args::{FirecrackerArgs, FirecrackerCommand, help, parse};
 use fault::{ApiServerFault, FirecrackerFault, hung_up, report};
 
@@ -38,6 +38,7 @@ pub(super) fn invoked(line: impl IntoIterator<Item = OsString>) -> Option<Vec<Os
 
 /// Does what the arguments ask for. Returns the process's exit code.
 pub(super) fn main(line: Vec<OsString>) -> ExitCode {
+    log::start_as_firecracker();
     let done = match parse(line) {
         Ok(FirecrackerCommand::Help) => {
             print(&format!("Firecracker v{IMITATED_VERSION}\n\n{}", help()))
@@ -59,9 +60,12 @@ fn print(text: &str) -> Result<ExitCode, FirecrackerFault> {
 /// Serves the API for a guest that is configured over it.
 fn serve(args: FirecrackerArgs) -> Result<ExitCode, FirecrackerFault> {
     let driftline = |e: Failure| FirecrackerFault::Driftline(e.message().to_owned());
-    let log_args = LogArgs { verbose: 0, log: None, log_format: LogFormat::Text, log_file: None };
-    log::start(&log_args).map_err(driftline)?;
-    log_start_up(&args);
+    firecracker_log::set_id(&args.id);
+    let opened = firecracker_log::configure(&args.log);
+    opened.map_err(|e| FirecrackerFault::LoggerInitialization(e.to_string()))?;
+    tracing::info!("Running Firecracker v{IMITATED_VERSION}, imitated by Driftline {}", version());
+    let start_up_us = start_up_us(&args);
+    let metrics = args.metrics_path.as_ref().map(|path| open_metrics(path)).transpose()?;
     let mut vm = MicroVm::new(args.id.clone(), "Firecracker", args.mmds_limit);
     if let Some(path) = &args.metadata {
         vm.set_metadata(read_metadata(path)?).map_err(|e| driftline(e.into()))?;
@@ -71,16 +75,23 @@ fn serve(args: FirecrackerArgs) -> Result<ExitCode, FirecrackerFault> {
         SocketError::Exists(path) => ApiServerFault::FailedToBindSocket(path.display().to_string()),
         e => ApiServerFault::FailedToBindAndRunHttpServer(e.to_string()),
     })?;
+    tracing::info!("Listening on API socket ({:?}).", args.api_sock);
     let options = ServeOptions {
         id: args.id,
         vm,
         api_sock: args.api_sock,
         seccomp: !args.no_seccomp,
         payload_limit: args.payload_limit,
+        metrics,
+        start_up_us,
     };
     let ServeEnd { result, signal } = serve_api(socket, options);
     match signal {
-        None => result.map_err(driftline),
+        None => {
+            let code = result.map_err(driftline)?;
+            tracing::info!("Firecracker exiting successfully. exit_code=0");
+            Ok(code)
+        }
         Some(signal) if signal == Signal::HUP.as_raw() => Ok(hung_up()),
         // Clients of Firecracker see it killed by the signal.
         Some(signal) => {
@@ -100,22 +111,33 @@ fn read_metadata(path: &Path) -> Result<Value, FirecrackerFault> {
     serde_json::from_slice(&content).map_err(|e| failed(e.to_string()))
 }
 
-/// Logs how long the start-up took since the times that the starter measured.
-fn log_start_up(args: &FirecrackerArgs) {
+/// Opens the metrics' file of the arguments.
+fn open_metrics(path: &Path) -> Result<MetricsFile, FirecrackerFault> {
+    let config = MetricsConfig { metrics_path: path.into(), emit_id: false, properties: None };
+    let opened = MetricsFile::open(&config);
+    opened.map_err(|e| FirecrackerFault::MetricsInitialization(e.to_string()))
+}
+
+/// Returns how long the start-up took since the times that the starter measured, in microseconds:
+/// wall-clock time and processor time. Logs both.
+fn start_up_us(args: &FirecrackerArgs) -> (Option<u64>, Option<u64>) {
     let now_us = |clock| {
         let now = clock_gettime(clock);
         u64::try_from(now.tv_sec).unwrap_or(0) * 1_000_000
             + u64::try_from(now.tv_nsec).unwrap_or(0) / 1000
     };
-    if let Some(start) = args.start_time_us {
+    let wall_us = args.start_time_us.map(|start| {
         let us = now_us(ClockId::Monotonic).saturating_sub(start);
         tracing::info!("start-up took {us} us");
-    }
-    if let Some(start) = args.start_time_cpu_us {
+        us
+    });
+    let cpu_us = args.start_time_cpu_us.map(|start| {
         let own_us = now_us(ClockId::ProcessCPUTime).saturating_sub(start);
         let us = own_us.saturating_add(args.parent_cpu_time_us.unwrap_or(0));
         tracing::info!("start-up took {us} us of processor time");
-    }
+        us
+    });
+    (wall_us, cpu_us)
 }
 
 #[cfg(test)]

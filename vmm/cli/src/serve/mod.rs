@@ -11,6 +11,7 @@
 //! the requests and sends the answers.
 
 mod load;
+mod metrics;
 mod opened;
 mod plan;
 mod requests;
@@ -31,9 +32,11 @@ use driftline_machine::socket::ListeningSocket;
 use super::args::ServeArgs;
 use super::end::{run_to_end, stop_reason};
 use super::failure::Failure;
+use super::firecracker_log;
 use super::notify;
 use super::setup::{enter_sandbox, log_machine};
 use super::values;
+pub(super) use metrics::MetricsFile;
 use requests::{ApiRequests, ConfigurationEnd};
 use start::GuestStarter;
 
@@ -52,17 +55,24 @@ pub(super) struct ServeOptions {
     pub(super) payload_limit: usize,
     /// The machine to be configured.
     pub(super) vm: MicroVm<Caller>,
+    /// The metrics' file, if the machine has metrics before there are requests.
+    pub(super) metrics: Option<MetricsFile>,
+    /// Time that the start took, in microseconds: wall-clock time and processor time.
+    pub(super) start_up_us: (Option<u64>, Option<u64>),
 }
 
 /// `driftline serve`.
 pub(super) fn serve(args: ServeArgs) -> Result<ExitCode, Failure> {
     let socket = ListeningSocket::bind(&args.api_sock)?;
+    firecracker_log::set_id(&args.id);
     let options = ServeOptions {
         vm: MicroVm::new(args.id.clone(), "Driftline", PAYLOAD_LIMIT),
         id: args.id,
         api_sock: args.api_sock,
         seccomp: true,
         payload_limit: PAYLOAD_LIMIT,
+        metrics: None,
+        start_up_us: (None, None),
     };
     serve_api(socket, options).result
 }
@@ -77,6 +87,8 @@ pub(super) struct ServeEnd {
 /// Serves Firecracker's API on `socket` until the process is to end.
 pub(super) fn serve_api(socket: ListeningSocket, options: ServeOptions) -> ServeEnd {
     let (app, events) = App::configuring(options.payload_limit);
+    let (wall_us, cpu_us) = options.start_up_us;
+    app.api_counts().set_start_up(wall_us, cpu_us);
     let termination = app.termination().clone();
     let result = serve_app(socket, options, app, events);
     ServeEnd { result, signal: termination.signal() }
@@ -98,15 +110,19 @@ fn serve_app(
     };
     enter_sandbox(&SandboxOptions { write: vec!["/".into()], ..restricted.clone() })?;
     driftline_machine::log_thread::start()?;
+    if let Some(metrics) = &options.metrics {
+        metrics.start_thread()?;
+    }
     let listeners = Listeners { api: Some(socket), ..Listeners::default() };
     // Dropping the server sends the last answers.
     let server = Server::start(listeners, app.clone())?;
     tracing::info!("API socket {}", options.api_sock.display());
     notify::ready("the guest has not been started");
     let state_dir = values::state_dir();
+    let (id, counts) = (options.id.clone(), app.api_counts().clone());
     let starter =
         GuestStarter::new(options.id, restricted, state_dir, server.control_thread(), app);
-    let mut requests = ApiRequests::new(options.vm, events);
+    let mut requests = ApiRequests::new(options.vm, events, options.metrics, counts);
     let guest = match requests.configure(starter)? {
         ConfigurationEnd::Exit(code) => return Ok(code),
         ConfigurationEnd::Stopped(why) => return Err(stopped(&why)),
@@ -117,7 +133,7 @@ fn serve_app(
     log_machine(&*vm, &guest.memory);
     notify::ready(format_args!("guest {} is {}", vm.vm_id(), vm.run_state()));
     let thread = Builder::new().name("api".to_owned());
-    let thread = thread.spawn(move || requests.ask(&guest))?;
+    let thread = thread.spawn(move || requests.ask(&id, &guest))?;
     run_to_end(vm, jobs, server, Some(thread))
 }
 

@@ -2,19 +2,28 @@
 
 use std::collections::VecDeque;
 use std::process::ExitCode;
-use std::sync::mpsc::Receiver;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
 
 use driftline_control::api::{ApiEvent, Caller};
-use driftline_control::firecracker::{ApiFault, MicroVm, MicroVmAction, MicroVmEvent, Task};
+use driftline_control::firecracker::{
+    Answer, ApiCounts, ApiFault, MetricsFault, MicroVm, MicroVmAction, MicroVmEvent, Operation,
+    Task,
+};
 
+use super::metrics::{MetricsFile, MetricsWriter};
 use super::opened::ClientFiles;
 use super::start::{GuestStarter, StartedGuest};
 use crate::failure::Failure;
+use crate::firecracker_log;
 
 /// The requests of one process, and the state that they change.
 pub(super) struct ApiRequests {
     vm: MicroVm<Caller>,
     events: Receiver<ApiEvent>,
+    /// The metrics' file, until there is a guest.
+    metrics: Option<MetricsFile>,
+    counts: Arc<ApiCounts>,
 }
 
 /// How the time before the guest's start ends.
@@ -28,8 +37,16 @@ pub(super) enum ConfigurationEnd {
 }
 
 impl ApiRequests {
-    pub(super) fn new(vm: MicroVm<Caller>, events: Receiver<ApiEvent>) -> Self {
-        Self { vm, events }
+    pub(super) fn new(
+        mut vm: MicroVm<Caller>,
+        events: Receiver<ApiEvent>,
+        metrics: Option<MetricsFile>,
+        counts: Arc<ApiCounts>,
+    ) -> Self {
+        if metrics.is_some() {
+            vm.set_has_metrics();
+        }
+        Self { vm, events, metrics, counts }
     }
 
     /// Performs what the requests ask for until there is a guest or the process is to end. Callers
@@ -67,11 +84,11 @@ impl ApiRequests {
                         });
                     }
                     MicroVmAction::Perform(task) => {
-                        next.push_back(MicroVmEvent::Finished(perform(&task, &mut files)));
+                        next.push_back(MicroVmEvent::Finished(self.perform(&task, &mut files)));
                     }
                     // A request that waited for the start.
                     MicroVmAction::ToGuest(caller, operation) => match &started {
-                        Some(guest) => caller.answer(self.vm.ask_guest(&operation, &guest.jobs)),
+                        Some(guest) => caller.answer(self.ask_guest(&operation, guest)),
                         None => caller.refuse(ApiFault::BeforeStart),
                     },
                     MicroVmAction::Exit(code) => {
@@ -88,39 +105,82 @@ impl ApiRequests {
         }
     }
 
-    /// Lets the guest answer until the API ends.
-    pub(super) fn ask(mut self, guest: &StartedGuest) {
+    /// Lets the guest answer until the API ends, and writes the metrics of the instance `id`.
+    pub(super) fn ask(mut self, id: &str, guest: &StartedGuest) {
         let _logged = guest.jobs.span().clone().entered();
-        while let Ok(event) = self.events.recv() {
-            let event = match event {
-                ApiEvent::Call(caller, operation) => MicroVmEvent::Request(caller, operation),
+        let file = self.metrics.take();
+        let mut metrics =
+            file.map(|file| MetricsWriter::start(file, id, self.counts.clone(), guest.vm.clone()));
+        loop {
+            let event = match self.next_event(metrics.as_mut()) {
+                None => return,
+                Some(ApiEvent::Call(caller, operation)) => MicroVmEvent::Request(caller, operation),
                 // It was asked for while the guest started.
-                ApiEvent::Stop(why) => {
+                Some(ApiEvent::Stop(why)) => {
                     if let Err(e) = guest.jobs.stop(&why) {
                         tracing::error!("{why}, but the guest does not end: {e}");
                     }
                     continue;
                 }
             };
-            for action in self.vm.step(event) {
-                match action {
-                    MicroVmAction::Reply(caller, answer) => caller.answer(answer),
-                    MicroVmAction::ToGuest(caller, operation) => {
-                        caller.answer(self.vm.ask_guest(&operation, &guest.jobs));
+            let mut next = VecDeque::from([event]);
+            while let Some(event) = next.pop_front() {
+                for action in self.vm.step(event) {
+                    match action {
+                        MicroVmAction::Reply(caller, answer) => caller.answer(answer),
+                        MicroVmAction::ToGuest(caller, operation) => {
+                            caller.answer(self.ask_guest(&operation, guest));
+                        }
+                        MicroVmAction::Perform(task) => {
+                            let result = perform_started(&task, metrics.as_mut());
+                            next.push_back(MicroVmEvent::Finished(result));
+                        }
+                        // Only a failed load ends the process.
+                        MicroVmAction::Exit(_) => {}
                     }
-                    // A started machine has no tasks, and only a failed load ends the process.
-                    MicroVmAction::Perform(_) | MicroVmAction::Exit(_) => {}
                 }
             }
         }
     }
+
+    /// Waits for an event, and writes metrics meanwhile. Returns `None` once the API has ended.
+    fn next_event(&self, metrics: Option<&mut MetricsWriter>) -> Option<ApiEvent> {
+        let Some(metrics) = metrics else { return self.events.recv().ok() };
+        loop {
+            metrics.write_if_due();
+            match self.events.recv_timeout(metrics.due_in()) {
+                Ok(event) => return Some(event),
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => return None,
+            }
+        }
+    }
+
+    fn ask_guest(&self, operation: &Operation, guest: &StartedGuest) -> Answer {
+        self.counts.time_guest(operation, || self.vm.ask_guest(operation, &guest.jobs))
+    }
+
+    /// Performs a task other than the start.
+    fn perform(&mut self, task: &Task, files: &mut ClientFiles) -> Result<(), ApiFault> {
+        match task {
+            Task::OpenBootSource(source) => files.open_boot_source(source),
+            Task::OpenDrive(drive) => files.open_drive(drive),
+            Task::OpenMetrics(config) => {
+                let file = MetricsFile::open(config)?;
+                file.start_thread().map_err(MetricsFault::File)?;
+                self.metrics = Some(file);
+                Ok(())
+            }
+            Task::SetLogger(logger) => firecracker_log::configure(logger).map_err(ApiFault::Logger),
+            other => Err(ApiFault::NotBuilt(other.request())),
+        }
+    }
 }
 
-/// Performs a task that makes no guest.
-fn perform(task: &Task, files: &mut ClientFiles) -> Result<(), ApiFault> {
-    match task {
-        Task::OpenBootSource(source) => files.open_boot_source(source),
-        Task::OpenDrive(drive) => files.open_drive(drive),
-        other => Err(ApiFault::NotBuilt(other.request())),
+/// Performs a task of a started guest.
+fn perform_started(task: &Task, metrics: Option<&mut MetricsWriter>) -> Result<(), ApiFault> {
+    match (task, metrics) {
+        (Task::FlushMetrics, Some(metrics)) => metrics.flush(),
+        (other, _) => Err(ApiFault::NotBuilt(other.request())),
     }
 }

@@ -14,6 +14,8 @@ mod damaged_store;
 mod disks;
 mod exit_codes;
 mod firecracker;
+mod firecracker_log;
+mod firecracker_metrics;
 mod hostile;
 mod identity;
 mod large_disk;

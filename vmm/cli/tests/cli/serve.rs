@@ -117,8 +117,6 @@ fn what_is_not_built_is_refused_by_name() {
             "PUT /network-interfaces is not built",
         ),
         ("/vsock", json!({ "guest_cid": 3, "uds_path": "v" }), "PUT /vsock is not built"),
-        ("/logger", json!({ "level": "Info" }), "PUT /logger is not built"),
-        ("/metrics", json!({ "metrics_path": &image }), "PUT /metrics is not built"),
         ("/pmem/a", json!({ "id": "a", "path_on_host": &image }), "Driftline has no pmem devices"),
         ("/machine-config", json!({ "vcpu_count": 2, "mem_size_mib": 8, "smt": true }), "smt"),
     ] {

@@ -14,6 +14,7 @@ use tracing::Span;
 
 use super::event::ApiEvent;
 use super::termination::Termination;
+use crate::firecracker::ApiCounts;
 use crate::jobs::{JobError, Jobs};
 
 /// Ends the wait for a guest, for the reason in its argument. Returns `false` if it is too late.
@@ -68,6 +69,8 @@ pub struct App {
     /// Ends the wait for a guest.
     give_up: GiveUp,
     termination: Termination,
+    /// Counts of Firecracker's requests.
+    api_counts: Arc<ApiCounts>,
 }
 
 /// Where the guest comes from.
@@ -145,6 +148,7 @@ impl App {
             source,
             give_up,
             termination: Termination::default(),
+            api_counts: Arc::default(),
         })
     }
 
@@ -159,6 +163,11 @@ impl App {
     /// Returns the signal that asks the process to end.
     pub fn termination(&self) -> &Termination {
         &self.termination
+    }
+
+    /// Returns the counts of Firecracker's requests.
+    pub fn api_counts(&self) -> &Arc<ApiCounts> {
+        &self.api_counts
     }
 
     /// Marks the process as ending: a guest that has not arrived yet will not arrive.

@@ -41,8 +41,6 @@ impl<C> MicroVm<C> {
             Operation::Resume => done(jobs.resume()),
             Operation::SendCtrlAltDel => press_ctrl_alt_del(jobs),
             Operation::CreateSnapshot(params) => self.create_snapshot(params, jobs),
-            // Without a file of the metrics there is nothing to write.
-            Operation::FlushMetrics if !self.has_metrics() => Ok(Answer::Done),
             // No interface reaches the metadata.
             Operation::GetMetadata | Operation::PatchMetadata(_) | Operation::PutMetadata(_)
                 if self.config().mmds.is_none() =>
@@ -101,7 +99,6 @@ fn create_fault(failure: SnapshotFailure) -> CreateFault {
 /// Returns the name of a request that a started guest does not answer yet.
 fn name_of(operation: &Operation) -> &'static str {
     match operation {
-        Operation::FlushMetrics => "FlushMetrics of PUT /actions",
         Operation::GetBalloonStatistics => "GET /balloon/statistics",
         Operation::PatchBalloonStatistics(_) => "PATCH /balloon/statistics",
         Operation::GetHinting => "GET /balloon/hinting/status",

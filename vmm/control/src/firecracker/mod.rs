@@ -3,28 +3,31 @@
 //!
 //! `fault` <- `model` <- `operation` <- `parse`; `config` <- `saved`, `state` <- `guest`. None of
 //! these does I/O: the owner of a [`MicroVm`] performs its actions. Only `guest` asks a guest, once
-//! there is one.
+//! there is one. `metrics` counts requests.
 
 mod answer;
 mod config;
 mod fault;
 mod guest;
 mod metadata;
+mod metrics;
 mod model;
 mod operation;
 mod parse;
 mod saved;
 mod state;
 
-pub(crate) use answer::Answer;
+pub use answer::Answer;
 pub use config::MicroVmConfig;
-pub use fault::{ApiFault, BootFault, DriveFault, LoadFault, StartFault};
+pub use fault::{ApiFault, BootFault, DriveFault, LoadFault, MetricsFault, StartFault};
+pub use metrics::{ApiCounts, FirecrackerMetrics, UnwrittenLines};
+pub(crate) use metrics::{CountedCall, api_latency};
 pub use model::{
     BalloonDeviceConfig, BlockDeviceConfig, BootSourceConfig, CacheType, FileEngineType,
-    HugePageConfig, LoadSnapshotParams, MachineConfiguration, MemBackendConfig, MemBackendType,
-    NetworkOverride, RateLimiterConfig, SerialConfig, SnapshotLoadHugePageConfig,
-    TokenBucketConfig,
+    HugePageConfig, LoadSnapshotParams, LoggerConfig, LoggerLevel, MachineConfiguration,
+    MemBackendConfig, MemBackendType, MetricsConfig, NetworkOverride, RateLimiterConfig,
+    SerialConfig, SnapshotLoadHugePageConfig, TokenBucketConfig,
 };
-pub(crate) use operation::Operation;
+pub use operation::Operation;
 pub(crate) use parse::{ParsedCall, parse};
 pub use state::{IMITATED_VERSION, MicroVm, MicroVmAction, MicroVmEvent, Task};

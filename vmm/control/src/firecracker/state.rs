@@ -68,6 +68,8 @@ pub enum Task {
     SetLogger(LoggerConfig),
     /// Open the metrics' file.
     OpenMetrics(MetricsConfig),
+    /// Write the metrics of a started guest.
+    FlushMetrics,
     /// Build the guest and run it.
     Start(Box<MicroVmConfig>),
     /// Load the guest from a snapshot, in a process of this configuration. Its end, if there is a
@@ -85,6 +87,7 @@ impl Task {
             Self::BindVsock(_) => "PUT /vsock",
             Self::SetLogger(_) => "PUT /logger",
             Self::OpenMetrics(_) => "PUT /metrics",
+            Self::FlushMetrics => "FlushMetrics of PUT /actions",
             Self::Start(_) => "InstanceStart of PUT /actions",
             Self::Load(..) => "PUT /snapshot/load",
         }
@@ -149,9 +152,9 @@ impl<C> MicroVm<C> {
         &self.config
     }
 
-    /// Returns whether the metrics have a file.
-    pub(super) fn has_metrics(&self) -> bool {
-        self.has_metrics
+    /// Records that the metrics have a file before there are requests.
+    pub fn set_has_metrics(&mut self) {
+        self.has_metrics = true;
     }
 
     /// Sets the metadata before there are requests.
@@ -193,6 +196,11 @@ impl<C> MicroVm<C> {
         let outcome = match self.stage {
             MicroVmStage::Configuring => self.before_start(operation),
             MicroVmStage::Started => match after_start(&operation) {
+                Ok(()) if operation == Operation::FlushMetrics => Ok(match self.has_metrics {
+                    true => Outcome::Begun(Task::FlushMetrics),
+                    // There is nothing to write.
+                    false => DONE,
+                }),
                 Ok(()) => return to.push(MicroVmAction::ToGuest(caller, operation)),
                 Err(fault) => Err(fault),
             },
@@ -329,7 +337,7 @@ impl<C> MicroVm<C> {
             Task::OpenDrive(drive) => self.config.put_drive(drive),
             Task::OpenTap(net) => self.config.put_interface(net),
             Task::BindVsock(vsock) => self.config.vsock = Some(vsock),
-            Task::SetLogger(_) => {}
+            Task::SetLogger(_) | Task::FlushMetrics => {}
             Task::OpenMetrics(_) => self.has_metrics = true,
             Task::Start(_) | Task::Load(..) => self.stage = MicroVmStage::Started,
         }

@@ -27,6 +27,11 @@ impl ServeProcess {
     /// Starts a command that serves the API on `socket`.
     pub fn spawn(mut command: Command, socket: String) -> Self {
         let child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        Self::adopt(child, socket)
+    }
+
+    /// Waits until a process, whose stderr is a pipe, serves the API on `socket`.
+    pub fn adopt(child: Child, socket: String) -> Self {
         wait_for("the socket", || UnixStream::connect(&socket).ok());
         Self { socket, child }
     }

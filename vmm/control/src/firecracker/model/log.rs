@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::str::FromStr;
 
 use serde::de::Error;
 use serde::{Deserialize, Deserializer};
@@ -23,22 +24,35 @@ pub enum LoggerLevel {
     Error,
 }
 
-impl<'de> Deserialize<'de> for LoggerLevel {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        match String::deserialize(deserializer)?.to_lowercase().as_str() {
+/// A text is not the name of a level.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("Invalid LevelFilter")]
+pub struct NotALevel;
+
+impl FromStr for LoggerLevel {
+    type Err = NotALevel;
+
+    fn from_str(text: &str) -> Result<Self, NotALevel> {
+        match text.to_lowercase().as_str() {
             "off" => Ok(Self::Off),
             "trace" => Ok(Self::Trace),
             "debug" => Ok(Self::Debug),
             "info" => Ok(Self::Info),
             "warn" | "warning" => Ok(Self::Warn),
             "error" => Ok(Self::Error),
-            _ => Err(D::Error::custom("Invalid LevelFilter")),
+            _ => Err(NotALevel),
         }
     }
 }
 
+impl<'de> Deserialize<'de> for LoggerLevel {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        String::deserialize(deserializer)?.parse().map_err(D::Error::custom)
+    }
+}
+
 /// Body of `PUT /logger`.
-#[derive(Clone, PartialEq, Eq, Debug, Deserialize)]
+#[derive(Clone, PartialEq, Eq, Default, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LoggerConfig {
     /// File or FIFO that receives the log.

@@ -24,7 +24,7 @@ pub use boot::{BootSourceConfig, SerialConfig, VsockDeviceConfig};
 pub use cpu::CustomCpuTemplate;
 pub use drive::{BlockDeviceConfig, BlockDeviceUpdateConfig, CacheType, FileEngineType};
 pub use limits::{EntropyDeviceConfig, RateLimiterConfig, TokenBucketConfig};
-pub use log::{LoggerConfig, MetricsConfig};
+pub use log::{LoggerConfig, LoggerLevel, MetricsConfig};
 pub use machine::{HugePageConfig, MachineConfigUpdate, MachineConfiguration, StaticCpuTemplate};
 pub use mmds::{MmdsConfig, MmdsVersion};
 pub use net::{NetworkInterfaceConfig, NetworkInterfaceUpdateConfig};

@@ -217,3 +217,29 @@ fn requests_wait_for_the_task_under_way() {
         [MicroVmAction::Reply(2, Answer::Done), MicroVmAction::ToGuest(3, Operation::GetInstance)]
     ));
 }
+
+#[test]
+fn metrics_are_written_only_if_they_have_a_file() {
+    const FLUSH: &str = r#"{"action_type": "FlushMetrics"}"#;
+    let mut vm = TestMachine::new();
+    vm.start();
+    vm.done("PUT", "/actions", FLUSH);
+    let mut vm = TestMachine::new();
+    vm.done("PUT", "/metrics", r#"{"metrics_path": "m"}"#);
+    vm.start();
+    let flushing = vm.request("PUT", "/actions", FLUSH);
+    assert!(matches!(flushing[..], [MicroVmAction::Perform(Task::FlushMetrics)]));
+    // Another request waits for the line.
+    assert!(vm.request("GET", "/", "").is_empty());
+    let actions = vm.finish(Err(ApiFault::Guest("full".to_owned())));
+    assert!(
+        matches!(
+            actions[..],
+            [
+                MicroVmAction::Reply(_, Answer::Fault(ApiFault::Guest(_))),
+                MicroVmAction::ToGuest(_, Operation::GetInstance)
+            ]
+        ),
+        "{actions:?}"
+    );
+}

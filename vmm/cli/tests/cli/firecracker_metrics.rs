@@ -1,0 +1,121 @@
+//! The metrics that a client of Firecracker's API asks for, by an argument and by `PUT /metrics`.
+
+use std::fs::OpenOptions;
+use std::io::{Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
+
+use driftline_machine::testing::kvm_or_skip;
+use rustix::fs::{CWD, FileType, Mode, OFlags, mknodat};
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+use crate::common::serving::ServeProcess;
+use crate::common::{TestDir, text, wait_for};
+use crate::firecracker::{command, serve};
+use crate::serve_guest::{AfterPrint, await_line, configure};
+
+const START: &str = r#"{"action_type": "InstanceStart"}"#;
+const FLUSH: &str = r#"{"action_type": "FlushMetrics"}"#;
+
+fn parsed(lines: &str) -> Vec<Value> {
+    lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+#[test]
+fn metrics_have_one_file() {
+    let tmp = TestDir::new();
+    let metrics = json!({ "metrics_path": tmp.text("metrics"), "later": 1 }).to_string();
+    let again = "Metrics error: Cannot initialize the metrics system due to bad user input: \
+                 Reinitialization of metrics not allowed.";
+    let vmm = ServeProcess::start(&tmp, &[]);
+    let none = json!({ "metrics_path": tmp.text("none/metrics") }).to_string();
+    let text = "Metrics error: Cannot initialize the metrics system due to bad user input: No such \
+                file or directory (os error 2)";
+    assert_eq!(vmm.refusal("PUT", "/metrics", &none), text);
+    vmm.done("PUT", "/metrics", &metrics);
+    assert_eq!(vmm.refusal("PUT", "/metrics", &metrics), again);
+    let text = "The requested operation is not supported before starting the microVM.";
+    assert_eq!(vmm.refusal("PUT", "/actions", FLUSH), text);
+    assert_eq!(tmp.read("metrics"), "", "there is no guest");
+    drop(vmm);
+    let own = TestDir::new();
+    let vmm = serve(&own, &["--metrics-path", &own.text("metrics")]);
+    assert_eq!(vmm.refusal("PUT", "/metrics", &metrics), again);
+    let out = command(&["--metrics-path", &own.text("none/metrics")]).output().unwrap();
+    assert_eq!(out.status.code(), Some(1));
+    let stdout = crate::common::text(&out.stdout);
+    assert!(stdout.contains("Could not initialize metrics: Cannot initialize"), "{stdout}");
+}
+
+#[test]
+fn guest_is_counted_from_line_to_line() {
+    if !kvm_or_skip("guest_is_counted_from_line_to_line") {
+        return;
+    }
+    let tmp = TestDir::new();
+    let times = ["--start-time-us", "1", "--start-time-cpu-us", "0"];
+    let path = tmp.text("metrics");
+    let mut vmm = serve(&tmp, &[&["--metrics-path", &path, "--id", "m-1"][..], &times].concat());
+    configure(&vmm, &tmp, AfterPrint::Wait);
+    let disk = tmp.path("disk");
+    std::fs::write(&disk, [0; 4096]).unwrap();
+    let drive = json!({ "drive_id": "data", "is_root_device": false, "path_on_host": disk });
+    vmm.done("PUT", "/drives/data", &drive.to_string());
+    vmm.refusal("PUT", "/drives/data", "{");
+    vmm.done("PUT", "/actions", START);
+    wait_for("the first line", || tmp.read("metrics").ends_with('\n').then_some(()));
+    // Its line is written before the answer.
+    vmm.done("PUT", "/actions", FLUSH);
+    let lines = parsed(&tmp.read("metrics"));
+    assert_eq!(lines.len(), 2, "one at the start, one on request");
+    let puts = &lines[0]["put_api_requests"];
+    assert_eq!((&puts["drive_count"], &puts["drive_fails"]), (&json!(2), &json!(1)));
+    assert!(lines[0]["api_server"]["process_startup_time_us"].as_u64().unwrap() > 0);
+    assert!(lines.iter().all(|line| line["block_data"]["read_count"] == 0));
+    assert_eq!(lines[1]["put_api_requests"]["drive_count"], 0, "not counted again");
+    assert_eq!(lines[1]["put_api_requests"]["actions_count"], 1);
+    vmm.done("PATCH", "/vm", r#"{"state": "Paused"}"#);
+    vmm.done("PATCH", "/vm", r#"{"state": "Resumed"}"#);
+    vmm.done("PUT", "/actions", FLUSH);
+    let latencies = &parsed(&tmp.read("metrics"))[2]["latencies_us"];
+    for name in ["pause_vm", "resume_vm", "vmm_pause_vm", "vmm_resume_vm"] {
+        assert!(latencies[name].as_u64().unwrap() > 0, "{name}: {latencies}");
+    }
+    vmm.signal(Signal::TERM);
+    vmm.wait_status();
+    assert_eq!(parsed(&tmp.read("metrics")).len(), 4, "one at the end");
+}
+
+#[test]
+fn full_fifo_of_metrics_delays_no_guest() {
+    if !kvm_or_skip("full_fifo_of_metrics_delays_no_guest") {
+        return;
+    }
+    let tmp = TestDir::new();
+    let fifo = tmp.path("fifo");
+    mknodat(CWD, &fifo, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+    let flags = OFlags::NONBLOCK.bits().cast_signed();
+    let both = OpenOptions::new().read(true).write(true).custom_flags(flags).open(&fifo);
+    let mut both = both.unwrap();
+    while both.write(&[b'\n'; 4096]).is_ok() {}
+    let mut vmm = ServeProcess::start(&tmp, &[]);
+    configure(&vmm, &tmp, AfterPrint::Wait);
+    vmm.done("PUT", "/metrics", &json!({ "metrics_path": fifo }).to_string());
+    vmm.done("PUT", "/actions", START);
+    await_line(&tmp);
+    let refusal = vmm.refusal("PUT", "/actions", FLUSH);
+    let start = "Internal VMM error: Metrics error: Failed to write metrics: ";
+    assert!(refusal.starts_with(start), "{refusal}");
+    let mut chunk = [0; 4096];
+    while both.read(&mut chunk).is_ok() {}
+    vmm.done("PUT", "/actions", FLUSH);
+    let mut line = Vec::new();
+    while let Ok(bytes) = both.read(&mut chunk) {
+        line.extend_from_slice(&chunk[..bytes]);
+    }
+    let lines = parsed(&text(&line));
+    let [line] = &lines[..] else { panic!("{lines:?}") };
+    assert!(line["logger"]["missed_metrics_count"].as_u64().unwrap() > 0, "{line}");
+    vmm.signal(Signal::TERM);
+    assert_eq!(vmm.wait().0, Some(0));
+}

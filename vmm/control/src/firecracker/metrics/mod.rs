@@ -1,0 +1,167 @@
+//! Firecracker's metrics: one JSON object a line, with all of Firecracker's names. What Driftline
+//! does not count is 0.
+//!
+//! Numbers of events count those since the line before. Latencies, times of the start and signals
+//! are the last ones.
+
+mod calls;
+mod keys;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use driftline_machine::devices::DeviceStats;
+use serde_json::{Map, Value, json};
+
+pub use calls::ApiCounts;
+pub(crate) use calls::{CountedCall, api_latency};
+use keys::{BLOCK, GROUPS, MetricsGroup, NET};
+
+use super::model::MetricsConfig;
+
+/// What the process has not written, as counts since its start.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct UnwrittenLines {
+    /// Lines of the log.
+    pub log: u64,
+    /// Lines of the metrics.
+    pub metrics: u64,
+}
+
+/// The metrics of a process that serves Firecracker's API.
+#[derive(Debug)]
+pub struct FirecrackerMetrics {
+    /// What each line has besides the groups.
+    extra: Map<String, Value>,
+    calls: Arc<ApiCounts>,
+    /// The counts when the last line was made, by group and name.
+    last: BTreeMap<(String, &'static str), u64>,
+}
+
+impl FirecrackerMetrics {
+    /// Creates the metrics of the instance `id`, whose requests are counted in `calls`.
+    pub fn new(id: &str, config: &MetricsConfig, calls: Arc<ApiCounts>) -> Self {
+        let mut extra = Map::new();
+        if config.emit_id {
+            extra.insert("id".to_owned(), id.into());
+        }
+        if let Some(properties) = &config.properties {
+            extra.insert("properties".to_owned(), json!(properties));
+        }
+        Self { extra, calls, last: BTreeMap::new() }
+    }
+
+    /// Returns the next line, with its end.
+    pub fn line(&mut self, devices: &[DeviceStats], unwritten: UnwrittenLines) -> Vec<u8> {
+        let mut line = MetricsLine(self.extra.clone());
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let now_ms = u64::try_from(now.as_millis()).unwrap_or(u64::MAX);
+        line.0.insert("utc_timestamp_ms".to_owned(), now_ms.into());
+        GROUPS.iter().for_each(|group| line.add_group(group.name, group));
+        for ((group, name), count) in self.calls.counts() {
+            let new = self.new_events(group.to_owned(), name, count);
+            line.add(group, name, new);
+        }
+        for ((group, name), value) in self.calls.values() {
+            line.add(group, name, value);
+        }
+        for (name, count) in
+            [("missed_log_count", unwritten.log), ("missed_metrics_count", unwritten.metrics)]
+        {
+            let new = self.new_events("logger".to_owned(), name, count);
+            line.add("logger", name, new);
+        }
+        for device in devices {
+            let (kind, id, counts) = device_counts(device);
+            let group = format!("{}_{id}", kind.name);
+            line.add_group(&group, kind);
+            for (name, count) in counts {
+                let new = self.new_events(group.clone(), name, count);
+                line.add(&group, name, new);
+                line.add(kind.name, name, new);
+            }
+        }
+        let mut line = Value::Object(line.0).to_string().into_bytes();
+        line.push(b'\n');
+        line
+    }
+
+    /// Returns how many events of `count` the last line did not have.
+    fn new_events(&mut self, group: String, name: &'static str, count: u64) -> u64 {
+        let last = self.last.insert((group, name), count).unwrap_or(0);
+        count.saturating_sub(last)
+    }
+}
+
+/// A line under construction.
+struct MetricsLine(Map<String, Value>);
+
+impl MetricsLine {
+    /// Adds a group of zeros.
+    fn add_group(&mut self, name: &str, group: &MetricsGroup) {
+        let numbers = group.numbers.iter().map(|&name| (name.to_owned(), json!(0)));
+        let zero = || json!({ "min_us": 0, "max_us": 0, "sum_us": 0 });
+        let times = group.times.iter().map(|&name| (name.to_owned(), zero()));
+        self.0.insert(name.to_owned(), Value::Object(numbers.chain(times).collect()));
+    }
+
+    /// Adds to a number of a group.
+    fn add(&mut self, group: &str, name: &str, more: u64) {
+        if let Some(number) = self.0.get_mut(group).and_then(|group| group.get_mut(name)) {
+            *number = number.as_u64().unwrap_or(0).saturating_add(more).into();
+        }
+    }
+}
+
+/// Returns the group of a device, its name, and what it has counted.
+fn device_counts(device: &DeviceStats) -> (&'static MetricsGroup, &str, Vec<(&'static str, u64)>) {
+    match device {
+        DeviceStats::Disk {
+            id,
+            reads,
+            read_bytes,
+            writes,
+            written_bytes,
+            flushes,
+            errors,
+            stalls,
+        } => (
+            &BLOCK,
+            id,
+            vec![
+                ("read_count", *reads),
+                ("read_bytes", *read_bytes),
+                ("write_count", *writes),
+                ("write_bytes", *written_bytes),
+                ("flush_count", *flushes),
+                ("execute_fails", *errors),
+                ("io_engine_throttled_events", *stalls),
+            ],
+        ),
+        DeviceStats::Net {
+            id,
+            received_frames,
+            received_bytes,
+            sent_frames,
+            sent_bytes,
+            stalls,
+            ..
+        } => (
+            &NET,
+            id,
+            vec![
+                ("rx_packets_count", *received_frames),
+                ("rx_count", *received_frames),
+                ("rx_bytes_count", *received_bytes),
+                ("tx_packets_count", *sent_frames),
+                ("tx_count", *sent_frames),
+                ("tx_bytes_count", *sent_bytes),
+                ("no_rx_avail_buffer", *stalls),
+            ],
+        ),
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,177 @@
+//! Lines of metrics.
+
+use std::time::Duration;
+
+use super::calls::CountedCall;
+use super::*;
+use crate::firecracker::{Answer, ApiFault, Operation};
+
+fn config(json: Value) -> MetricsConfig {
+    serde_json::from_value(json).unwrap()
+}
+
+fn metrics(calls: &Arc<ApiCounts>) -> FirecrackerMetrics {
+    FirecrackerMetrics::new("web-1", &config(json!({ "metrics_path": "m" })), calls.clone())
+}
+
+fn parsed(line: &[u8]) -> Value {
+    assert_eq!(line.iter().position(|&byte| byte == b'\n'), Some(line.len() - 1));
+    serde_json::from_slice(line).unwrap()
+}
+
+fn next(metrics: &mut FirecrackerMetrics, devices: &[DeviceStats]) -> Value {
+    parsed(&metrics.line(devices, UnwrittenLines::default()))
+}
+
+fn disk(id: &str, reads: u64) -> DeviceStats {
+    DeviceStats::Disk {
+        id: id.to_owned(),
+        reads,
+        read_bytes: reads * 512,
+        writes: 0,
+        written_bytes: 0,
+        flushes: 0,
+        errors: 0,
+        stalls: 0,
+    }
+}
+
+fn count(calls: &ApiCounts, method: &str, path: &str, is_parsed: bool) {
+    let has_body = method != "GET";
+    calls.count(&CountedCall { method, path, has_body }, is_parsed, false);
+}
+
+#[test]
+fn every_line_has_all_groups_and_numbers() {
+    let line = next(&mut metrics(&Arc::default()), &[]);
+    // The names of a client that reads the lines into types.
+    for group in [
+        "api_server",
+        "balloon",
+        "block",
+        "deprecated_api",
+        "get_api_requests",
+        "patch_api_requests",
+        "put_api_requests",
+        "i8042",
+        "uart",
+        "latencies_us",
+        "logger",
+        "mmds",
+        "net",
+        "seccomp",
+        "vcpu",
+        "vmm",
+        "signals",
+        "vsock",
+        "entropy",
+    ] {
+        assert!(line[group].is_object(), "{group}");
+    }
+    assert!(line["utc_timestamp_ms"].as_u64().unwrap() > 1_700_000_000_000);
+    let mut names = std::collections::BTreeSet::new();
+    for group in &GROUPS {
+        assert!(names.insert(group.name), "{} is there twice", group.name);
+        let object = line[group.name].as_object().unwrap();
+        assert_eq!(object.len(), group.numbers.len() + group.times.len(), "{}", group.name);
+        assert!(group.numbers.iter().all(|name| object[*name] == 0), "{object:?}");
+        let zero = json!({ "min_us": 0, "max_us": 0, "sum_us": 0 });
+        assert!(group.times.iter().all(|name| object[*name] == zero), "{object:?}");
+    }
+    // Nothing else.
+    assert_eq!(line.as_object().unwrap().len(), GROUPS.len() + 1);
+}
+
+#[test]
+fn counts_are_those_since_the_last_line() {
+    let calls = Arc::<ApiCounts>::default();
+    let mut metrics = metrics(&calls);
+    count(&calls, "GET", "/", true);
+    count(&calls, "GET", "/", true);
+    let line = next(&mut metrics, &[disk("a", 3), disk("b", 1)]);
+    assert_eq!(line["get_api_requests"]["instance_info_count"], 2);
+    let reads = |line: &Value, group: &str| line[group]["read_count"].as_u64().unwrap();
+    assert_eq!(
+        [reads(&line, "block_a"), reads(&line, "block_b"), reads(&line, "block")],
+        [3, 1, 4]
+    );
+    assert_eq!(line["block"]["read_bytes"], 4 * 512);
+    let line = next(&mut metrics, &[disk("a", 5), disk("b", 1)]);
+    assert_eq!(line["get_api_requests"]["instance_info_count"], 0);
+    assert_eq!(
+        [reads(&line, "block_a"), reads(&line, "block_b"), reads(&line, "block")],
+        [2, 0, 2]
+    );
+    let unwritten = UnwrittenLines { log: 7, metrics: 1 };
+    let line = parsed(&metrics.line(&[], unwritten));
+    assert_eq!(line["logger"]["missed_log_count"], 7);
+    assert_eq!(line["logger"]["missed_metrics_count"], 1);
+    assert_eq!(parsed(&metrics.line(&[], unwritten))["logger"]["missed_log_count"], 0);
+}
+
+#[test]
+fn requests_are_counted_by_name_and_failure() {
+    let calls = Arc::<ApiCounts>::default();
+    for (method, path, is_parsed) in [
+        ("PUT", "/drives/a", true),
+        ("PUT", "/drives/b", false),
+        ("PATCH", "/drives/a", true),
+        ("PUT", "/hotplug/memory", true),
+        ("PUT", "/hotplug/other", false),
+        ("PUT", "/mmds/config", true),
+        ("PUT", "/entropy", true),
+        ("GET", "/vm/config", true),
+        ("DELETE", "/drives/a", true),
+    ] {
+        count(&calls, method, path, is_parsed);
+    }
+    calls.count(&CountedCall { method: "PUT", path: "/vsock", has_body: false }, false, false);
+    calls.count(&CountedCall { method: "PUT", path: "/vsock", has_body: true }, true, true);
+    let line = next(&mut metrics(&calls), &[]);
+    let numbers = |group: &str| -> Vec<(String, u64)> {
+        let group = line[group].as_object().unwrap();
+        let numbers = group.iter().map(|(name, number)| (name.clone(), number.as_u64().unwrap()));
+        numbers.filter(|(_, number)| *number > 0).collect()
+    };
+    let expected = |list: &[(&str, u64)]| -> Vec<(String, u64)> {
+        list.iter().map(|(name, number)| ((*name).to_owned(), *number)).collect()
+    };
+    let puts = [
+        ("drive_count", 2),
+        ("drive_fails", 1),
+        ("hotplug_memory_count", 1),
+        ("mmds_count", 1),
+        ("vsock_count", 1),
+    ];
+    assert_eq!(numbers("put_api_requests"), expected(&puts));
+    assert_eq!(numbers("patch_api_requests"), expected(&[("drive_count", 1)]));
+    assert_eq!(numbers("get_api_requests"), []);
+    assert_eq!(numbers("deprecated_api"), expected(&[("deprecated_http_api_calls", 1)]));
+}
+
+#[test]
+fn latencies_are_the_last_successful_ones() {
+    let calls = Arc::<ApiCounts>::default();
+    let mut metrics = metrics(&calls);
+    calls.set_api_latency("pause_vm", Duration::from_micros(5), &Answer::Done);
+    let failed = Answer::Fault(ApiFault::BeforeStart);
+    calls.set_api_latency("pause_vm", Duration::from_micros(9), &failed);
+    let answer = calls.time_guest(&Operation::Resume, || Answer::Fault(ApiFault::BeforeStart));
+    assert!(matches!(answer, Answer::Fault(_)));
+    calls.set_start_up(Some(3), None);
+    for _ in 0..2 {
+        let line = next(&mut metrics, &[]);
+        assert_eq!(line["latencies_us"]["pause_vm"], 5);
+        assert_eq!(line["latencies_us"]["vmm_resume_vm"], 0);
+        assert_eq!(line["api_server"]["process_startup_time_us"], 3);
+    }
+}
+
+#[test]
+fn id_and_properties_are_written_if_asked_for() {
+    let properties = json!({ "zone": "a" });
+    let asked = json!({ "metrics_path": "m", "emit_id": true, "properties": properties });
+    let mut metrics = FirecrackerMetrics::new("web-1", &config(asked), Arc::default());
+    let line = next(&mut metrics, &[]);
+    assert_eq!((&line["id"], &line["properties"]), (&json!("web-1"), &properties));
+}
