@@ -86,7 +86,7 @@ impl Argument {
 static ARGUMENTS: [Argument; 22] = [
     value("api-sock", "Path of the API's unix socket.").or("/run/firecracker.socket"),
     flag("boot-timer", "Add the device that logs the time from start to boot.").refused(NOT_YET),
-    value("config-file", "JSON file that configures the guest and starts it.").refused(NOT_YET),
+    value("config-file", "JSON file that configures the guest and starts it."),
     value("describe-snapshot", "Print the format version of a state file.").refused(NO_SNAPSHOTS),
     flag("enable-pci", "Attach the devices to a PCI bus.").refused("devices have no PCI bus"),
     value("http-api-max-payload-size", "Largest body of a request, in bytes.").or("51200"),
@@ -97,7 +97,7 @@ static ARGUMENTS: [Argument; 22] = [
     value("metrics-path", "File or FIFO that receives the metrics."),
     value("mmds-size-limit", "Largest content of the MMDS, in bytes."),
     value("module", "Modules that are logged, as the beginning of a path."),
-    flag("no-api", "Do not listen for requests. Needs a configuration file.").refused(NOT_YET),
+    flag("no-api", "Do not listen for requests. Needs a configuration file."),
     flag("no-seccomp", "Do not filter system calls."),
     value("parent-cpu-time-us", "Processor time of the parent process."),
     value("seccomp-filter", "File with filters of system calls.")

@@ -35,6 +35,8 @@ pub(super) enum FirecrackerFault {
     MetricsInitialization(String),
     #[error("RunWithApiError error: {0}")]
     RunWithApi(#[from] ApiServerFault),
+    #[error("RunWithoutApiError error: Failed to build MicroVM from Json: {0}")]
+    RunWithoutApi(BuildFromJsonFault),
     /// A part of Driftline failed that Firecracker does not have.
     #[error("{0}")]
     Driftline(String),
@@ -68,6 +70,17 @@ pub(super) enum ApiServerFault {
     FailedToBindSocket(String),
     #[error("Failed to bind and run the HTTP server: {0}")]
     FailedToBindAndRunHttpServer(String),
+    #[error("Failed to build MicroVM from Json: {0}")]
+    BuildFromJson(BuildFromJsonFault),
+}
+
+/// Why the guest of a configuration file does not run.
+#[derive(PartialEq, Eq, Debug, thiserror::Error)]
+pub(super) enum BuildFromJsonFault {
+    #[error("Configuration for VMM from one single json failed: {0}")]
+    ParseFromJson(String),
+    #[error("Could not Start MicroVM from one single json: {0}")]
+    StartMicroVM(String),
 }
 
 impl FirecrackerFault {
@@ -78,6 +91,7 @@ impl FirecrackerFault {
             Self::LoggerInitialization(_)
             | Self::MetricsInitialization(_)
             | Self::RunWithApi(_)
+            | Self::RunWithoutApi(_)
             | Self::Driftline(_) => FirecrackerExit::Generic,
         }
     }

@@ -6,21 +6,23 @@ mod fault;
 use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::io::{self, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use driftline_control::firecracker::{IMITATED_VERSION, MetricsConfig, MicroVm};
+use driftline_control::firecracker::{
+    IMITATED_VERSION, MetricsConfig, MicroVm, config_file_operations, config_file_text,
+};
 use driftline_machine::socket::{ListeningSocket, SocketError};
 use rustix::process::Signal;
 use rustix::time::{ClockId, clock_gettime};
 use serde_json::Value;
 
 use super::failure::Failure;
-use super::serve::{MetricsFile, ServeEnd, ServeOptions, serve_api};
+use super::serve::{MetricsFile, ServeEnd, ServeOptions, ServeResult, serve_api};
 use super::version::version;
 use super::{firecracker_log, log};
 use args::{FirecrackerArgs, FirecrackerCommand, help, parse};
-use fault::{ApiServerFault, FirecrackerFault, hung_up, report};
+use fault::{ApiServerFault, BuildFromJsonFault, FirecrackerFault, hung_up, report};
 
 /// The name by which the program is called.
 const NAME: &str = "firecracker";
@@ -70,25 +72,42 @@ fn serve(args: FirecrackerArgs) -> Result<ExitCode, FirecrackerFault> {
     if let Some(path) = &args.metadata {
         vm.set_metadata(read_metadata(path)?).map_err(|e| driftline(e.into()))?;
     }
+    let file = args.config_file.as_deref().map(read_config_file).transpose()?;
     // After all checks of the arguments: the socket stays behind, as Firecracker's does.
-    let socket = ListeningSocket::bind_new(&args.api_sock).map_err(|e| match e {
-        SocketError::Exists(path) => ApiServerFault::FailedToBindSocket(path.display().to_string()),
-        e => ApiServerFault::FailedToBindAndRunHttpServer(e.to_string()),
-    })?;
-    tracing::info!("Listening on API socket ({:?}).", args.api_sock);
+    let api = if args.no_api { None } else { Some(bind_api(&args.api_sock)?) };
+    let has_api = api.is_some();
+    let from_file = |fault| match has_api {
+        true => FirecrackerFault::RunWithApi(ApiServerFault::BuildFromJson(fault)),
+        false => FirecrackerFault::RunWithoutApi(fault),
+    };
+    let first = match &file {
+        None => Vec::new(),
+        Some(json) => config_file_operations(json)
+            .map_err(|e| from_file(BuildFromJsonFault::ParseFromJson(e.to_string())))?,
+    };
     let options = ServeOptions {
         id: args.id,
         vm,
-        api_sock: args.api_sock,
+        api,
+        first,
         seccomp: !args.no_seccomp,
         payload_limit: args.payload_limit,
         metrics,
         start_up_us,
     };
-    let ServeEnd { result, signal } = serve_api(socket, options);
+    let ServeEnd { result, signal } = serve_api(options);
     match signal {
         None => {
-            let code = result.map_err(driftline)?;
+            let code = match result.map_err(driftline)? {
+                ServeResult::Ended(code) => code,
+                ServeResult::Refused { fault, starts } => {
+                    let text = config_file_text(&fault);
+                    return Err(from_file(match starts {
+                        true => BuildFromJsonFault::StartMicroVM(text),
+                        false => BuildFromJsonFault::ParseFromJson(text),
+                    }));
+                }
+            };
             tracing::info!("Firecracker exiting successfully. exit_code=0");
             Ok(code)
         }
@@ -99,6 +118,24 @@ fn serve(args: FirecrackerArgs) -> Result<ExitCode, FirecrackerFault> {
             driftline_machine::signals::end_by(signal)
         }
     }
+}
+
+/// Listens for the API's clients.
+fn bind_api(path: &Path) -> Result<(PathBuf, ListeningSocket), FirecrackerFault> {
+    let socket = ListeningSocket::bind_new(path).map_err(|e| match e {
+        SocketError::Exists(path) => ApiServerFault::FailedToBindSocket(path.display().to_string()),
+        e => ApiServerFault::FailedToBindAndRunHttpServer(e.to_string()),
+    })?;
+    tracing::info!("Listening on API socket ({path:?}).");
+    Ok((path.to_owned(), socket))
+}
+
+/// Reads the file of `--config-file`. Firecracker panics if it cannot.
+fn read_config_file(path: &Path) -> Result<Vec<u8>, FirecrackerFault> {
+    fs::read(path).map_err(|e| {
+        let path = path.display();
+        FirecrackerFault::Driftline(format!("the configuration in {path} cannot be read: {e}"))
+    })
 }
 
 /// Reads the first content of the metadata store. Firecracker panics if it cannot.

@@ -24,7 +24,7 @@ use std::sync::mpsc::Receiver;
 use std::thread::Builder;
 
 use driftline_control::api::{ApiEvent, App, Caller, Listeners, Server};
-use driftline_control::firecracker::MicroVm;
+use driftline_control::firecracker::{ApiFault, MicroVm, Operation};
 use driftline_machine::config::guest_span;
 use driftline_machine::sandbox::SandboxOptions;
 use driftline_machine::socket::ListeningSocket;
@@ -47,8 +47,10 @@ const PAYLOAD_LIMIT: usize = 51_200;
 pub(super) struct ServeOptions {
     /// Id of the instance.
     pub(super) id: String,
-    /// Path of the API's socket.
-    pub(super) api_sock: PathBuf,
+    /// The API's socket and its path, if there is an API.
+    pub(super) api: Option<(PathBuf, ListeningSocket)>,
+    /// Requests that precede those of the API; the last one starts the guest.
+    pub(super) first: Vec<Operation>,
     /// Whether to filter system calls.
     pub(super) seccomp: bool,
     /// The largest body of a request, in bytes.
@@ -68,44 +70,55 @@ pub(super) fn serve(args: ServeArgs) -> Result<ExitCode, Failure> {
     let options = ServeOptions {
         vm: MicroVm::new(args.id.clone(), "Driftline", PAYLOAD_LIMIT),
         id: args.id,
-        api_sock: args.api_sock,
+        api: Some((args.api_sock, socket)),
+        first: Vec::new(),
         seccomp: true,
         payload_limit: PAYLOAD_LIMIT,
         metrics: None,
         start_up_us: (None, None),
     };
-    serve_api(socket, options).result
+    match serve_api(options).result? {
+        ServeResult::Ended(code) => Ok(code),
+        ServeResult::Refused { fault, .. } => Err(Failure::error(fault)),
+    }
 }
 
 /// How a process that serves Firecracker's API ends.
 pub(super) struct ServeEnd {
-    pub(super) result: Result<ExitCode, Failure>,
+    pub(super) result: Result<ServeResult, Failure>,
     /// The signal that asked for the end.
     pub(super) signal: Option<i32>,
 }
 
-/// Serves Firecracker's API on `socket` until the process is to end.
-pub(super) fn serve_api(socket: ListeningSocket, options: ServeOptions) -> ServeEnd {
+/// What became of a process that serves Firecracker's API.
+pub(super) enum ServeResult {
+    /// It ends with this code.
+    Ended(ExitCode),
+    /// A request of the process itself was refused: the start, or one before it.
+    Refused { fault: ApiFault, starts: bool },
+}
+
+/// Serves Firecracker's API until the process is to end.
+pub(super) fn serve_api(options: ServeOptions) -> ServeEnd {
     let (app, events) = App::configuring(options.payload_limit);
     let (wall_us, cpu_us) = options.start_up_us;
     app.api_counts().set_start_up(wall_us, cpu_us);
     let termination = app.termination().clone();
-    let result = serve_app(socket, options, app, events);
+    let result = serve_app(options, app, events);
     ServeEnd { result, signal: termination.signal() }
 }
 
 fn serve_app(
-    socket: ListeningSocket,
     options: ServeOptions,
     app: Arc<App>,
     events: Receiver<ApiEvent>,
-) -> Result<ExitCode, Failure> {
+) -> Result<ServeResult, Failure> {
     notify::connect();
     // Clients may name any file until the guest starts.
     let restricted = SandboxOptions {
         seccomp: options.seccomp,
         landlock: true,
-        sockets: vec![options.api_sock.clone()],
+        sockets: options.api.iter().map(|(path, _)| path.clone()).collect(),
         ..SandboxOptions::default()
     };
     enter_sandbox(&SandboxOptions { write: vec!["/".into()], ..restricted.clone() })?;
@@ -113,19 +126,25 @@ fn serve_app(
     if let Some(metrics) = &options.metrics {
         metrics.start_thread()?;
     }
-    let listeners = Listeners { api: Some(socket), ..Listeners::default() };
+    if let Some((path, _)) = &options.api {
+        tracing::info!("API socket {}", path.display());
+    }
+    let api = options.api.map(|(_, socket)| socket);
+    let listeners = Listeners { api, ..Listeners::default() };
     // Dropping the server sends the last answers.
     let server = Server::start(listeners, app.clone())?;
-    tracing::info!("API socket {}", options.api_sock.display());
     notify::ready("the guest has not been started");
     let state_dir = values::state_dir();
     let (id, counts) = (options.id.clone(), app.api_counts().clone());
     let starter =
         GuestStarter::new(options.id, restricted, state_dir, server.control_thread(), app);
-    let mut requests = ApiRequests::new(options.vm, events, options.metrics, counts);
+    let mut requests = ApiRequests::new(options.vm, options.first, events, options.metrics, counts);
     let guest = match requests.configure(starter)? {
-        ConfigurationEnd::Exit(code) => return Ok(code),
+        ConfigurationEnd::Exit(code) => return Ok(ServeResult::Ended(code)),
         ConfigurationEnd::Stopped(why) => return Err(stopped(&why)),
+        ConfigurationEnd::Refused { fault, starts } => {
+            return Ok(ServeResult::Refused { fault, starts });
+        }
         ConfigurationEnd::Started(guest) => guest,
     };
     let (vm, jobs) = (guest.vm.clone(), guest.jobs.clone());
@@ -134,7 +153,7 @@ fn serve_app(
     notify::ready(format_args!("guest {} is {}", vm.vm_id(), vm.run_state()));
     let thread = Builder::new().name("api".to_owned());
     let thread = thread.spawn(move || requests.ask(&id, &guest))?;
-    run_to_end(vm, jobs, server, Some(thread))
+    run_to_end(vm, jobs, server, Some(thread)).map(ServeResult::Ended)
 }
 
 /// Returns the failure of a process that was stopped without a guest.

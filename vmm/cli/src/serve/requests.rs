@@ -20,6 +20,8 @@ use crate::firecracker_log;
 /// The requests of one process, and the state that they change.
 pub(super) struct ApiRequests {
     vm: MicroVm<Caller>,
+    /// Requests that precede those of the API; the last one starts the guest.
+    first: VecDeque<Operation>,
     events: Receiver<ApiEvent>,
     /// The metrics' file, until there is a guest.
     metrics: Option<MetricsFile>,
@@ -34,11 +36,14 @@ pub(super) enum ConfigurationEnd {
     Stopped(String),
     /// There is a guest.
     Started(StartedGuest),
+    /// A request of the process itself was refused: the start, or one before it.
+    Refused { fault: ApiFault, starts: bool },
 }
 
 impl ApiRequests {
     pub(super) fn new(
         mut vm: MicroVm<Caller>,
+        first: Vec<Operation>,
         events: Receiver<ApiEvent>,
         metrics: Option<MetricsFile>,
         counts: Arc<ApiCounts>,
@@ -46,7 +51,7 @@ impl ApiRequests {
         if metrics.is_some() {
             vm.set_has_metrics();
         }
-        Self { vm, events, metrics, counts }
+        Self { vm, first: first.into(), events, metrics, counts }
     }
 
     /// Performs what the requests ask for until there is a guest or the process is to end. Callers
@@ -58,16 +63,21 @@ impl ApiRequests {
         let mut files = ClientFiles::default();
         let mut next = VecDeque::new();
         let mut started = None;
+        let is_from_file = !self.first.is_empty();
         loop {
             let event = match next.pop_front() {
                 Some(event) => event,
-                None => match self.events.recv()? {
+                None => match self.next_request()? {
                     ApiEvent::Call(caller, operation) => MicroVmEvent::Request(caller, operation),
                     ApiEvent::Stop(why) => return Ok(ConfigurationEnd::Stopped(why)),
                 },
             };
             for action in self.vm.step(event) {
                 match action {
+                    MicroVmAction::Reply(caller, Answer::Fault(fault)) if caller.is_own() => {
+                        let starts = self.first.is_empty();
+                        return Ok(ConfigurationEnd::Refused { fault, starts });
+                    }
                     MicroVmAction::Reply(caller, answer) => caller.answer(answer),
                     MicroVmAction::Perform(Task::Start(config)) => {
                         let result = starter.start(&config, &files);
@@ -96,12 +106,25 @@ impl ApiRequests {
                     }
                 }
             }
+            if started.is_some() && is_from_file {
+                tracing::info!(
+                    "Successfully started microvm that was configured from one single json"
+                );
+            }
             // The start has been answered.
             if next.is_empty()
                 && let Some(guest) = started.take()
             {
                 return Ok(ConfigurationEnd::Started(guest));
             }
+        }
+    }
+
+    /// Returns the next request: those of the process itself precede those of the API.
+    fn next_request(&mut self) -> Result<ApiEvent, Failure> {
+        match self.first.pop_front() {
+            Some(operation) => Ok(ApiEvent::Call(Caller::own(), operation)),
+            None => Ok(self.events.recv()?),
         }
     }
 

@@ -102,7 +102,6 @@ fn refused_line_is_reported_as_firecracker_does() {
 fn argument_without_effect_is_refused_by_name() {
     for args in [
         &["--boot-timer"][..],
-        &["--config-file", "vm.json"],
         &["--describe-snapshot", "state"],
         &["--enable-pci"],
         &["--seccomp-filter", "filters"],
@@ -115,9 +114,6 @@ fn argument_without_effect_is_refused_by_name() {
         assert!(stdout.contains(&refusal), "{args:?}: {stdout}");
         assert!(stderr.contains(&format!("RefusedArgument(\"{name}\", ")), "{args:?}: {stderr}");
     }
-    // The file of the configuration is named, because it is refused, too.
-    let (code, stdout, _) = firecracker(&["--no-api", "--config-file", "vm.json"]);
-    assert!(code == Some(153) && stdout.contains("'config-file' is not honoured"), "{stdout}");
 }
 
 #[test]

@@ -14,6 +14,7 @@ mod damaged_store;
 mod disks;
 mod exit_codes;
 mod firecracker;
+mod firecracker_config;
 mod firecracker_log;
 mod firecracker_metrics;
 mod hostile;

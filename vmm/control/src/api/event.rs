@@ -16,16 +16,26 @@ pub enum ApiEvent {
 /// Sends the answer to a request's client. If this is dropped without an answer, the client is told
 /// that the process ends.
 #[derive(Debug)]
-pub struct Caller(oneshot::Sender<Answer>);
+pub struct Caller(Option<oneshot::Sender<Answer>>);
 
 impl Caller {
     pub(super) fn new(answer: oneshot::Sender<Answer>) -> Self {
-        Self(answer)
+        Self(Some(answer))
+    }
+
+    /// Returns the caller of a request that the process makes itself.
+    pub fn own() -> Self {
+        Self(None)
+    }
+
+    /// Returns whether the process makes the request itself. Its answer goes to nobody else.
+    pub fn is_own(&self) -> bool {
+        self.0.is_none()
     }
 
     /// Sends the answer. The client may have disconnected meanwhile.
     pub fn answer(self, answer: Answer) {
-        let _ = self.0.send(answer);
+        let _ = self.0.map(|client| client.send(answer));
     }
 
     /// Refuses the request.

@@ -7,6 +7,7 @@
 
 mod answer;
 mod config;
+mod config_file;
 mod fault;
 mod guest;
 mod metadata;
@@ -19,6 +20,7 @@ mod state;
 
 pub use answer::Answer;
 pub use config::MicroVmConfig;
+pub use config_file::{ConfigFileFault, config_file_operations, config_file_text};
 pub use fault::{ApiFault, BootFault, DriveFault, LoadFault, MetricsFault, StartFault};
 pub use metrics::{ApiCounts, FirecrackerMetrics, UnwrittenLines};
 pub(crate) use metrics::{CountedCall, api_latency};

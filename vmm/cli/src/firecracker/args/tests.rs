@@ -85,6 +85,7 @@ fn values_of_all_arguments_are_read() {
 fn no_argument_is_ignored() {
     let honoured = [
         "api-sock",
+        "config-file",
         "http-api-max-payload-size",
         "id",
         "level",
@@ -93,6 +94,7 @@ fn no_argument_is_ignored() {
         "metrics-path",
         "mmds-size-limit",
         "module",
+        "no-api",
         "no-seccomp",
         "parent-cpu-time-us",
         "show-level",

@@ -6,6 +6,7 @@
 
 mod balloon;
 mod boot;
+mod config_file;
 mod cpu;
 mod drive;
 mod limits;
@@ -21,6 +22,7 @@ pub use balloon::{
     BalloonDeviceConfig, BalloonUpdateConfig, BalloonUpdateStatsConfig, StartHintingCmd,
 };
 pub use boot::{BootSourceConfig, SerialConfig, VsockDeviceConfig};
+pub use config_file::{ConfigFile, CpuTemplateSource};
 pub use cpu::CustomCpuTemplate;
 pub use drive::{BlockDeviceConfig, BlockDeviceUpdateConfig, CacheType, FileEngineType};
 pub use limits::{EntropyDeviceConfig, RateLimiterConfig, TokenBucketConfig};
