@@ -13,14 +13,15 @@
 
 use std::fmt::{self, Write as _};
 use std::io::{self, Write};
+use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 use std::thread;
 use std::time::SystemTime;
 
 use driftline_control::firecracker::{LoggerConfig, LoggerLevel};
-use driftline_machine::local_time_ns;
 use driftline_machine::log::LogOutput;
+use driftline_machine::{fatal_signals, local_time_ns};
 use tracing::field::{Field, Visit};
 use tracing::level_filters::LevelFilter;
 use tracing::{Event, Level, Metadata, Subscriber};
@@ -208,12 +209,19 @@ pub(super) fn set_id(id: &str) {
 pub(super) fn configure(config: &LoggerConfig) -> io::Result<()> {
     let Some(log) = LOG.get() else { return Ok(()) };
     let file = config.log_path.as_deref().map(LineFile::open).transpose()?;
-    log.settings.write().unwrap_or_else(PoisonError::into_inner).change(config);
+    let mut settings = log.settings.write().unwrap_or_else(PoisonError::into_inner);
+    settings.change(config);
+    let is_off = settings.level == LevelFilter::OFF;
+    drop(settings);
     if let Some(file) = file {
         *log.target.file.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(file));
     }
     tracing::callsite::rebuild_interest_cache();
-    Ok(())
+    // A signal's handler cannot use the queue.
+    let file = log.target.file.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    let stdout = io::stdout();
+    let last = file.as_ref().map_or_else(|| stdout.as_fd(), |file| file.as_fd());
+    fatal_signals::log_to((!is_off).then_some(last))
 }
 
 /// Writes a message for the operator, if its level is logged.

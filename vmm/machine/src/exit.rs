@@ -8,6 +8,7 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -43,6 +44,24 @@ impl SocketFile {
 static SOCKETS: Mutex<Vec<SocketFile>> = Mutex::new(Vec::new());
 static LOST_MEMORY: OnceLock<fn(&str)> = OnceLock::new();
 
+/// Ends the process by the signal that has asked for it.
+type EndBySignal = fn(i32) -> !;
+
+static END_BY_SIGNAL: OnceLock<EndBySignal> = OnceLock::new();
+/// The signal that has asked for the end; 0 if there is none.
+static SIGNAL: AtomicI32 = AtomicI32::new(0);
+
+/// Makes [`now`] call `end` once a signal has asked for the end of the process. Only the first call
+/// takes effect.
+pub fn set_end_by_signal(end: fn(i32) -> !) {
+    let _ = END_BY_SIGNAL.set(end);
+}
+
+/// Records the signal that asks for the end of the process. Only the first one counts.
+pub fn note_signal(signal: i32) {
+    let _ = SIGNAL.compare_exchange(0, signal, Ordering::Relaxed, Ordering::Relaxed);
+}
+
 /// Registers `socket` for removal by [`now`].
 pub(crate) fn add(socket: SocketFile) {
     SOCKETS.lock().push(socket);
@@ -54,7 +73,7 @@ pub(crate) fn forget(socket: &SocketFile) {
     sockets.retain(|other| other != socket);
 }
 
-/// Ends the process with `code`.
+/// Ends the process with `code`, or as [`set_end_by_signal`] says.
 pub fn now(code: i32) -> ! {
     // A failure cannot be reported any more.
     let _ = terminal::restore();
@@ -72,7 +91,10 @@ pub fn now(code: i32) -> ! {
     }
     // The log says why the process ends.
     crate::log::flush();
-    std::process::exit(code)
+    match (END_BY_SIGNAL.get(), SIGNAL.load(Ordering::Relaxed)) {
+        (Some(end), signal) if signal != 0 => end(signal),
+        _ => std::process::exit(code),
+    }
 }
 
 /// Sets the function to call when a page of the guest's memory cannot be fetched. It is for a

@@ -6,7 +6,7 @@
 //!
 //! | modules | own |
 //! | --- | --- |
-//! | `actor`, `limits`, `codec`, `host_memory`, `size`, `cpu_model`, `end_reason`, `local_time`, `signals`, `terminal`, `fail_point`, `schedule`, `histogram`, `thread_end`, `tracking`, `wall_clock` | leaves, which use no other module of this crate |
+//! | `actor`, `limits`, `codec`, `host_memory`, `size`, `cpu_model`, `end_reason`, `local_time`, `signals`, `stack_text`, `terminal`, `fatal_signals`, `fail_point`, `schedule`, `histogram`, `thread_end`, `tracking`, `wall_clock` | leaves, which use no other module of this crate |
 //! | `log`, `exit`, `sandbox`, `log_thread`, `pm_qos`, `pool`, `socket` | the process: its log, its exit, what its threads may do |
 //! | `memory`, `config` | guest memory; a machine's configuration |
 //! | `kvm`, `measure`, `sources` | KVM's ioctls; hooks for measurements; the sources of dirty frames |
@@ -26,6 +26,7 @@ mod end_reason;
 pub mod exit;
 pub mod export;
 mod fail_point;
+pub mod fatal_signals;
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub mod fuzzing;
@@ -47,6 +48,7 @@ pub mod signals;
 pub mod size;
 pub mod socket;
 mod sources;
+mod stack_text;
 mod terminal;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;

@@ -6,6 +6,8 @@ use std::ptr;
 use libc::{SIGHUP, SIGINT, SIGTERM, c_int};
 use vmm_sys_util::signal::create_sigset;
 
+use crate::fatal_signals;
+
 /// Blocks all signals of the process in the calling thread, except those that a thread causes
 /// itself (a fault, a forbidden system call). Other threads take the blocked signals. The reasons:
 /// `KVM_RESET_DIRTY_RINGS` stops early at a signal and counts frames that it has not protected, and
@@ -16,7 +18,10 @@ pub(crate) fn block() {
     unsafe { libc::sigfillset(set.as_mut_ptr()) };
     // SAFETY: it is initialized.
     let mut set = unsafe { set.assume_init() };
-    for own in [libc::SIGSYS, libc::SIGSEGV, libc::SIGBUS, libc::SIGILL, libc::SIGFPE] {
+    // The last one would kill a process that does not handle it, for a write that fails anyway.
+    let size = fatal_signals::handles(libc::SIGXFSZ).then_some(libc::SIGXFSZ);
+    let own = [libc::SIGSYS, libc::SIGSEGV, libc::SIGBUS, libc::SIGILL, libc::SIGFPE];
+    for own in own.into_iter().chain(size) {
         // SAFETY: the set is initialized, and these are numbers of signals.
         unsafe { libc::sigdelset(&raw mut set, own) };
     }
@@ -46,7 +51,7 @@ pub fn end_by(signal: c_int) -> ! {
     // SAFETY: no thread of this process depends on what it interrupts.
     unsafe { libc::raise(signal) };
     // The default action of the signal is not to end the process.
-    crate::exit::now(1)
+    std::process::exit(1)
 }
 
 fn change_mask(how: c_int, set: &libc::sigset_t) {

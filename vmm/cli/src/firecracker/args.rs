@@ -59,8 +59,6 @@ struct Argument {
     refused: Option<&'static str>,
 }
 
-/// Reason for arguments whose subject is missing so far.
-const NOT_YET: &str = "this version does not have what it configures";
 /// Reason for arguments about snapshots.
 const NO_SNAPSHOTS: &str = "this version has no snapshots of Firecracker's kind";
 
@@ -85,7 +83,7 @@ impl Argument {
 /// All arguments, in the order of their names.
 static ARGUMENTS: [Argument; 22] = [
     value("api-sock", "Path of the API's unix socket.").or("/run/firecracker.socket"),
-    flag("boot-timer", "Add the device that logs the time from start to boot.").refused(NOT_YET),
+    flag("boot-timer", "Add the device that logs the time from start to boot."),
     value("config-file", "JSON file that configures the guest and starts it."),
     value("describe-snapshot", "Print the format version of a state file.").refused(NO_SNAPSHOTS),
     flag("enable-pci", "Attach the devices to a PCI bus.").refused("devices have no PCI bus"),

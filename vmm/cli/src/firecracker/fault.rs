@@ -3,16 +3,26 @@
 use std::io::{self, Write};
 use std::process::ExitCode;
 
+use driftline_machine::fatal_signals::FatalCodes;
+use rustix::process::Signal;
+
 /// The exit codes that differ from those of `driftline`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 enum FirecrackerExit {
     Generic = 1,
+    /// A thread has made a forbidden system call.
+    BadSyscall = 148,
+    SigBus = 149,
+    SigSegv = 150,
+    SigXfsz = 151,
     /// The value of an argument that configures the process is wrong.
     BadConfiguration = 152,
     Arguments = 153,
+    SigXcpu = 154,
     /// The process was ended by SIGHUP.
     HangUp = 156,
+    SigIll = 157,
 }
 
 /// Why the process ends with an error. `Debug` is part of the report, so the names are
@@ -97,11 +107,21 @@ impl FirecrackerFault {
     }
 }
 
+/// The exit codes of the signals that end the process at once.
+pub(super) static FATAL_CODES: FatalCodes = &[
+    (Signal::SYS.as_raw(), FirecrackerExit::BadSyscall as u8),
+    (Signal::BUS.as_raw(), FirecrackerExit::SigBus as u8),
+    (Signal::SEGV.as_raw(), FirecrackerExit::SigSegv as u8),
+    (Signal::XFSZ.as_raw(), FirecrackerExit::SigXfsz as u8),
+    (Signal::XCPU.as_raw(), FirecrackerExit::SigXcpu as u8),
+    (Signal::ILL.as_raw(), FirecrackerExit::SigIll as u8),
+];
+
 /// Reports the end by SIGHUP as Firecracker does. Returns the exit code.
-pub(super) fn hung_up() -> ExitCode {
+pub(super) fn hung_up() -> i32 {
     // 0 is the code of a signal that a process sends.
     tracing::error!("Shutting down VM after intercepting signal 1, code 0.");
-    ExitCode::from(FirecrackerExit::HangUp as u8)
+    (FirecrackerExit::HangUp as u8).into()
 }
 
 /// Reports a fault as Firecracker does: in the log, and its value on stderr. Returns the exit code.

@@ -13,6 +13,7 @@ use driftline_control::firecracker::{
     IMITATED_VERSION, MetricsConfig, MicroVm, config_file_operations, config_file_text,
 };
 use driftline_machine::socket::{ListeningSocket, SocketError};
+use driftline_machine::{exit, fatal_signals};
 use rustix::process::Signal;
 use rustix::time::{ClockId, clock_gettime};
 use serde_json::Value;
@@ -22,7 +23,7 @@ use super::serve::{MetricsFile, ServeEnd, ServeOptions, ServeResult, serve_api};
 use super::version::version;
 use super::{firecracker_log, log};
 use args::{FirecrackerArgs, FirecrackerCommand, help, parse};
-use fault::{ApiServerFault, BuildFromJsonFault, FirecrackerFault, hung_up, report};
+use fault::{ApiServerFault, BuildFromJsonFault, FATAL_CODES, FirecrackerFault, hung_up, report};
 
 /// The name by which the program is called.
 const NAME: &str = "firecracker";
@@ -63,6 +64,11 @@ fn print(text: &str) -> Result<ExitCode, FirecrackerFault> {
 fn serve(args: FirecrackerArgs) -> Result<ExitCode, FirecrackerFault> {
     let driftline = |e: Failure| FirecrackerFault::Driftline(e.message().to_owned());
     firecracker_log::set_id(&args.id);
+    // Also for an end that does not wait for the guest.
+    exit::set_end_by_signal(end_by_signal);
+    fatal_signals::install(&args.id, FATAL_CODES).map_err(|e| {
+        FirecrackerFault::Driftline(format!("Failed to register signal handlers: {e}"))
+    })?;
     let opened = firecracker_log::configure(&args.log);
     opened.map_err(|e| FirecrackerFault::LoggerInitialization(e.to_string()))?;
     tracing::info!("Running Firecracker v{IMITATED_VERSION}, imitated by Driftline {}", version());
@@ -92,6 +98,7 @@ fn serve(args: FirecrackerArgs) -> Result<ExitCode, FirecrackerFault> {
         first,
         seccomp: !args.no_seccomp,
         payload_limit: args.payload_limit,
+        has_boot_timer: args.boot_timer,
         metrics,
         start_up_us,
     };
@@ -111,13 +118,20 @@ fn serve(args: FirecrackerArgs) -> Result<ExitCode, FirecrackerFault> {
             tracing::info!("Firecracker exiting successfully. exit_code=0");
             Ok(code)
         }
-        Some(signal) if signal == Signal::HUP.as_raw() => Ok(hung_up()),
-        // Clients of Firecracker see it killed by the signal.
-        Some(signal) => {
-            driftline_machine::log::flush();
-            driftline_machine::signals::end_by(signal)
-        }
+        Some(signal) => end_by_signal(signal),
     }
+}
+
+/// Ends the process by the signal that has asked for it: clients of Firecracker see it killed by
+/// that signal, or the exit code for SIGHUP.
+fn end_by_signal(signal: i32) -> ! {
+    if signal == Signal::HUP.as_raw() {
+        let code = hung_up();
+        driftline_machine::log::flush();
+        std::process::exit(code)
+    }
+    driftline_machine::log::flush();
+    driftline_machine::signals::end_by(signal)
 }
 
 /// Listens for the API's clients.

@@ -57,6 +57,8 @@ pub(super) struct ServeOptions {
     pub(super) payload_limit: usize,
     /// The machine to be configured.
     pub(super) vm: MicroVm<Caller>,
+    /// Whether the guest has the register by which it reports that it has booted.
+    pub(super) has_boot_timer: bool,
     /// The metrics' file, if the machine has metrics before there are requests.
     pub(super) metrics: Option<MetricsFile>,
     /// Time that the start took, in microseconds: wall-clock time and processor time.
@@ -74,6 +76,7 @@ pub(super) fn serve(args: ServeArgs) -> Result<ExitCode, Failure> {
         first: Vec::new(),
         seccomp: true,
         payload_limit: PAYLOAD_LIMIT,
+        has_boot_timer: false,
         metrics: None,
         start_up_us: (None, None),
     };
@@ -136,8 +139,14 @@ fn serve_app(
     notify::ready("the guest has not been started");
     let state_dir = values::state_dir();
     let (id, counts) = (options.id.clone(), app.api_counts().clone());
-    let starter =
-        GuestStarter::new(options.id, restricted, state_dir, server.control_thread(), app);
+    let starter = GuestStarter::new(
+        options.id,
+        restricted,
+        state_dir,
+        server.control_thread(),
+        app,
+        options.has_boot_timer,
+    );
     let mut requests = ApiRequests::new(options.vm, options.first, events, options.metrics, counts);
     let guest = match requests.configure(starter)? {
         ConfigurationEnd::Exit(code) => return Ok(ServeResult::Ended(code)),

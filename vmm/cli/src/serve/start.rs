@@ -18,7 +18,7 @@ use driftline_control::firecracker::{
 use driftline_control::jobs::{Jobs, SnapshotBase};
 use driftline_guest::{Clock, VmId};
 use driftline_machine::config::{
-    DeviceConfig, HostConfig, MachineConfig, SerialSink, disks, guest_span,
+    BootClock, DeviceConfig, HostConfig, MachineConfig, SerialSink, disks, guest_span,
 };
 use driftline_machine::machine::KvmMachine;
 use driftline_machine::memory::MemoryOptions;
@@ -49,6 +49,8 @@ pub(super) struct GuestStarter {
     state_dir: PathBuf,
     control: ControlThread,
     app: Arc<App>,
+    /// Whether the guest has the register by which it reports that it has booted.
+    has_boot_timer: bool,
 }
 
 impl GuestStarter {
@@ -58,9 +60,10 @@ impl GuestStarter {
         state_dir: PathBuf,
         control: ControlThread,
         app: Arc<App>,
+        has_boot_timer: bool,
     ) -> Self {
         let (vm_id, is_closed) = (VmId::random(), Rc::default());
-        Self { id, vm_id, sandbox, is_closed, state_dir, control, app }
+        Self { id, vm_id, sandbox, is_closed, state_dir, control, app, has_boot_timer }
     }
 
     /// Builds the guest of `config` with its open files, and runs it.
@@ -72,8 +75,10 @@ impl GuestStarter {
         config: &MicroVmConfig,
         files: &ClientFiles,
     ) -> Result<StartedGuest, ApiFault> {
+        let boot_timer = self.has_boot_timer.then(BootClock::start);
         let tracked = config.machine.track_dirty_pages;
-        let GuestPlan { config, host } = plan(&self.id, config, files)?;
+        let GuestPlan { config, mut host } = plan(&self.id, config, files)?;
+        host.boot_timer = boot_timer;
         let _logged = guest_span(self.vm_id, &config.identity).entered();
         let failed = |e: &dyn ToString| StartFault::Machine(e.to_string());
         let before_devices = self.close_sandbox(self.restrictions(&config, &host));

@@ -1,10 +1,11 @@
 //! The binary as `firecracker`: its command line, output, exit codes and socket.
 
+use std::io::Write;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Command, Stdio};
 
-use driftline_machine::testing::kvm_or_skip;
+use driftline_machine::testing::{Elf, kvm_or_skip};
 use rustix::process::Signal;
 use serde_json::json;
 
@@ -101,8 +102,7 @@ fn refused_line_is_reported_as_firecracker_does() {
 #[test]
 fn argument_without_effect_is_refused_by_name() {
     for args in [
-        &["--boot-timer"][..],
-        &["--describe-snapshot", "state"],
+        &["--describe-snapshot", "state"][..],
         &["--enable-pci"],
         &["--seccomp-filter", "filters"],
         &["--snapshot-version"],
@@ -270,6 +270,86 @@ fn signals_end_the_process_as_firecracker() {
         if !driftline_machine::signals::ignores_hang_up() {
             let (code, by, stderr) = ended_by(Signal::HUP, starts);
             assert_eq!((code, by), (Some(156), None), "{starts}: {stderr}");
+        }
+    }
+}
+
+#[test]
+fn fatal_signals_have_exit_codes() {
+    let has_kvm = kvm_or_skip("fatal_signals_have_exit_codes");
+    for (signal, code) in [
+        (Signal::BUS, 149),
+        (Signal::SEGV, 150),
+        (Signal::XFSZ, 151),
+        (Signal::XCPU, 154),
+        (Signal::ILL, 157),
+        // Firecracker's code for one that no filter has raised.
+        (Signal::SYS, 2),
+    ] {
+        for starts in [false, has_kvm] {
+            let tmp = TestDir::new();
+            let mut vmm = serve(&tmp, &["--id", "s-1", "--log-path", &tmp.text("log")]);
+            vmm.get("/");
+            if starts {
+                configure(&vmm, &tmp, AfterPrint::Wait);
+                vmm.done("PUT", "/actions", r#"{"action_type": "InstanceStart"}"#);
+                await_line(&tmp);
+            }
+            vmm.signal(signal);
+            let (status, stderr) = vmm.wait_status();
+            assert_eq!(status.code(), Some(code), "{signal:?}: {status}: {stderr}");
+            let number = signal.as_raw();
+            let line = format!("] Shutting down VM after intercepting signal {number}, code 0.");
+            let log = tmp.read("log");
+            let logged = log.lines().find(|logged| logged.ends_with(&line));
+            let logged = logged.unwrap_or_else(|| panic!("{signal:?}: {log}"));
+            assert!(logged.contains(" [s-1:"), "{logged}");
+        }
+    }
+}
+
+#[test]
+fn file_size_limit_ends_with_its_exit_code() {
+    let tmp = TestDir::new();
+    let (socket, log) = (tmp.text("fc.sock"), tmp.text("log"));
+    let mut command = Command::new("sh");
+    command.args(["-c", "ulimit -f 16; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_driftline")]);
+    command.args(["firecracker", "--api-sock", &socket, "--log-path", &log]);
+    let mut vmm = ServeProcess::spawn(command, socket);
+    // Its line exceeds the limit.
+    let body = "x".repeat(40_000);
+    let mut stream = UnixStream::connect(&vmm.socket).unwrap();
+    let request = format!("PUT /vsock HTTP/1.1\r\nContent-Length: 40000\r\n\r\n{body}");
+    stream.write_all(request.as_bytes()).unwrap();
+    let (status, stderr) = vmm.wait_status();
+    assert_eq!(status.code(), Some(151), "{status}: {stderr}");
+}
+
+#[test]
+fn boot_timer_logs_the_time_to_boot() {
+    if !kvm_or_skip("boot_timer_logs_the_time_to_boot") {
+        return;
+    }
+    // mov byte [0xc0000000], 123, twice; mov al, 0xfe; out 0x64, al; hlt
+    let write = [0xc6, 0x05, 0, 0, 0, 0xc0, 123];
+    let kernel = Elf::new(&[&write[..], &write, &[0xb0, 0xfe, 0xe6, 0x64, 0xf4]].concat()).bytes();
+    for (args, lines) in [(&["--boot-timer"][..], 1), (&[], 0)] {
+        let tmp = TestDir::new();
+        let mut vmm = serve(&tmp, &[args, &["--log-path", &tmp.text("log")]].concat());
+        configure(&vmm, &tmp, AfterPrint::Reset);
+        std::fs::write(tmp.path("kernel"), &kernel).unwrap();
+        let source = json!({ "kernel_image_path": tmp.text("kernel") });
+        vmm.done("PUT", "/boot-source", &source.to_string());
+        vmm.done("PUT", "/actions", r#"{"action_type": "InstanceStart"}"#);
+        let (code, stderr) = vmm.wait();
+        assert_eq!(code, Some(0), "{stderr}");
+        let log = tmp.read("log");
+        let mut times = log.lines().filter_map(|line| line.split_once("] Guest-boot-time = "));
+        let first = times.next();
+        assert_eq!(usize::from(first.is_some()) + times.count(), lines, "{log}");
+        if let Some((_, time)) = first {
+            let us: u64 = time.trim_start().split(' ').next().unwrap().parse().unwrap();
+            assert!(us > 0 && time.ends_with(" CPU ms"), "{time}");
         }
     }
 }

@@ -17,6 +17,7 @@ mod firecracker;
 mod firecracker_config;
 mod firecracker_log;
 mod firecracker_metrics;
+mod firecracker_stuck;
 mod hostile;
 mod identity;
 mod large_disk;

@@ -16,7 +16,8 @@ use driftline_machine::testing::{kvm_or_skip, skip};
 use rustix::process::{Pid, Signal, kill_process};
 
 const DISK_BYTES: usize = 1 << 20;
-const DISK: ScriptedDevice = ScriptedDevice { index: 0, queue: 0, label: "virtio-blk \"disk0\"" };
+pub const DISK: ScriptedDevice =
+    ScriptedDevice { index: 0, queue: 0, label: "virtio-blk \"disk0\"" };
 /// Longer than any of the operations takes. A wait for the storage would never end.
 const LIMIT: Duration = Duration::from_secs(50);
 
@@ -65,7 +66,7 @@ impl<'p> StuckGuest<'p> {
     }
 }
 
-fn storage_or_skip(test: &str) -> Option<StuckStorage> {
+pub fn storage_or_skip(test: &str) -> Option<StuckStorage> {
     if !kvm_or_skip(test) {
         return None;
     }

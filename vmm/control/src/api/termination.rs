@@ -15,5 +15,6 @@ impl Termination {
     /// Records a signal. Only the first one counts.
     pub(super) fn note(&self, signal: i32) {
         let _ = self.0.set(signal);
+        driftline_machine::exit::note_signal(signal);
     }
 }

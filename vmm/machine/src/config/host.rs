@@ -6,6 +6,7 @@ use std::str::FromStr;
 
 use driftline_guest::DriveHead;
 
+use super::boot_clock::BootClock;
 use super::disk::{DiskConfig, DiskSpec};
 use super::error::ConfigError;
 use super::lineage::Restored;
@@ -84,6 +85,9 @@ pub struct HostConfig {
     pub image: Option<Image>,
     /// For a new guest: whether it has a keyboard controller, by which it is told to shut down.
     pub keyboard: bool,
+    /// For a new guest: when its start was requested, if it has the register by which it reports
+    /// that it has booted.
+    pub boot_timer: Option<BootClock>,
     /// For a new guest: its files that are open already.
     pub opened: OpenedFiles,
     /// For tests of the tests: one in this many frames that the guest writes is not reported.

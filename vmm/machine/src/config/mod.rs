@@ -3,6 +3,7 @@
 
 mod backend;
 mod balloon;
+mod boot_clock;
 mod cpu;
 mod device_id;
 mod devices;
@@ -21,6 +22,7 @@ mod spec;
 
 pub use backend::BackendKind;
 pub use balloon::BalloonConfig;
+pub use boot_clock::BootClock;
 pub use cpu::{CpuConfig, CpuModel, CpuidWord, MsrWord};
 pub(crate) use devices::disks_mut;
 pub use devices::{DeviceConfig, MAX_DEVICES, RngConfig, disks};

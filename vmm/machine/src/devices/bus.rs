@@ -4,11 +4,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
 
+use super::boot_timer::{BOOT_TIMER, BootTimer};
 use super::keyboard::{KEYBOARD_IRQ, Keyboard, KeyboardFull, KeyboardInterrupt};
 use super::power::PowerManagement;
 use super::serial::Com1;
 use super::set::DeviceSet;
 use super::virtio::Completion;
+use crate::config::BootClock;
 use crate::end_reason::EndReason;
 
 const KEYBOARD_DATA: u16 = 0x60;
@@ -39,17 +41,20 @@ pub(crate) struct Bus {
     power: PowerManagement,
     /// `None` in a machine without a keyboard.
     keyboard: Mutex<Option<Keyboard>>,
+    /// Only in a machine that is to report its boot.
+    boot_timer: Option<BootTimer>,
     virtio: DeviceSet,
     /// Whether the guest's crash kernel has already been logged.
     crash_logged: AtomicBool,
 }
 
 impl Bus {
-    /// Returns a bus with these devices.
-    pub(crate) fn new(com1: Com1, virtio: DeviceSet) -> Self {
+    /// Returns a bus with these devices. The guest's boot is timed by `boot_clock`, if there is one.
+    pub(crate) fn new(com1: Com1, virtio: DeviceSet, boot_clock: Option<BootClock>) -> Self {
         let power = PowerManagement::default();
         let (keyboard, crash_logged) = (Mutex::default(), AtomicBool::new(false));
-        Self { com1, power, keyboard, virtio, crash_logged }
+        let boot_timer = boot_clock.map(BootTimer::new);
+        Self { com1, power, keyboard, boot_timer, virtio, crash_logged }
     }
 
     /// Returns the virtio devices.
@@ -66,6 +71,14 @@ impl Bus {
         data: &[u8],
         done: impl FnOnce() -> Completion,
     ) -> bool {
+        if addr == BOOT_TIMER
+            && let Some(timer) = &self.boot_timer
+        {
+            if let Some(line) = timer.write(data) {
+                tracing::info!("{line}");
+            }
+            return false;
+        }
         self.virtio.write(addr, data, done)
     }
 

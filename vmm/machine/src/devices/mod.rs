@@ -15,6 +15,7 @@
 
 mod balloon;
 mod block;
+mod boot_timer;
 mod bus;
 mod error;
 #[cfg(any(test, fuzzing))]

@@ -9,8 +9,8 @@ use std::mem::MaybeUninit;
 use libc::{c_int, c_void, siginfo_t};
 use syscalls::Sysno;
 
-/// `si_code` of a signal that a seccomp filter raised.
-const SYS_SECCOMP: c_int = 1;
+use crate::fatal_signals::{self, SYS_SECCOMP};
+use crate::stack_text::StackText;
 
 /// Kernel layout of `siginfo_t` for `SIGSYS`.
 #[repr(C)]
@@ -43,6 +43,9 @@ extern "C" fn on_violation(_: c_int, info: *mut siginfo_t, context: *mut c_void)
     if info.code == SYS_SECCOMP {
         report(info.syscall, context.cast());
     }
+    // Ends a process that has an exit code for this.
+    let forbidden = (info.code == SYS_SECCOMP).then_some(info.syscall);
+    fatal_signals::end(libc::SIGSYS, info.code, forbidden);
     // Every filter allows this call. A failure cannot be reported to anyone.
     let _ = crate::terminal::restore();
     // SIGSYS is blocked in its handler, so this call, which no filter allows, ends the process by
@@ -64,7 +67,7 @@ fn report(number: c_int, context: *const libc::ucontext_t) {
     let thread = thread.unwrap_or("?");
     let call = usize::try_from(number).ok().and_then(Sysno::new);
     let call_name = call.map_or("unknown", |c| c.name());
-    let mut line = StackBuffer { bytes: [0; 320], len: 0 };
+    let mut line = StackText::<320>::new();
     let _ = write!(line, "driftline: thread {thread} made system call {number} ({call_name}");
     if call == Some(Sysno::ioctl) && !context.is_null() {
         // SAFETY: the kernel gives a handler the whole context of the thread.
@@ -76,25 +79,9 @@ fn report(number: c_int, context: *const libc::ucontext_t) {
         "), which it never should: the process ends here (SIGSYS). Either the guest has broken out \
          of its devices, or the filter is too narrow for this host; --no-seccomp runs without"
     );
+    let line = line.as_bytes();
     // SAFETY: the bytes are initialized.
-    unsafe { libc::write(libc::STDERR_FILENO, line.bytes.as_ptr().cast(), line.len) };
-}
-
-/// Text buffer on the stack. Text that does not fit is dropped.
-struct StackBuffer {
-    bytes: [u8; 320],
-    len: usize,
-}
-
-impl Write for StackBuffer {
-    fn write_str(&mut self, text: &str) -> std::fmt::Result {
-        let room = self.bytes.get_mut(self.len..).unwrap_or_default();
-        for (to, from) in room.iter_mut().zip(text.bytes()) {
-            *to = from;
-            self.len += 1;
-        }
-        Ok(())
-    }
+    unsafe { libc::write(libc::STDERR_FILENO, line.as_ptr().cast(), line.len()) };
 }
 
 /// Makes all threads allocate from one arena. With several arenas the GNU C library opens files: to

@@ -74,6 +74,13 @@ fn child() {
     let Ok(selected) = std::env::var(ACT) else { return };
     let (class, name) = selected.split_once(':').unwrap();
     let (class, name) = (class.to_owned(), name.to_owned());
+    let name = match name.strip_prefix("coded-") {
+        None => name,
+        Some(rest) => {
+            crate::fatal_signals::install("a-1", &[(libc::SIGSYS, 148)]).unwrap();
+            rest.to_owned()
+        }
+    };
     let dir = std::env::temp_dir();
     let strict = name.starts_with("outside");
     let options = SandboxOptions {
@@ -247,6 +254,20 @@ fn no_class_opens_files_or_starts_programs() {
         assert_killed(&class, "code", Sysno::mprotect);
         assert_killed(&class, "handler", Sysno::rt_sigaction);
         done(&class, "no-file-by-landlock");
+    }
+}
+
+#[test]
+fn forbidden_call_ends_with_its_exit_code() {
+    for class in Class::ALL.map(|c| format!("{c:?}")) {
+        let out = act(&class, "coded-socket");
+        let log = String::from_utf8_lossy(&out.stdout);
+        assert_eq!(out.status.code(), Some(148), "{class}: {log}");
+        let start = format!(" [a-1:{class}] Shutting down VM after intercepting ");
+        let (signal, call) = (libc::SIGSYS, Sysno::socket.id());
+        for end in [format!("signal {signal}, code 1."), format!("a bad syscall ({call}).")] {
+            assert!(log.contains(&format!("{start}{end}\n")), "{class}: {log}");
+        }
     }
 }
 

@@ -85,6 +85,7 @@ fn values_of_all_arguments_are_read() {
 fn no_argument_is_ignored() {
     let honoured = [
         "api-sock",
+        "boot-timer",
         "config-file",
         "http-api-max-payload-size",
         "id",

@@ -1,0 +1,231 @@
+//! Signals that end the process with an exit code and a line in the log, as Firecracker's do. A
+//! process that has not called [`install`] is killed by them.
+//!
+//! The handler makes only async-signal-safe calls, and waits for nothing: a destination of the log
+//! that does not take the line at once does not get it.
+
+use std::ffi::CStr;
+use std::fmt::Write;
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use libc::{c_int, c_void, siginfo_t};
+
+use crate::stack_text::StackText;
+use crate::terminal;
+
+/// Exit code for a signal of another origin than expected.
+const UNEXPECTED: c_int = 2;
+/// `si_code` of a signal that a seccomp filter raised.
+pub(crate) const SYS_SECCOMP: c_int = 1;
+
+/// The exit codes of the signals.
+pub type FatalCodes = &'static [(c_int, u8)];
+
+/// What the handler needs.
+struct FatalSignals {
+    codes: FatalCodes,
+    /// Id of the instance, for the line.
+    id: String,
+    /// Difference of the host's time zone to UTC, in seconds.
+    utc_offset: i64,
+    /// A descriptor of the log's destination, which stays open: [`log_to`] replaces what it is of.
+    log: OwnedFd,
+    /// Whether the line is written.
+    is_logged: AtomicBool,
+}
+
+static FATAL: OnceLock<FatalSignals> = OnceLock::new();
+
+/// Installs the handler for the signals of `codes`, of which SIGSYS belongs to the sandbox. The line
+/// names the instance `id`, and goes to stdout until [`log_to`] is called. Main calls this once.
+///
+/// # Errors
+/// The system's error.
+pub fn install(id: &str, codes: FatalCodes) -> io::Result<()> {
+    // SAFETY: duplicates a descriptor; the result is checked.
+    let log = unsafe { libc::fcntl(libc::STDOUT_FILENO, libc::F_DUPFD_CLOEXEC, 3) };
+    if log < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the call has succeeded, so this is a new descriptor.
+    let log = unsafe { OwnedFd::from_raw_fd(log) };
+    let utc_offset = utc_offset();
+    let is_logged = AtomicBool::new(true);
+    let _ = FATAL.set(FatalSignals { codes, id: id.to_owned(), utc_offset, log, is_logged });
+    for &(signal, _) in codes.iter().filter(|(signal, _)| *signal != libc::SIGSYS) {
+        // SAFETY: all of sigaction may be zero: no flags, no signals blocked, no handler.
+        let mut action: libc::sigaction = unsafe { MaybeUninit::zeroed().assume_init() };
+        let handler: extern "C" fn(c_int, *mut siginfo_t, *mut c_void) = on_fatal;
+        action.sa_sigaction = handler as usize;
+        // A stack that has overflowed cannot serve its own report.
+        action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
+        // SAFETY: sigfillset initializes the set.
+        unsafe { libc::sigfillset(&raw mut action.sa_mask) };
+        // SAFETY: the handler makes only async-signal-safe calls; the old action is not requested.
+        if unsafe { libc::sigaction(signal, &raw const action, std::ptr::null_mut()) } != 0 {
+            return Err(io::Error::last_os_error());
+        }
+    }
+    Ok(())
+}
+
+/// Sends the line to `log`, or to nothing. Does nothing in a process without the handler.
+///
+/// # Errors
+/// The system's error. The earlier destination stays.
+pub fn log_to(log: Option<BorrowedFd<'_>>) -> io::Result<()> {
+    let Some(fatal) = FATAL.get() else { return Ok(()) };
+    if let Some(log) = log {
+        let (from, to) = (log.as_raw_fd(), fatal.log.as_raw_fd());
+        // The handler can use its descriptor at any time, so it is replaced in one step.
+        // SAFETY: both are open, and the second one is used by the handler only.
+        if unsafe { libc::dup3(from, to, libc::O_CLOEXEC) } < 0 {
+            return Err(io::Error::last_os_error());
+        }
+    }
+    fatal.is_logged.store(log.is_some(), Ordering::Relaxed);
+    Ok(())
+}
+
+/// Returns whether a signal ends the process by the handler.
+pub(crate) fn handles(signal: c_int) -> bool {
+    FATAL.get().is_some_and(|fatal| fatal.code(signal).is_some())
+}
+
+/// Ends the process as after the handled signal, which has this `si_code`; a system call that was
+/// forbidden is named by its number. Returns if the signal is not handled.
+pub(crate) fn end(signal: c_int, si_code: c_int, forbidden: Option<c_int>) {
+    let Some(fatal) = FATAL.get() else { return };
+    let Some(code) = fatal.code(signal) else { return };
+    fatal.log_line(format_args!(
+        "Shutting down VM after intercepting signal {signal}, code {si_code}."
+    ));
+    let code = match forbidden {
+        Some(call) => {
+            fatal.log_line(format_args!(
+                "Shutting down VM after intercepting a bad syscall ({call})."
+            ));
+            code
+        }
+        // Another process has sent it.
+        None if signal == libc::SIGSYS => UNEXPECTED,
+        None => code,
+    };
+    // A failure cannot be reported any more.
+    let _ = terminal::restore();
+    // SAFETY: ends the process, without touching its memory.
+    unsafe { libc::_exit(code) };
+}
+
+extern "C" fn on_fatal(signal: c_int, info: *mut siginfo_t, _: *mut c_void) {
+    // SAFETY: the kernel gives a handler with SA_SIGINFO a whole siginfo_t.
+    let si_code = unsafe { (*info).si_code };
+    end(signal, si_code, None);
+}
+
+impl FatalSignals {
+    fn code(&self, signal: c_int) -> Option<c_int> {
+        self.codes.iter().find(|(other, _)| *other == signal).map(|(_, code)| (*code).into())
+    }
+
+    /// Writes a line in the form of Firecracker's log, if its destination takes it at once.
+    fn log_line(&self, message: std::fmt::Arguments<'_>) {
+        if !self.is_logged.load(Ordering::Relaxed) {
+            return;
+        }
+        let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        // SAFETY: the kernel writes the time there.
+        unsafe { libc::clock_gettime(libc::CLOCK_REALTIME, &raw mut now) };
+        let mut name = [0u8; 16];
+        // SAFETY: the kernel writes at most 16 bytes there, a terminated string.
+        unsafe { libc::prctl(libc::PR_GET_NAME, name.as_mut_ptr()) };
+        let thread = CStr::from_bytes_until_nul(&name).ok().and_then(|name| name.to_str().ok());
+        let mut line = StackText::<512>::new();
+        // Writing to this text does not fail.
+        let _ = write_time(&mut line, now.tv_sec + self.utc_offset, now.tv_nsec);
+        let _ = writeln!(line, " [{}:{}] {message}", self.id, thread.unwrap_or("-"));
+        let fd = self.log.as_raw_fd();
+        let mut poll = libc::pollfd { fd, events: libc::POLLOUT, revents: 0 };
+        // SAFETY: one pollfd, and no waiting.
+        let is_ready = unsafe { libc::poll(&raw mut poll, 1, 0) } == 1;
+        if is_ready && poll.revents & libc::POLLOUT != 0 {
+            let bytes = line.as_bytes();
+            // SAFETY: the bytes are initialized.
+            unsafe { libc::write(fd, bytes.as_ptr().cast(), bytes.len()) };
+        }
+    }
+}
+
+/// Returns the difference of the host's time zone to UTC, in seconds. Signal handlers must not ask
+/// for it.
+fn utc_offset() -> i64 {
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    let seconds = now.map_or(0, |since| since.as_secs().cast_signed());
+    // SAFETY: all zeros are a `tm`: numbers, and a pointer that may be null.
+    let mut tm: libc::tm = unsafe { std::mem::zeroed() };
+    // SAFETY: both pointers are to values of this function, to which no other code has access.
+    match unsafe { libc::localtime_r(&raw const seconds, &raw mut tm) }.is_null() {
+        true => 0,
+        false => tm.tm_gmtoff,
+    }
+}
+
+/// Writes a time, in seconds since 1970 and nanoseconds, as `2026-11-24T18:19:40.000000001`.
+fn write_time(to: &mut impl Write, seconds: i64, nanoseconds: i64) -> std::fmt::Result {
+    let (mut day, second) = (seconds.div_euclid(86_400), seconds.rem_euclid(86_400));
+    let is_leap = |year: i64| year % 4 == 0 && (year % 100 != 0 || year % 400 == 0);
+    let mut year = 1970;
+    while day >= 365 + i64::from(is_leap(year)) {
+        day -= 365 + i64::from(is_leap(year));
+        year += 1;
+    }
+    let mut month = 0;
+    let days = [31, 28 + i64::from(is_leap(year)), 31, 30, 31, 30, 31, 31, 30, 31, 30, 31];
+    for length in days {
+        if day < length {
+            break;
+        }
+        day -= length;
+        month += 1;
+    }
+    let (hour, minute, second) = (second / 3600, second / 60 % 60, second % 60);
+    write!(
+        to,
+        "{year}-{:02}-{:02}T{hour:02}:{minute:02}:{second:02}.{nanoseconds:09}",
+        month + 1,
+        day + 1
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_are_those_of_the_calendar() {
+        let shown = |seconds| {
+            let mut text = String::new();
+            write_time(&mut text, seconds, 7).unwrap();
+            text
+        };
+        assert_eq!(shown(0), "1970-01-01T00:00:00.000000007");
+        // 29 February 2024, the last second of 2026, 1 March of a year of 365 days.
+        assert_eq!(shown(1_709_210_096), "2024-02-29T12:34:56.000000007");
+        assert_eq!(shown(1_798_761_599), "2026-12-31T23:59:59.000000007");
+        assert_eq!(shown(1_772_323_200), "2026-03-01T00:00:00.000000007");
+    }
+
+    #[test]
+    fn offset_is_that_of_the_formatted_time() {
+        let now = std::time::SystemTime::now();
+        let since = now.duration_since(std::time::UNIX_EPOCH).unwrap();
+        let mut text = String::new();
+        let seconds = since.as_secs().cast_signed() + utc_offset();
+        write_time(&mut text, seconds, since.subsec_nanos().into()).unwrap();
+        assert_eq!(text, crate::local_time_ns(now));
+    }
+}
