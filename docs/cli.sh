@@ -38,7 +38,7 @@ the first block, except `--version`, belong to every command.
 TEXT
 "$driftline" --help | sed 's/ *$//'
 printf '```\n'
-for command in demo run serve info balloon pause resume nmi stop checkpoint restore \
+for command in demo run serve firecracker info balloon pause resume nmi stop checkpoint restore \
     receive-migration send-migration plan top cancel-migration resolve compare doctor; do
     page "$command"
 done

@@ -30,7 +30,7 @@ use tracing_subscriber::layer::{Context, Filter, Layer};
 use super::line_file::LineFile;
 
 /// The id of an instance that has no other.
-const DEFAULT_ID: &str = "anonymous-instance";
+pub(super) const DEFAULT_ID: &str = "anonymous-instance";
 
 /// The log of this process, once it is created.
 static LOG: OnceLock<FirecrackerLog> = OnceLock::new();

@@ -81,6 +81,12 @@ fn run(command: Command, verbose: bool, started: Instant) -> Result<ExitCode, Fa
     match command {
         Command::Run(args) => run::run(*args, started),
         Command::Serve(args) => serve::serve(args),
+        // Its line has been taken above if it is the first argument.
+        Command::Firecracker(args) => Err(Failure::usage(format_args!(
+            "firecracker takes none of Driftline's options: write it first, as in driftline \
+             firecracker{}",
+            args.line.iter().map(|arg| format!(" {}", arg.display())).collect::<String>()
+        ))),
         Command::Info(args) => client::info(&args),
         Command::Balloon(args) => balloon::balloon(&args),
         Command::Pause(args) => client::pause(&args),

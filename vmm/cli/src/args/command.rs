@@ -1,5 +1,7 @@
 //! Owns the commands, and the options of those that have few.
 
+use std::ffi::OsString;
+
 use clap::{ArgAction, Args, Parser, Subcommand};
 use driftline_machine::config::BackendKind;
 
@@ -33,6 +35,14 @@ pub(crate) struct Cli {
     pub(crate) output: GlobalArgs,
 }
 
+/// Arguments that another parser reads.
+#[derive(Args)]
+pub(crate) struct FirecrackerLine {
+    /// Firecracker's arguments
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "ARGUMENT")]
+    pub(crate) line: Vec<OsString>,
+}
+
 #[derive(Subcommand)]
 pub(crate) enum Command {
     /// Run a demonstration: launch, checkpoint, kill, restore, live-migrate, verify
@@ -47,6 +57,12 @@ pub(crate) enum Command {
     /// Driftline does not have, or not yet, is refused by name.
     #[command(after_help = examples::SERVE)]
     Serve(ServeArgs),
+    /// Do as `firecracker`: its arguments, messages and exit codes
+    ///
+    /// The arguments are Firecracker's, without Driftline's before them. A program of the name
+    /// `firecracker` does the same.
+    #[command(after_help = examples::FIRECRACKER)]
+    Firecracker(FirecrackerLine),
     /// Show a guest's state and figures
     #[command(after_help = examples::INFO)]
     Info(QueryArgs),

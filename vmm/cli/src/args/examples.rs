@@ -18,6 +18,10 @@ Examples:
 pub(super) const SERVE: &str = "\
 Example:
   driftline serve --api-sock a.sock --id web-1";
+pub(super) const FIRECRACKER: &str = "\
+Examples:
+  driftline firecracker --api-sock a.sock --id web-1
+  driftline firecracker --no-api --config-file vm.json";
 pub(super) const INFO: &str = "\
 Examples:
   driftline info --api-sock a.sock

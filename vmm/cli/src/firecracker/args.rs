@@ -11,6 +11,8 @@ use std::str::FromStr;
 use driftline_control::firecracker::{LoggerConfig, LoggerLevel};
 
 use super::fault::{ArgumentFault, FirecrackerFault};
+use crate::firecracker_log::DEFAULT_ID;
+use crate::serve::PAYLOAD_LIMIT;
 
 /// Arguments of a process that serves the API. The absent ones have Firecracker's defaults.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -59,6 +61,8 @@ struct Argument {
     refused: Option<&'static str>,
 }
 
+/// The API's socket if none is named.
+const DEFAULT_API_SOCK: &str = "/run/firecracker.socket";
 /// Reason for arguments about snapshots.
 const NO_SNAPSHOTS: &str = "this version has no snapshots of Firecracker's kind";
 
@@ -82,13 +86,13 @@ impl Argument {
 
 /// All arguments, in the order of their names.
 static ARGUMENTS: [Argument; 22] = [
-    value("api-sock", "Path of the API's unix socket.").or("/run/firecracker.socket"),
+    value("api-sock", "Path of the API's unix socket.").or(DEFAULT_API_SOCK),
     flag("boot-timer", "Add the device that logs the time from start to boot."),
     value("config-file", "JSON file that configures the guest and starts it."),
     value("describe-snapshot", "Print the format version of a state file.").refused(NO_SNAPSHOTS),
     flag("enable-pci", "Attach the devices to a PCI bus.").refused("devices have no PCI bus"),
     value("http-api-max-payload-size", "Largest body of a request, in bytes.").or("51200"),
-    value("id", "Identifier of the guest.").or("anonymous-instance"),
+    value("id", "Identifier of the guest.").or(DEFAULT_ID),
     value("level", "Level of the log."),
     value("log-path", "File or FIFO that receives the log."),
     value("metadata", "JSON file with the first content of the MMDS."),
@@ -190,23 +194,21 @@ fn given_arguments(line: &[String]) -> Result<GivenArguments, ArgumentFault> {
 
 /// Reads the values of the arguments.
 fn served(given: &mut GivenArguments) -> Result<FirecrackerArgs, FirecrackerFault> {
-    let default = |name: &str| ARGUMENTS.iter().find(|one| one.name == name)?.default;
-    let mut text = |name: &'static str| {
-        given.remove(name).flatten().or_else(|| default(name).map(str::to_owned))
-    };
-    let id = text("id").unwrap_or_default();
+    let mut text = |name: &'static str| given.remove(name).flatten();
+    let id = text("id").unwrap_or_else(|| DEFAULT_ID.to_owned());
     check_id(&id)?;
     let (log_path, module) = (text("log-path").map(PathBuf::from), text("module"));
     let level = text("level").map(|level| {
         level.parse::<LoggerLevel>().map_err(|_| FirecrackerFault::InvalidLogLevel(level))
     });
     let level = level.transpose()?;
-    let payload_limit = number("http-api-max-payload-size", "usize", &mut text)?.unwrap_or(0);
+    let payload_limit = number("http-api-max-payload-size", "usize", &mut text)?;
+    let payload_limit = payload_limit.unwrap_or(PAYLOAD_LIMIT);
     let mmds_limit = number("mmds-size-limit", "usize", &mut text)?.unwrap_or(payload_limit);
     let start_time_us = number("start-time-us", "u64", &mut text)?;
     let start_time_cpu_us = number("start-time-cpu-us", "u64", &mut text)?;
     let parent_cpu_time_us = number("parent-cpu-time-us", "u64", &mut text)?;
-    let api_sock = text("api-sock").unwrap_or_default().into();
+    let api_sock = text("api-sock").unwrap_or_else(|| DEFAULT_API_SOCK.to_owned()).into();
     let config_file = text("config-file").map(PathBuf::from);
     let metadata = text("metadata").map(PathBuf::from);
     let metrics_path = text("metrics-path").map(PathBuf::from);

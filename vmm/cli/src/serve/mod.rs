@@ -41,7 +41,7 @@ use requests::{ApiRequests, ConfigurationEnd};
 use start::GuestStarter;
 
 /// The largest body of a request and the longest metadata, in bytes. Firecracker's defaults.
-const PAYLOAD_LIMIT: usize = 51_200;
+pub(super) const PAYLOAD_LIMIT: usize = 51_200;
 
 /// How a process serves Firecracker's API.
 pub(super) struct ServeOptions {

@@ -49,6 +49,10 @@ fn versions_are_printed_for_clients() {
     assert_eq!(firecracker(&["--foo", "--version", "--id"]).1, version);
     let out = driftline(&["firecracker", "--version"]).output().unwrap();
     assert_eq!((out.status.code(), text(&out.stdout).as_str()), (Some(0), version));
+    let out = driftline(&["-v", "firecracker", "--version"]).output().unwrap();
+    let first = "firecracker takes none of Driftline's options: write it first, as in driftline \
+                 firecracker --version";
+    assert!(out.status.code() == Some(2) && text(&out.stderr).contains(first), "{out:?}");
     for help in ["--help", "-h"] {
         let (code, stdout, _) = firecracker(&[help, "--version"]);
         assert_eq!(code, Some(0));

@@ -176,4 +176,6 @@ fn help_lists_every_argument_in_order() {
         assert!(help.contains(&format!("\n  --{} ", argument.name)), "{}", argument.name);
     }
     assert!(help.contains("[default: \"/run/firecracker.socket\"]"), "{help}");
+    // Its value is a number.
+    assert!(help.contains(&format!("[default: \"{PAYLOAD_LIMIT}\"]")), "{help}");
 }
