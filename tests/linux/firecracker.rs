@@ -37,9 +37,14 @@ impl FirecrackerProcess {
         let child = Command::new(driftline())
             .args(["firecracker", "--id", "linux-1", "--api-sock"])
             .arg(&socket)
+            // Without a file of its own the log is on the console.
+            .arg("--log-path")
+            .arg(scratch.path("fc.log"))
+            .arg("--metrics-path")
+            .arg(scratch.path("fc.metrics"))
             .stdin(Stdio::piped())
             .stdout(File::create(&console).expect("a console file"))
-            .stderr(File::create(scratch.path("fc.log")).expect("a log file"))
+            .stderr(File::create(scratch.path("fc.stderr")).expect("a file"))
             .spawn()
             .expect("driftline starts");
         let process = Self { child, socket, console: GuestConsole::at(console) };
@@ -155,6 +160,17 @@ fn client_of_firecracker_boots_linux() {
     process.done("PATCH", "/vm", &json!({ "state": "Resumed" }));
     let paused = process.flushed().unwrap_or(0);
     let flushed = process.await_flushed(paused);
+
+    process.done("PUT", "/actions", &json!({ "action_type": "FlushMetrics" }));
+    let metrics = std::fs::read_to_string(scratch.path("fc.metrics")).expect("metrics");
+    let lines = metrics.lines().map(|line| serde_json::from_str(line).expect("JSON"));
+    let lines: Vec<Value> = lines.collect();
+    let sum = |name: &str| -> u64 {
+        lines.iter().filter_map(|line| line["block_root"][name].as_u64()).sum()
+    };
+    for name in ["read_bytes", "write_count", "flush_count"] {
+        assert!(sum(name) > 0, "{name}: {metrics}");
+    }
 
     process.signal(Signal::TERM);
     let ended = process.child.wait().expect("a child of ours");

@@ -71,7 +71,7 @@ struct LogTarget {
 }
 
 impl LogTarget {
-    /// Writes a line. It may wait for a regular file or for stdout, but holds no lock meanwhile that
+    /// Writes a line. It may wait for a regular file or for stdout. Meanwhile it holds no lock that
     /// a thread which changes the target needs.
     fn write(&self, line: &[u8]) -> io::Result<()> {
         let file = self.file.lock().unwrap_or_else(PoisonError::into_inner).clone();
@@ -191,6 +191,8 @@ pub(super) fn create<S>(initial: InitialLog) -> (Arc<LogOutput>, impl Layer<S> +
 where
     S: Subscriber + for<'a> tracing_subscriber::registry::LookupSpan<'a>,
 {
+    // The C library reads the time zone's file now: most threads may not open files later.
+    let _ = local_time_ns(SystemTime::now());
     let log = LOG.get_or_init(|| FirecrackerLog::new(initial));
     (log.output.clone(), LineLayer(log).with_filter(LineFilter(log)))
 }

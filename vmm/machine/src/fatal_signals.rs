@@ -40,8 +40,9 @@ struct FatalSignals {
 
 static FATAL: OnceLock<FatalSignals> = OnceLock::new();
 
-/// Installs the handler for the signals of `codes`, of which SIGSYS belongs to the sandbox. The line
-/// names the instance `id`, and goes to stdout until [`log_to`] is called. Main calls this once.
+/// Installs the handler for the signals of `codes`, of which SIGSYS belongs to the sandbox. The
+/// line names the instance `id`, and goes to stdout until [`log_to`] is called. Main calls this
+/// once.
 ///
 /// # Errors
 /// The system's error.

@@ -65,34 +65,59 @@ impl MetricsFile {
     }
 }
 
+/// When the lines are due.
+#[derive(Debug)]
+struct LineSchedule {
+    next: Instant,
+}
+
+impl LineSchedule {
+    fn new(now: Instant) -> Self {
+        Self { next: now + INTERVAL }
+    }
+
+    fn due_in(&self, now: Instant) -> Duration {
+        self.next.saturating_duration_since(now)
+    }
+
+    /// Returns whether a line is due, which is then taken as written. A thread that was busy with a
+    /// request does not make up for lines.
+    fn take_due(&mut self, now: Instant) -> bool {
+        let is_due = now >= self.next;
+        if is_due {
+            *self = Self::new(now);
+        }
+        is_due
+    }
+}
+
 /// Writes the metrics of a guest.
 pub(super) struct MetricsWriter {
     file: MetricsFile,
     metrics: FirecrackerMetrics,
     vm: SharedVm,
-    next: Instant,
+    schedule: LineSchedule,
 }
 
 impl MetricsWriter {
     /// Creates the metrics of the instance `id` with the guest `vm`, and writes the first line.
     pub(super) fn start(file: MetricsFile, id: &str, calls: Arc<ApiCounts>, vm: SharedVm) -> Self {
         let metrics = FirecrackerMetrics::new(id, &file.config, calls);
-        let mut writer = Self { file, metrics, vm, next: Instant::now() + INTERVAL };
+        let schedule = LineSchedule::new(Instant::now());
+        let mut writer = Self { file, metrics, vm, schedule };
         writer.write();
         writer
     }
 
     /// Returns the time until the next line is due.
     pub(super) fn due_in(&self) -> Duration {
-        self.next.saturating_duration_since(Instant::now())
+        self.schedule.due_in(Instant::now())
     }
 
     /// Writes a line if one is due.
     pub(super) fn write_if_due(&mut self) {
-        if self.due_in().is_zero() {
+        if self.schedule.take_due(Instant::now()) {
             self.write();
-            // A thread that was busy with a request does not make up for lines.
-            self.next = Instant::now() + INTERVAL;
         }
     }
 
@@ -131,5 +156,25 @@ impl Drop for MetricsWriter {
         if let Err(e) = self.flush() {
             tracing::error!("Failed to write metrics while stopping: {e}");
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn line_is_due_each_minute() {
+        let start = Instant::now();
+        let mut schedule = LineSchedule::new(start);
+        let at = |seconds| start + Duration::from_secs(seconds);
+        assert_eq!(schedule.due_in(at(10)), Duration::from_secs(50));
+        assert!(!schedule.take_due(at(59)));
+        assert!(schedule.take_due(at(60)));
+        assert!(!schedule.take_due(at(60)));
+        // Two lines were missed, and one is written.
+        assert_eq!(schedule.due_in(at(500)), Duration::ZERO);
+        assert!(schedule.take_due(at(500)));
+        assert_eq!(schedule.due_in(at(500)), Duration::from_secs(60));
     }
 }

@@ -106,15 +106,15 @@ impl ApiRequests {
                     }
                 }
             }
-            if started.is_some() && is_from_file {
-                tracing::info!(
-                    "Successfully started microvm that was configured from one single json"
-                );
-            }
             // The start has been answered.
             if next.is_empty()
                 && let Some(guest) = started.take()
             {
+                if is_from_file {
+                    tracing::info!(
+                        "Successfully started microvm that was configured from one single json"
+                    );
+                }
                 return Ok(ConfigurationEnd::Started(guest));
             }
         }

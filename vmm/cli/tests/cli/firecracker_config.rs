@@ -47,7 +47,8 @@ fn file_starts_a_guest_without_api() {
     assert!(stdout.ends_with(line), "{stdout}");
     let log = tmp.read("log");
     let started = "Successfully started microvm that was configured from one single json";
-    assert!(log.contains(started) && !log.contains("API socket"), "{log}");
+    assert_eq!(log.matches(started).count(), 1, "{log}");
+    assert!(!log.contains("API socket"), "{log}");
     let metrics = tmp.read("metrics");
     assert_eq!(metrics.lines().count(), 2, "{metrics}");
 }

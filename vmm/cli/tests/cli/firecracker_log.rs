@@ -35,7 +35,7 @@ fn end(mut vmm: ServeProcess) {
 }
 
 #[test]
-fn log_goes_to_stdout_until_a_file_is_named() {
+fn log_is_on_stdout_without_a_file() {
     let tmp = TestDir::new();
     let socket = tmp.text("fc.sock");
     let mut command = command(&["--id", "a-1", "--api-sock", &socket]);

@@ -87,6 +87,17 @@ impl Display for ReceivedRequest<'_> {
     }
 }
 
+/// Lets the thread that configures the guest answer.
+async fn ask(app: &App, operation: Operation) -> Answer {
+    let (answer, answered) = oneshot::channel();
+    let sent = app.configure(ApiEvent::Call(Caller::new(answer), operation));
+    let ending = || Answer::Fault(ApiFault::Ending);
+    if !sent {
+        return ending();
+    }
+    answered.await.unwrap_or_else(|_| ending())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -101,15 +112,4 @@ mod tests {
         assert_eq!(logged("PATCH", "/mmds/", "{1}"), r#"Patch request on "/mmds/""#);
         assert_eq!(logged("PUT", "/a\n", "{\n}"), r#"Put request on "/a\n" with body "{\n}""#);
     }
-}
-
-/// Lets the thread that configures the guest answer.
-async fn ask(app: &App, operation: Operation) -> Answer {
-    let (answer, answered) = oneshot::channel();
-    let sent = app.configure(ApiEvent::Call(Caller::new(answer), operation));
-    let ending = || Answer::Fault(ApiFault::Ending);
-    if !sent {
-        return ending();
-    }
-    answered.await.unwrap_or_else(|_| ending())
 }

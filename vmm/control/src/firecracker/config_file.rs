@@ -127,7 +127,10 @@ mod tests {
     fn template_is_read_from_its_file() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("template");
-        let file = |path: &Path| json!({ "drives": [], "boot-source": { "kernel_image_path": "k" }, "cpu-config": path });
+        let file = |path: &Path| {
+            let source = json!({ "kernel_image_path": "k" });
+            json!({ "drives": [], "boot-source": source, "cpu-config": path })
+        };
         std::fs::write(&path, r#"{"kvm_capabilities": ["171"]}"#).unwrap();
         let Operation::PutCpuTemplate(template) = &operations(file(&path)).unwrap()[0] else {
             panic!("no template");

@@ -3,7 +3,8 @@
 //!
 //! `fault` <- `model` <- `operation` <- `parse`; `config` <- `saved`, `state` <- `guest`. None of
 //! these does I/O: the owner of a [`MicroVm`] performs its actions. Only `guest` asks a guest, once
-//! there is one. `metrics` counts requests.
+//! there is one. `config_file` turns the file of `--config-file` into operations, and reads the
+//! file of a CPU template that it names. `metrics` counts requests, and makes lines of the counts.
 
 mod answer;
 mod config;

@@ -7,8 +7,9 @@
 //!      +-------Load, Finished(Err)---> Ending
 //! ```
 //!
-//! At most one task (opening a file, starting, loading) is under way. Requests that arrive
-//! meanwhile wait in their order. A task's request is answered by the task's `Finished`.
+//! At most one task (opening a file, starting, loading, writing metrics) is under way. Requests
+//! that arrive meanwhile wait in their order. A task's request is answered by the task's
+//! `Finished`.
 
 use std::collections::VecDeque;
 

@@ -49,7 +49,7 @@ pub(crate) struct Bus {
 }
 
 impl Bus {
-    /// Returns a bus with these devices. The guest's boot is timed by `boot_clock`, if there is one.
+    /// Returns a bus with these devices. `boot_clock`, if there is one, times the guest's boot.
     pub(crate) fn new(com1: Com1, virtio: DeviceSet, boot_clock: Option<BootClock>) -> Self {
         let power = PowerManagement::default();
         let (keyboard, crash_logged) = (Mutex::default(), AtomicBool::new(false));

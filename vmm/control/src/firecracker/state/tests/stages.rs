@@ -219,7 +219,7 @@ fn requests_wait_for_the_task_under_way() {
 }
 
 #[test]
-fn metrics_are_written_only_if_they_have_a_file() {
+fn metrics_without_a_file_are_not_written() {
     const FLUSH: &str = r#"{"action_type": "FlushMetrics"}"#;
     let mut vm = TestMachine::new();
     vm.start();
