@@ -99,9 +99,9 @@ impl SnapshotState {
             let what = "the length of the memory file";
             return Err(walk.damaged(Damage::Mismatch { what, found, expected }));
         }
-        let (sections, behind) = walk.sections(&config)?;
-        let Some(end) = behind.end else {
-            return Err(walk.damaged(Damage::Misplaced { tag: behind.head.tag }));
+        let (sections, next) = walk.sections(&config)?;
+        let Some(end) = next.end else {
+            return Err(walk.damaged(Damage::Misplaced { tag: next.head.tag }));
         };
         all_zero([
             ("the epoch at the end of a snapshot", end.epoch),

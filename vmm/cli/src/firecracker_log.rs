@@ -207,6 +207,7 @@ pub(super) fn set_id(id: &str) {
 /// Changes the log as `PUT /logger` does.
 ///
 /// # Errors
+///
 /// The file cannot be opened. Nothing changes then.
 pub(super) fn configure(config: &LoggerConfig) -> io::Result<()> {
     let Some(log) = LOG.get() else { return Ok(()) };

@@ -23,6 +23,7 @@ impl LineFile {
     /// it contains stays.
     ///
     /// # Errors
+    ///
     /// It cannot be opened.
     pub(super) fn open(path: &Path) -> io::Result<Self> {
         let flags = OFlags::NONBLOCK.bits().cast_signed();
@@ -34,6 +35,7 @@ impl LineFile {
     /// Writes a line with its end. Waits for a regular file only.
     ///
     /// # Errors
+    ///
     /// Nothing of the line was written, and nothing will be.
     pub(super) fn write_line(&self, line: &[u8]) -> io::Result<()> {
         let mut rest = self.rest.lock().unwrap_or_else(PoisonError::into_inner);
@@ -87,7 +89,7 @@ mod tests {
         mknodat(CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
         let file = LineFile::open(&path).unwrap();
         let line = |n: usize| format!("{n}{}\n", "x".repeat(9_998));
-        // The last line that is taken is so in part: the room is no multiple of a line.
+        // The last line that is taken is so in part: the room is not a multiple of a line.
         let taken = (0..).find(|&n| file.write_line(line(n).as_bytes()).is_err()).unwrap();
         assert!(!file.rest.lock().unwrap().is_empty());
         assert!(file.write_line(line(taken).as_bytes()).is_err());

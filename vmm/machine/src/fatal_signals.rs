@@ -45,6 +45,7 @@ static FATAL: OnceLock<FatalSignals> = OnceLock::new();
 /// once.
 ///
 /// # Errors
+///
 /// The system's error.
 pub fn install(id: &str, codes: FatalCodes) -> io::Result<()> {
     // SAFETY: duplicates a descriptor; the result is checked.
@@ -77,6 +78,7 @@ pub fn install(id: &str, codes: FatalCodes) -> io::Result<()> {
 /// Sends the line to `log`, or to nothing. Does nothing in a process without the handler.
 ///
 /// # Errors
+///
 /// The system's error. The earlier destination stays.
 pub fn log_to(log: Option<BorrowedFd<'_>>) -> io::Result<()> {
     let Some(fatal) = FATAL.get() else { return Ok(()) };

@@ -30,7 +30,7 @@ enum Step {
     Rebase,
 }
 
-/// Returns the ranges of a file that are no holes.
+/// Returns the ranges of a file that are not holes.
 fn extents(file: &File) -> io::Result<Vec<(u64, u64)>> {
     let (mut found, mut at) = (Vec::new(), 0);
     loop {
@@ -43,7 +43,7 @@ fn extents(file: &File) -> io::Result<Vec<(u64, u64)>> {
     }
 }
 
-/// Returns the pages of a file that are no holes.
+/// Returns the pages of a file that are not holes.
 fn pages_with_data(path: &Path) -> BTreeSet<u64> {
     let file = File::open(path).unwrap();
     let pages = |(from, to): (u64, u64)| from / PAGE as u64..to.div_ceil(PAGE as u64);

@@ -12,7 +12,8 @@ use crate::records::{table, wrong_size};
 /// Frames and their contents.
 pub(crate) const TAG_CONTENTS: u16 = 0x8020;
 
-/// Maximum number of frames in a record of contents: 2 MiB, which is packed and unpacked at once.
+/// Maximum number of frames in a record of contents: 2 MiB, which is packed and unpacked as a
+/// whole.
 pub(crate) const MAX_FRAMES: usize = 512;
 /// Length of the contents of that many frames, in bytes.
 pub(super) const MAX_CONTENTS: usize = MAX_FRAMES * PAGE_SIZE as usize;

@@ -80,9 +80,9 @@ impl Archive {
     pub fn with_file(file: Box<dyn StoreFile>, path: &Path) -> Result<Self, StoreError> {
         let (header, mut walk) = RecordWalk::new(&*file, path)?.header(MAGIC_ARCHIVE)?;
         let (front, machine) = read_front(&mut walk, &header)?;
-        let (sections, behind) = walk.sections(&machine.config)?;
-        let contents = behind.at;
-        let (mut head, mut end, mut payload) = (behind.head, behind.end, Vec::new());
+        let (sections, next) = walk.sections(&machine.config)?;
+        let contents = next.at;
+        let (mut head, mut end, mut payload) = (next.head, next.end, Vec::new());
         let end = loop {
             match end {
                 Some(end) => break end,

@@ -9,7 +9,7 @@ use crate::record_file::records::End;
 use crate::record_file::walk::{RecordPosition, RecordWalk};
 use crate::records::{Digest, TAG_LAYOUT, TAG_STORE, decode_layout};
 
-/// The first record behind the state.
+/// The first record after the state.
 pub(crate) struct BehindState {
     /// Its position.
     pub(crate) at: RecordPosition,

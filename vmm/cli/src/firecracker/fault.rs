@@ -107,7 +107,7 @@ impl FirecrackerFault {
     }
 }
 
-/// The exit codes of the signals that end the process at once.
+/// The exit codes of the signals that end the process immediately.
 pub(super) static FATAL_CODES: FatalCodes = &[
     (Signal::SYS.as_raw(), FirecrackerExit::BadSyscall as u8),
     (Signal::BUS.as_raw(), FirecrackerExit::SigBus as u8),

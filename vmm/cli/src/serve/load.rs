@@ -37,6 +37,7 @@ pub(super) struct LoadPlan {
 /// instance's.
 ///
 /// # Errors
+///
 /// A part of the request cannot be honoured; or a file cannot be used, which ends the process.
 pub(super) fn load_plan(
     id: &str,

@@ -36,6 +36,7 @@ impl MetricsFile {
     /// Opens the destination that `config` names.
     ///
     /// # Errors
+    ///
     /// It cannot be opened.
     pub(crate) fn open(config: &MetricsConfig) -> Result<Self, MetricsFault> {
         let file = LineFile::open(&config.metrics_path).map_err(MetricsFault::File)?;
@@ -59,6 +60,7 @@ impl MetricsFile {
     /// Lets a thread write all further lines. Call it once the process is restricted.
     ///
     /// # Errors
+    ///
     /// The thread cannot be started.
     pub(super) fn start_thread(&self) -> io::Result<()> {
         log_thread::start_for(&self.output)
@@ -124,6 +126,7 @@ impl MetricsWriter {
     /// Writes a line, and waits until it is written.
     ///
     /// # Errors
+    ///
     /// The destination does not take it.
     pub(super) fn flush(&mut self) -> Result<(), ApiFault> {
         let missed = self.missed();

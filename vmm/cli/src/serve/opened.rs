@@ -25,6 +25,7 @@ impl ClientFiles {
     /// Opens the kernel and the initial RAM disk, in place of earlier ones.
     ///
     /// # Errors
+    ///
     /// One of them cannot be opened. The earlier ones stay.
     pub(super) fn open_boot_source(&mut self, source: &BootSourceConfig) -> Result<(), ApiFault> {
         let open = |path: &str| {
@@ -41,6 +42,7 @@ impl ClientFiles {
     /// Opens a drive's file, in place of the earlier file of the same drive.
     ///
     /// # Errors
+    ///
     /// The drive has no file, or it cannot be opened. The earlier one stays.
     pub(super) fn open_drive(&mut self, drive: &BlockDeviceConfig) -> Result<(), ApiFault> {
         let path = drive.path_on_host.as_deref().ok_or(DriveFault::NoBackend)?;

@@ -40,6 +40,7 @@ pub(super) struct GuestPlan {
 /// Returns the machine of a configuration with its open files. `id` is the instance's.
 ///
 /// # Errors
+///
 /// A part of the configuration cannot be honoured, or a file cannot be used.
 pub(super) fn plan(
     id: &str,
@@ -186,6 +187,7 @@ fn serial(file: &OpenedFile) -> io::Result<String> {
 /// Returns the destination of the serial port's output, which exists afterwards.
 ///
 /// # Errors
+///
 /// A part of the configuration cannot be honoured, or the file cannot be created.
 pub(super) fn serial_sink(serial: &SerialConfig) -> Result<SerialSink, ApiFault> {
     if serial.rate_limiter.is_some() {

@@ -58,6 +58,7 @@ impl ApiRequests {
     /// that still wait are dropped with this value, and the server answers them.
     ///
     /// # Errors
+    ///
     /// The API has ended.
     pub(super) fn configure(&mut self, starter: GuestStarter) -> Result<ConfigurationEnd, Failure> {
         let mut files = ClientFiles::default();

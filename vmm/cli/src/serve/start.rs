@@ -69,6 +69,7 @@ impl GuestStarter {
     /// Builds the guest of `config` with its open files, and runs it.
     ///
     /// # Errors
+    ///
     /// A part of the configuration cannot be honoured, or the machine cannot be built.
     pub(super) fn start(
         &self,
@@ -97,6 +98,7 @@ impl GuestStarter {
     /// configuration of this process. Returns the guest and its configuration.
     ///
     /// # Errors
+    ///
     /// A part of the request cannot be honoured; or no guest can be loaded, and the process is to
     /// end.
     pub(super) fn load(

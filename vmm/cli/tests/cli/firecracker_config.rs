@@ -1,4 +1,4 @@
-//! `--config-file`: a guest that is configured by a file and started at once.
+//! `--config-file`: a guest that is configured by a file and started immediately.
 
 use std::process::{Child, Stdio};
 

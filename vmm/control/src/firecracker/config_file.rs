@@ -23,6 +23,7 @@ pub enum ConfigFileFault {
 /// Reads the file of a CPU template that it names.
 ///
 /// # Errors
+///
 /// One of the files cannot be used.
 pub fn config_file_operations(json: &[u8]) -> Result<Vec<Operation>, ConfigFileFault> {
     let file: ConfigFile = serde_json::from_slice(json)?;

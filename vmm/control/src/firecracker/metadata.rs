@@ -29,6 +29,7 @@ impl MetadataStore {
     /// Replaces the metadata.
     ///
     /// # Errors
+    ///
     /// The metadata is too long.
     pub(crate) fn put(&mut self, value: Value) -> Result<(), ApiFault> {
         if serde_json::to_vec(&value)?.len() > self.limit {
@@ -41,6 +42,7 @@ impl MetadataStore {
     /// Merges a patch into the metadata (RFC 7396).
     ///
     /// # Errors
+    ///
     /// The metadata was never set, or becomes too long.
     pub(crate) fn patch(&mut self, patch: &Value) -> Result<(), ApiFault> {
         let mut value = self.value.clone().ok_or(ApiFault::NoMetadata)?;

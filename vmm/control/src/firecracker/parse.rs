@@ -35,6 +35,7 @@ type Rest<'p> = std::str::SplitTerminator<'p, char>;
 /// an empty body is none.
 ///
 /// # Errors
+///
 /// The fault that Firecracker answers.
 pub(crate) fn parse(method: &str, path: &str, body: &[u8]) -> Parsing {
     let mut rest = path.trim_start_matches('/').split_terminator('/');

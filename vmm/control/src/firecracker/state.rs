@@ -161,6 +161,7 @@ impl<C> MicroVm<C> {
     /// Sets the metadata before there are requests.
     ///
     /// # Errors
+    ///
     /// The metadata is too long.
     pub fn set_metadata(&mut self, value: Value) -> Result<(), ApiFault> {
         self.config.metadata.put(value)

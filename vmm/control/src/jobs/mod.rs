@@ -162,6 +162,7 @@ impl Jobs {
     /// return the snapshot is durable. Takes as long as it takes to write the memory.
     ///
     /// # Errors
+    ///
     /// A [`SnapshotFailure`] if the guest is not paused, or a file cannot be written.
     pub(crate) fn take_snapshot(
         &self,

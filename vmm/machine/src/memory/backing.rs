@@ -136,7 +136,7 @@ impl From<File> for PrivateFile {
 }
 
 impl PrivateFile {
-    /// Fails if the file has fewer than `bytes` bytes: an access behind its end would end the
+    /// Fails if the file has fewer than `bytes` bytes: an access past its end would end the
     /// process.
     pub(super) fn check_length(&self, bytes: u64) -> Result<(), MemoryError> {
         let found = self.0.metadata().map_err(MemoryError::File)?.len();

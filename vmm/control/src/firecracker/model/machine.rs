@@ -117,6 +117,7 @@ impl MachineConfiguration {
     /// Returns this configuration with the values of `update`.
     ///
     /// # Errors
+    ///
     /// The first value that is out of range.
     pub(crate) fn updated(&self, update: &MachineConfigUpdate) -> Result<Self, MachineFault> {
         let vcpu_count = update.vcpu_count.unwrap_or(self.vcpu_count);
