@@ -10,8 +10,8 @@
 //! If a frame is write-protected (`write_protect.rs`), the discard waits until it has been copied.
 //! A frame that has not been restored yet (`lazy_restore.rs`) is dropped from the restore.
 //!
-//! Memory that is a private mapping of a file gets zeros mapped over it. Its frames count as frames
-//! with memory wherever the file has data, discarded or not.
+//! Memory that is a private mapping of a file gets zeros mapped over it (`zero_mappings.rs`). Its
+//! frames count as frames with memory wherever the file has data, discarded or not.
 //!
 //! The guest's next write is tracked too: KVM's mapping of the page is removed with the host's
 //! page, so the write faults and is reported, whether or not the frame was reported before.
@@ -20,23 +20,27 @@ use std::io;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
-use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
+use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE};
 use driftline_guest::GuestRam;
 use rustix::fs::{FallocateFlags, fallocate};
-use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
+use rustix::mm::{Advice, madvise};
 use vm_memory::bitmap::Bitmap;
-use vm_memory::{GuestAddress, GuestMemoryBackend};
+use vm_memory::{FileOffset, GuestAddress, GuestMemoryBackend};
 
 use super::backing::HUGE_PAGE;
 use super::region::{Region, RegionSource, all, is_pooled, source};
 use super::resident::ResidentFrames;
 use super::write_protect::ProtectedFrames;
+use super::zero_mappings::ZeroMappings;
 
 /// Gives frames back to the host. The state that it keeps between calls only saves time.
 #[derive(Debug, Default)]
 pub(crate) struct Discarder {
     resident: ResidentFrames,
     runs: Vec<FrameRun>,
+    /// Frames of a private mapping that keep their content.
+    kept: Vec<FrameRun>,
+    zeros: ZeroMappings,
     protected: Arc<ProtectedFrames>,
 }
 
@@ -44,13 +48,14 @@ impl Discarder {
     /// Opens all system resources that it needs. A frame in `protected` is discarded when it is no
     /// longer protected.
     pub(crate) fn open(protected: Arc<ProtectedFrames>) -> io::Result<Self> {
-        Ok(Self { resident: ResidentFrames::open()?, runs: Vec::new(), protected })
+        let (resident, zeros) = (ResidentFrames::open()?, ZeroMappings::open());
+        Ok(Self { resident, runs: Vec::new(), kept: Vec::new(), zeros, protected })
     }
 
     /// Discards the frames of `run`, which lie in one slot of `ram`. Returns how many of them had
     /// memory: those now read as zeros and are marked. Of huge pages from the pool only whole ones
     /// are discarded. Pages that return to the pool are not reserved for any guest, not even this
-    /// one.
+    /// one. Of a private mapping of a file, frames beyond a limit of ranges are not discarded.
     ///
     /// # Errors
     ///
@@ -68,6 +73,7 @@ impl Discarder {
             return Ok(0);
         }
         self.runs.clear();
+        self.kept.clear();
         // Comes first: after it no frame arrives that `find` would miss.
         if let Some(restore) = self.protected.lazy_restore() {
             restore.forget(run, &mut self.runs);
@@ -80,7 +86,11 @@ impl Discarder {
             // Wait for the whole run, so that no part of it is discarded while another part is
             // waited for.
             self.protected.wait(run);
-            discard_in(region, run)
+            match source(region) {
+                RegionSource::Private(_) => self.zeros.discard(region, run, &mut self.kept),
+                RegionSource::Shared(file) => punch_hole(region, file, run),
+                RegionSource::Anonymous => drop_pages(region, run),
+            }
         });
         // Mark after an error too: part of the run may have been discarded, and frames that were
         // dropped from the restore are zero now.
@@ -89,7 +99,11 @@ impl Discarder {
                 slice.bitmap().mark_dirty(0, slice.len());
             }
         }
-        discarded.map(|()| self.runs.iter().map(|run| run.count).sum())
+        discarded?;
+        let kept: FrameSet = self.kept.iter().copied().collect();
+        let count =
+            |run: &FrameRun| run.count - kept.within(*run).map(|kept| kept.count).sum::<u64>();
+        Ok(self.runs.iter().map(count).sum())
     }
 }
 
@@ -102,42 +116,23 @@ fn whole_huge_pages(region: &Region, run: FrameRun) -> FrameRun {
     FrameRun { start: Gfn(base + first), count: end.saturating_sub(first) }
 }
 
-/// Discards frames that lie in `region`.
-fn discard_in(region: &Region, run: FrameRun) -> io::Result<()> {
+/// Discards frames that lie in `region`, a mapping of a memory file: removes their pages from every
+/// mapping of the file.
+fn punch_hole(region: &Region, file: &FileOffset, run: FrameRun) -> io::Result<()> {
     let offset = run.start.gpa() - all(region).start.gpa();
-    let bytes = run.bytes() as usize;
-    let start = region.as_ptr().wrapping_add(offset as usize);
-    match source(region) {
-        RegionSource::Shared(file) => {
-            // This removes the pages from every mapping of the file.
-            let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-            Ok(fallocate(file.file().as_fd(), flags, file.start() + offset, run.bytes())?)
-        }
-        RegionSource::Private(_) => map_zeros(start, bytes),
-        RegionSource::Anonymous => {
-            // SAFETY: the frames lie in the region, which is a mapping that lives as long as it is
-            // borrowed here. It is anonymous: its pages read as zeros afterwards. No reference into
-            // guest memory exists whose content could change under it: all access goes through
-            // vm-memory's volatile slices, because the guest changes it at any time too.
-            Ok(unsafe { madvise(start.cast(), bytes, Advice::LinuxDontNeed) }?)
-        }
-    }
+    let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    Ok(fallocate(file.file().as_fd(), flags, file.start() + offset, run.bytes())?)
 }
 
-/// Maps zeros over part of a private mapping of a file, which would show the file's content again
-/// if its pages were dropped. Adjacent parts become one mapping in the kernel. A process may have
-/// 65,530 mappings: after that the discard fails.
-fn map_zeros(start: *mut u8, bytes: usize) -> io::Result<()> {
-    let flags = MapFlags::PRIVATE | MapFlags::FIXED | MapFlags::NORESERVE;
-    // SAFETY: the range lies in a region that is mapped as long as the caller borrows it, and stays
-    // mapped with the same access: only its content changes, to zeros, which is sound for the
-    // reasons above.
-    unsafe { mmap_anonymous(start.cast(), bytes, ProtFlags::READ | ProtFlags::WRITE, flags) }?;
-    for advice in [Advice::LinuxDontDump, Advice::LinuxDontFork] {
-        // SAFETY: the advice changes no content in this process.
-        unsafe { madvise(start.cast(), bytes, advice) }?;
-    }
-    Ok(())
+/// Discards frames that lie in `region`, which is anonymous.
+fn drop_pages(region: &Region, run: FrameRun) -> io::Result<()> {
+    let offset = run.start.gpa() - all(region).start.gpa();
+    let start = region.as_ptr().wrapping_add(offset as usize);
+    // SAFETY: the frames lie in the region, which is a mapping that lives as long as it is borrowed
+    // here. It is anonymous: its pages read as zeros afterwards. No reference into guest memory
+    // exists whose content could change under it: all access goes through vm-memory's volatile
+    // slices, because the guest changes it at any time too.
+    Ok(unsafe { madvise(start.cast(), run.bytes() as usize, Advice::LinuxDontNeed) }?)
 }
 
 #[cfg(test)]

@@ -17,6 +17,7 @@ mod resident;
 mod userfault;
 mod write_protect;
 mod write_watch;
+mod zero_mappings;
 
 use std::sync::Arc;
 use std::time::Duration;
