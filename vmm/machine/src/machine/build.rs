@@ -5,7 +5,6 @@ use std::io;
 use std::sync::Arc;
 use std::time::Instant;
 
-use driftline_dirty_tracker::ring::RingFull;
 use driftline_guest::VmId;
 use kvm_bindings::*;
 use kvm_ioctls::{Kvm, VcpuFd};
@@ -17,27 +16,21 @@ use super::early::{EarlyVm, EmptyVm};
 use super::error::step;
 use super::status::MachineStatus;
 use super::supervisor::{EndReporter, Peer, Supervisor};
-use super::vcpus::{VcpuHandle, Vcpus};
+use super::threads::{start_collector, start_vcpus};
+use super::vcpus::VcpuHandle;
 use super::{KvmMachine, MachineError};
-use crate::actor::{self, Handle, Inbox};
+use crate::actor;
 use crate::boot::{self, BootError, Entry};
-use crate::collector::{self, Collector};
+use crate::collector;
 use crate::config::{BackendKind, CpuConfig, HostConfig, MachineConfig, SerialSink};
 use crate::devices::{
     Bus, Com1, DeviceError, DevicePlacement, DeviceSet, Keyboard, SerialInput, SerialOutputThread,
     open_serial_output, placement,
 };
-use crate::kvm::{Capabilities, ImmediateExit, KvmVm, register_kick_handler};
+use crate::kvm::{Capabilities, KvmVm, register_kick_handler};
 use crate::measure::MeasureOptions;
 use crate::memory::{Memory, PrivateFile};
-use crate::sandbox::{self, Class};
-use crate::sources::DirtySource;
-use crate::throttle::{ThrottleHandle, ThrottleState};
-use crate::vcpu::{self, Counters, StateContext, Vcpu, cpu_compat, cpuid, msrs, tsc};
-
-/// Number of collected frames from which on the next collection follows sooner, but at most a
-/// quarter of a ring.
-const MANY_FRAMES: u64 = 4096;
+use crate::vcpu::{StateContext, cpu_compat, cpuid, msrs, tsc};
 
 /// Inputs of a build other than the configuration.
 #[derive(Default)]
@@ -445,62 +438,4 @@ fn state_context(
         vcpus.first().ok_or_else(|| failed(io::Error::other("the guest has no vCPUs")))?;
     StateContext::new(capabilities, supported, msrs.as_slice(), first)
         .map_err(|e| failed(io::Error::other(e)))
-}
-
-fn start_vcpus(
-    vcpus: impl Iterator<Item = ((VcpuFd, CpuId), Option<RingFull>)>,
-    vm: &Arc<KvmVm>,
-    bus: &Arc<Bus>,
-    context: &Arc<StateContext>,
-    peer: impl Fn() -> Peer,
-) -> Result<Vcpus, MachineError> {
-    let mut handles = Vcpus::default();
-    for (((fd, cpuid), ring_full), id) in vcpus.zip(0u8..) {
-        step("kvm_run")?;
-        let immediate_exit =
-            ImmediateExit::new(&fd).map_err(MachineError::system("mapping kvm_run"))?;
-        let immediate_exit = Arc::new(immediate_exit);
-        let counters = Arc::new(Counters::default());
-        let (handle, inbox) = actor::inbox(format!("vCPU {id}"));
-        let tsc_khz = fd.get_tsc_khz().ok();
-        let vcpu = Vcpu {
-            id,
-            fd,
-            cpuid,
-            tsc_khz,
-            immediate_exit: immediate_exit.clone(),
-            bus: bus.clone(),
-            counters: counters.clone(),
-            ring_full,
-            context: context.clone(),
-            inbox,
-            handle: handle.clone(),
-            peers: Box::new(peer()),
-            state: vcpu::VcpuState::default(),
-            awaited: 0,
-            throttle: ThrottleState::default(),
-            reset: true,
-            midway: false,
-            paused_since: None,
-            _vm: vm.clone(),
-        };
-        let thread = sandbox::spawn(Class::Vcpu, format!("vcpu{id}"), move || vcpu.run_thread());
-        let thread = thread.map_err(MachineError::system("starting a vCPU thread"))?;
-        handles.push(VcpuHandle::new(handle, immediate_exit, counters, thread));
-    }
-    Ok(handles)
-}
-
-fn start_collector(
-    vm: &Arc<KvmVm>,
-    source: Option<Box<dyn DirtySource>>,
-    config: &MachineConfig,
-    throttles: Vec<ThrottleHandle>,
-    inbox: (Handle<collector::CollectorState>, Inbox<collector::CollectorState>),
-) -> Result<Option<Collector>, MachineError> {
-    let Some(source) = source else { return Ok(None) };
-    let many = MANY_FRAMES.min(u64::from(config.ring_entries) / 4);
-    Collector::spawn(source, vm.memory().tracker().clone(), many, throttles, inbox)
-        .map(Some)
-        .map_err(MachineError::system("starting the collector"))
 }

@@ -37,6 +37,7 @@ mod status;
 mod supervisor;
 #[cfg(test)]
 mod tests;
+mod threads;
 mod vcpus;
 
 use std::sync::Arc;
