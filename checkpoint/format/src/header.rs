@@ -30,8 +30,8 @@ pub const STREAM_VERSION: u16 = 1;
 const STORE_VERSION: u16 = 1;
 /// Version of archives that this program writes.
 const ARCHIVE_VERSION: u16 = 1;
-/// Version of the states of snapshots that this program writes.
-const SNAPSHOT_VERSION: u16 = 1;
+/// Version of the states of snapshots that this program writes and reads.
+pub const SNAPSHOT_VERSION: u16 = 1;
 /// Version of the records of a guest's working set.
 const WORKING_SET_VERSION: u16 = 1;
 /// Magic of a migration stream.
@@ -122,6 +122,11 @@ impl Header {
         self.epoch.get()
     }
 
+    /// Returns the version of the format.
+    pub fn version(&self) -> u16 {
+        self.version.get()
+    }
+
     /// Returns `Layout::hash` of the guest's memory.
     pub fn layout_hash(&self) -> u32 {
         self.layout.get()
@@ -147,16 +152,8 @@ impl Header {
     /// # Errors
     ///
     /// The first of these checks that fails, or the error of the reader.
-    pub fn read_from(mut r: impl Read, magic: [u8; 8]) -> Result<Self, FormatError> {
-        let mut h = Self::new_zeroed();
-        r.read_exact(h.as_mut_bytes())?;
-        if h.magic != magic {
-            return Err(FormatError::Magic { expected: name_of(magic), found: h.magic });
-        }
-        let (found, expected) = (h.crc.get(), h.checksum());
-        if found != expected {
-            return Err(FormatError::Checksum { what: "the header", found, expected });
-        }
+    pub fn read_from(r: impl Read, magic: [u8; 8]) -> Result<Self, FormatError> {
+        let h = Self::read_any_version(r, magic)?;
         let expected = version_of(magic);
         if h.version.get() != expected {
             return Err(FormatError::Version { found: h.version.get(), expected });
@@ -170,6 +167,25 @@ impl Header {
         }
         if u64::from(h.page_size.get()) != PAGE_SIZE {
             return Err(FormatError::PageSize { found: h.page_size.get() });
+        }
+        Ok(h)
+    }
+
+    /// Reads a header of any version, whose fields other than the version may have other meanings.
+    /// Refuses another magic and a wrong checksum.
+    ///
+    /// # Errors
+    ///
+    /// The first of these checks that fails, or the error of the reader.
+    pub fn read_any_version(mut r: impl Read, magic: [u8; 8]) -> Result<Self, FormatError> {
+        let mut h = Self::new_zeroed();
+        r.read_exact(h.as_mut_bytes())?;
+        if h.magic != magic {
+            return Err(FormatError::Magic { expected: name_of(magic), found: h.magic });
+        }
+        let (found, expected) = (h.crc.get(), h.checksum());
+        if found != expected {
+            return Err(FormatError::Checksum { what: "the header", found, expected });
         }
         Ok(h)
     }
@@ -191,6 +207,13 @@ mod tests {
             Header::read_from(&bytes[..], MAGIC_STORE).unwrap_err();
             bytes[bit / 8] ^= 1 << (bit % 8);
         }
+        let mut later = h;
+        later.version = 9.into();
+        later.crc = later.checksum().into();
+        let refused = Header::read_from(later.as_bytes(), MAGIC_STORE).unwrap_err();
+        assert!(matches!(refused, FormatError::Version { found: 9, expected: 1 }));
+        let read = Header::read_any_version(later.as_bytes(), MAGIC_STORE).unwrap();
+        assert_eq!(read.version(), 9);
         assert!(Header::read_from(&bytes[..63], MAGIC_STORE).is_err(), "truncated");
         assert!(Header::read_from(&bytes[..], MAGIC_STREAM).is_err(), "a stream is no store");
     }

@@ -17,7 +17,7 @@ mod zero;
 pub use error::FormatError;
 pub use header::{
     Header, MAGIC_ARCHIVE, MAGIC_LOG, MAGIC_PAGES, MAGIC_SNAPSHOT, MAGIC_STORE, MAGIC_STREAM,
-    MAGIC_WORKING_SET, STREAM_VERSION,
+    MAGIC_WORKING_SET, SNAPSHOT_VERSION, STREAM_VERSION,
 };
 pub use layout_hash::layout_hash;
 pub use limits::{

@@ -118,6 +118,23 @@ impl SnapshotState {
         })
     }
 
+    /// Returns the version of the format of the file at `path`, which another release may have
+    /// written. Checks its header only.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::Damaged`] if the header is damaged or not that of a snapshot's state; or the
+    /// system's error.
+    pub fn format_version(path: &Path) -> Result<u16, StoreError> {
+        let io = |cause| StoreError::Io { what: "opening", path: path.to_owned(), cause };
+        let file = open_regular(path).map_err(io)?;
+        let walk = RecordWalk::new(&file, path)?;
+        let mut bytes = [0; HEADER_LEN];
+        walk.read(0, &mut bytes)?;
+        let header = Header::read_any_version(&bytes[..], MAGIC_SNAPSHOT);
+        header.map(|header| header.version()).map_err(|e| walk.damaged(e))
+    }
+
     /// Returns the bytes of the file.
     ///
     /// # Errors
