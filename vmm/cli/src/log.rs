@@ -59,14 +59,14 @@ pub(super) fn start(args: &LogArgs, logs: Logs) -> Result<(), Failure> {
         LogFormat::Text => |n| text_line(Level::WARN, &dropped(n)),
         LogFormat::Json => |n| json_line(Level::WARN, &dropped(n)),
     };
-    let stderr = LogOutput::new(|line| io::stderr().write_all(line), dropped_line);
+    let stderr = LogOutput::new(|line: &[u8]| io::stderr().write_all(line), dropped_line);
     let file = match &args.log_file {
         None => None,
         Some(path) => {
             let file = OpenOptions::new().create(true).append(true).open(path).map_err(|e| {
                 Failure::error(format_args!("cannot open --log-file {}: {e}", path.display()))
             })?;
-            Some(LogOutput::new(move |line| (&file).write_all(line), dropped_line))
+            Some(LogOutput::new(move |line: &[u8]| (&file).write_all(line), dropped_line))
         }
     };
     let output = file.clone().unwrap_or_else(|| stderr.clone());
@@ -79,7 +79,7 @@ pub(super) fn start(args: &LogArgs, logs: Logs) -> Result<(), Failure> {
             let (clients, lines) = firecracker_log::create(InitialLog::Silent);
             outputs.push(clients);
             let own = layer(output, args.log_format, ansi).with_filter(filter);
-            registry().with(own.and_then(lines)).init();
+            registry().with(own).with(lines).init();
         }
     }
     set_outputs(outputs);

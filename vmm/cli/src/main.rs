@@ -4,6 +4,7 @@
 
 mod args;
 mod balloon;
+mod bounded_file;
 mod checkpoint;
 mod checkpoint_source;
 mod client;

@@ -1,18 +1,20 @@
 //! Signals that end the process with an exit code and a line in the log, as Firecracker's do. A
 //! process that has not called [`install`] is killed by them.
 //!
-//! The handler makes only async-signal-safe calls, and waits for nothing: a destination of the log
-//! that does not take the line at once does not get it.
+//! The handler makes only async-signal-safe calls, and its wait is bounded. A pipe or a terminal
+//! that has no room does not get the line. A regular file cannot say that its storage does not
+//! answer, so an alarm precedes its write: after a second, SIGALRM kills the process instead.
 
 use std::ffi::CStr;
 use std::fmt::Write;
 use std::io;
 use std::mem::MaybeUninit;
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use libc::{c_int, c_void, siginfo_t};
+use rustix::fs::{FileType, fstat};
 
 use crate::stack_text::StackText;
 use crate::terminal;
@@ -21,6 +23,27 @@ use crate::terminal;
 const UNEXPECTED: c_int = 2;
 /// `si_code` of a signal that a seccomp filter raised.
 pub(crate) const SYS_SECCOMP: c_int = 1;
+/// Limit on writing to a regular file, in seconds.
+const FILE_LIMIT_S: libc::c_uint = 1;
+
+/// Kernel layout of `siginfo_t` for `SIGSYS`. The first three fields are those of all signals.
+#[repr(C)]
+pub(crate) struct SigsysInfo {
+    signo: c_int,
+    errno: c_int,
+    pub(crate) code: c_int,
+    call_address: *const c_void,
+    pub(crate) syscall: c_int,
+    arch: u32,
+}
+const _: () = assert!(size_of::<SigsysInfo>() <= size_of::<siginfo_t>());
+
+impl SigsysInfo {
+    /// Returns the number of the system call that a filter forbade.
+    pub(crate) fn forbidden(&self) -> Option<c_int> {
+        (self.signo == libc::SIGSYS && self.code == SYS_SECCOMP).then_some(self.syscall)
+    }
+}
 
 /// The exit codes of the signals.
 pub type FatalCodes = &'static [(c_int, u8)];
@@ -34,15 +57,17 @@ struct FatalSignals {
     utc_offset: i64,
     /// A descriptor of the log's destination, which stays open: [`log_to`] replaces what it is of.
     log: OwnedFd,
+    /// Whether that is a regular file.
+    is_file: AtomicBool,
     /// Whether the line is written.
     is_logged: AtomicBool,
 }
 
 static FATAL: OnceLock<FatalSignals> = OnceLock::new();
 
-/// Installs the handler for the signals of `codes`, of which SIGSYS belongs to the sandbox. The
-/// line names the instance `id`, and goes to stdout until [`log_to`] is called. Main calls this
-/// once.
+/// Installs the handler for the signals of `codes`. The sandbox replaces that of SIGSYS if it
+/// filters system calls. The line names the instance `id`, and goes to stdout until [`log_to`] is
+/// called. Main calls this once.
 ///
 /// # Errors
 ///
@@ -55,10 +80,19 @@ pub fn install(id: &str, codes: FatalCodes) -> io::Result<()> {
     }
     // SAFETY: the call has succeeded, so this is a new descriptor.
     let log = unsafe { OwnedFd::from_raw_fd(log) };
-    let utc_offset = utc_offset();
-    let is_logged = AtomicBool::new(true);
-    let _ = FATAL.set(FatalSignals { codes, id: id.to_owned(), utc_offset, log, is_logged });
-    for &(signal, _) in codes.iter().filter(|(signal, _)| *signal != libc::SIGSYS) {
+    let fatal = FatalSignals {
+        codes,
+        id: id.to_owned(),
+        utc_offset: utc_offset(),
+        is_file: AtomicBool::new(is_regular(log.as_fd())?),
+        log,
+        is_logged: AtomicBool::new(true),
+    };
+    let _ = FATAL.set(fatal);
+    // The starter of this process may ignore the alarm of a write.
+    // SAFETY: no other code of this process uses this signal.
+    unsafe { libc::signal(libc::SIGALRM, libc::SIG_DFL) };
+    for &(signal, _) in codes {
         // SAFETY: all of sigaction may be zero: no flags, no signals blocked, no handler.
         let mut action: libc::sigaction = unsafe { MaybeUninit::zeroed().assume_init() };
         let handler: extern "C" fn(c_int, *mut siginfo_t, *mut c_void) = on_fatal;
@@ -75,23 +109,34 @@ pub fn install(id: &str, codes: FatalCodes) -> io::Result<()> {
     Ok(())
 }
 
-/// Sends the line to `log`, or to nothing. Does nothing in a process without the handler.
+/// Sends the line to `log`. Does nothing in a process without the handler.
 ///
 /// # Errors
 ///
 /// The system's error. The earlier destination stays.
-pub fn log_to(log: Option<BorrowedFd<'_>>) -> io::Result<()> {
+pub fn log_to(log: BorrowedFd<'_>) -> io::Result<()> {
     let Some(fatal) = FATAL.get() else { return Ok(()) };
-    if let Some(log) = log {
-        let (from, to) = (log.as_raw_fd(), fatal.log.as_raw_fd());
-        // The handler can use its descriptor at any time, so it is replaced in one step.
-        // SAFETY: both are open, and the second one is used by the handler only.
-        if unsafe { libc::dup3(from, to, libc::O_CLOEXEC) } < 0 {
-            return Err(io::Error::last_os_error());
-        }
+    let is_file = is_regular(log)?;
+    // A pipe that is taken for a file costs a second; the opposite would cost the bound.
+    let was_file = fatal.is_file.swap(true, Ordering::SeqCst);
+    let (from, to) = (log.as_raw_fd(), fatal.log.as_raw_fd());
+    // The handler can use its descriptor at any time, so it is replaced in one step.
+    // SAFETY: both are open, and the second one is used by the handler only.
+    let is_replaced = unsafe { libc::dup3(from, to, libc::O_CLOEXEC) } >= 0;
+    let result = if is_replaced { Ok(()) } else { Err(io::Error::last_os_error()) };
+    fatal.is_file.store(if is_replaced { is_file } else { was_file }, Ordering::SeqCst);
+    result
+}
+
+/// Sets whether the line is written.
+pub fn set_logged(is_logged: bool) {
+    if let Some(fatal) = FATAL.get() {
+        fatal.is_logged.store(is_logged, Ordering::Relaxed);
     }
-    fatal.is_logged.store(log.is_some(), Ordering::Relaxed);
-    Ok(())
+}
+
+fn is_regular(file: BorrowedFd<'_>) -> io::Result<bool> {
+    Ok(FileType::from_raw_mode(fstat(file)?.st_mode).is_file())
 }
 
 /// Returns whether a signal ends the process by the handler.
@@ -125,9 +170,9 @@ pub(crate) fn end(signal: c_int, si_code: c_int, forbidden: Option<c_int>) {
 }
 
 extern "C" fn on_fatal(signal: c_int, info: *mut siginfo_t, _: *mut c_void) {
-    // SAFETY: the kernel gives a handler with SA_SIGINFO a whole siginfo_t.
-    let si_code = unsafe { (*info).si_code };
-    end(signal, si_code, None);
+    // SAFETY: the kernel gives a handler with SA_SIGINFO a whole siginfo_t, laid out like this.
+    let info = unsafe { &*info.cast::<SigsysInfo>() };
+    end(signal, info.code, info.forbidden());
 }
 
 impl FatalSignals {
@@ -135,7 +180,7 @@ impl FatalSignals {
         self.codes.iter().find(|(other, _)| *other == signal).map(|(_, code)| (*code).into())
     }
 
-    /// Writes a line in the form of Firecracker's log, if its destination takes it at once.
+    /// Writes a line in the form of Firecracker's log, if its destination takes it.
     fn log_line(&self, message: std::fmt::Arguments<'_>) {
         if !self.is_logged.load(Ordering::Relaxed) {
             return;
@@ -146,21 +191,46 @@ impl FatalSignals {
         let mut name = [0u8; 16];
         // SAFETY: the kernel writes at most 16 bytes there, a terminated string.
         unsafe { libc::prctl(libc::PR_GET_NAME, name.as_mut_ptr()) };
-        let thread = CStr::from_bytes_until_nul(&name).ok().and_then(|name| name.to_str().ok());
+        let name = CStr::from_bytes_until_nul(&name).ok().and_then(|name| name.to_str().ok());
+        // The name of the main thread is that of the program.
+        // SAFETY: a call without arguments.
+        let own_thread = unsafe { libc::syscall(libc::SYS_gettid) };
+        // SAFETY: as above.
+        let is_main = own_thread == libc::c_long::from(unsafe { libc::getpid() });
+        let thread = if is_main { "main" } else { name.unwrap_or("-") };
         let mut line = StackText::<512>::new();
         // Writing to this text does not fail.
         let _ = write_time(&mut line, now.tv_sec + self.utc_offset, now.tv_nsec);
-        let _ = writeln!(line, " [{}:{}] {message}", self.id, thread.unwrap_or("-"));
-        let fd = self.log.as_raw_fd();
-        let mut poll = libc::pollfd { fd, events: libc::POLLOUT, revents: 0 };
-        // SAFETY: one pollfd, and no waiting.
-        let is_ready = unsafe { libc::poll(&raw mut poll, 1, 0) } == 1;
-        if is_ready && poll.revents & libc::POLLOUT != 0 {
-            let bytes = line.as_bytes();
-            // SAFETY: the bytes are initialized.
-            unsafe { libc::write(fd, bytes.as_ptr().cast(), bytes.len()) };
+        let _ = writeln!(line, " [{}:{thread}] {message}", self.id);
+        if self.is_file.load(Ordering::SeqCst) {
+            kill_after_limit();
         }
+        write_if_ready(self.log.as_raw_fd(), line.as_bytes());
     }
+}
+
+/// Writes to a descriptor, unless it says that it has no room: a regular file never does.
+pub(crate) fn write_if_ready(fd: c_int, bytes: &[u8]) {
+    let mut poll = libc::pollfd { fd, events: libc::POLLOUT, revents: 0 };
+    // SAFETY: one pollfd, and no waiting.
+    let is_ready = unsafe { libc::poll(&raw mut poll, 1, 0) } == 1;
+    if is_ready && poll.revents & libc::POLLOUT != 0 {
+        // SAFETY: the bytes are initialized.
+        unsafe { libc::write(fd, bytes.as_ptr().cast(), bytes.len()) };
+    }
+}
+
+/// Lets SIGALRM kill the process if it has not ended after the limit of a write.
+fn kill_after_limit() {
+    // SAFETY: an empty set may be zero.
+    let mut set: libc::sigset_t = unsafe { MaybeUninit::zeroed().assume_init() };
+    // SAFETY: the set is initialized, and this is the number of a signal.
+    unsafe { libc::sigaddset(&raw mut set, libc::SIGALRM) };
+    // All threads block it, and so does the handler.
+    // SAFETY: the set is initialized; the old one is not requested.
+    unsafe { libc::pthread_sigmask(libc::SIG_UNBLOCK, &raw const set, std::ptr::null_mut()) };
+    // SAFETY: a call without pointers, whose signal has its default action.
+    unsafe { libc::alarm(FILE_LIMIT_S) };
 }
 
 /// Returns the difference of the host's time zone to UTC, in seconds. Signal handlers must not ask

@@ -6,8 +6,8 @@
 //!
 //! | modules | own |
 //! | --- | --- |
-//! | `actor`, `limits`, `codec`, `host_memory`, `size`, `cpu_model`, `end_reason`, `local_time`, `signals`, `stack_text`, `terminal`, `fatal_signals`, `fail_point`, `schedule`, `histogram`, `thread_end`, `tracking`, `wall_clock` | leaves, which use no other module of this crate |
-//! | `log`, `exit`, `sandbox`, `log_thread`, `pm_qos`, `pool`, `socket` | the process: its log, its exit, what its threads may do |
+//! | `actor`, `limits`, `codec`, `host_memory`, `size`, `cpu_model`, `end_reason`, `local_time`, `stack_text`, `terminal`, `fail_point`, `schedule`, `histogram`, `thread_end`, `tracking`, `wall_clock` | leaves, which use no other module of this crate |
+//! | `fatal_signals`, `signals`, `log`, `exit`, `sandbox`, `log_thread`, `pm_qos`, `pool`, `socket` | the process: its log, its exit, what its threads may do |
 //! | `memory`, `config` | guest memory; a machine's configuration |
 //! | `kvm`, `measure`, `sources` | KVM's ioctls; hooks for measurements; the sources of dirty frames |
 //! | `devices`, `boot`, `vm`, `vcpu`, `throttle` | devices; loading the kernel; the trait of a guest; vCPU threads; throttling them |

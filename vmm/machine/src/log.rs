@@ -3,7 +3,8 @@
 //!
 //! A pipe whose reader has stopped takes 64 KiB, and then blocks the writer. So in a process that
 //! has a guest only the `log` thread writes: other threads append to a bounded queue. A line that
-//! finds the queue full is dropped and counted. The count is written once there is room again.
+//! finds the queue full is dropped and counted. The count is written once there is room again. A
+//! line that its destination took in part is finished as soon as it takes more.
 
 use std::collections::VecDeque;
 use std::io;
@@ -17,18 +18,40 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 const QUEUE_BYTES: usize = 1 << 20;
 /// Limit on waiting for a slow reader at the end of the process.
 const FLUSH_LIMIT: Duration = Duration::from_secs(1);
+/// Interval of the attempts to finish a line that was written in part.
+const FINISH_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The outputs of this process's log; set once.
 static OUTPUTS: OnceLock<Vec<Arc<LogOutput>>> = OnceLock::new();
 
-/// A function that writes a line.
-type WriteLine = dyn Fn(&[u8]) -> io::Result<()> + Send + Sync;
+/// Where lines go. A function that writes a line as a whole is a sink.
+pub trait LineSink: Send + Sync {
+    /// Writes a line with its end, or its beginning: [`finish`](Self::finish) then writes the rest.
+    ///
+    /// # Errors
+    ///
+    /// The line is lost.
+    fn write_line(&self, line: &[u8]) -> io::Result<()>;
+
+    /// Writes what there is room for of the rest of a line. Returns whether nothing of it is left.
+    fn finish(&self) -> bool;
+}
+
+impl<F: Fn(&[u8]) -> io::Result<()> + Send + Sync> LineSink for F {
+    fn write_line(&self, line: &[u8]) -> io::Result<()> {
+        self(line)
+    }
+
+    fn finish(&self) -> bool {
+        true
+    }
+}
 
 /// One destination of log lines.
 pub struct LogOutput {
     queue: Mutex<LineQueue>,
     changed: Condvar,
-    write: Box<WriteLine>,
+    sink: Box<dyn LineSink>,
     /// Returns the line that reports the number of dropped lines.
     dropped_line: fn(u64) -> Vec<u8>,
 }
@@ -40,20 +63,17 @@ struct LineQueue {
     dropped: u64,
     /// Whether the `log` thread writes the lines.
     in_background: bool,
-    /// Whether that thread is writing the lines that it has taken.
+    /// Whether that thread is writing the lines that it has taken, or the rest of one.
     writing: bool,
 }
 
 impl LogOutput {
-    /// Returns an output whose lines `write` writes, at first on the threads that log.
-    pub fn new(
-        write: impl Fn(&[u8]) -> io::Result<()> + Send + Sync + 'static,
-        dropped_line: fn(u64) -> Vec<u8>,
-    ) -> Arc<Self> {
+    /// Returns an output whose lines go to `sink`, at first on the threads that log.
+    pub fn new(sink: impl LineSink + 'static, dropped_line: fn(u64) -> Vec<u8>) -> Arc<Self> {
         Arc::new(Self {
             queue: Mutex::default(),
             changed: Condvar::new(),
-            write: Box::new(write),
+            sink: Box::new(sink),
             dropped_line,
         })
     }
@@ -63,7 +83,7 @@ impl LogOutput {
         let mut queue = self.lock();
         if !queue.in_background {
             // There is no place to report that the log cannot be written.
-            let _ = (self.write)(line);
+            let _ = self.sink.write_line(line);
         } else if queue.bytes + line.len() > QUEUE_BYTES {
             queue.dropped += 1;
         } else {
@@ -90,20 +110,37 @@ impl LogOutput {
             queue.writing = true;
             drop(queue);
             for line in lines {
-                let _ = (self.write)(&line);
+                let _ = self.sink.write_line(&line);
             }
             if dropped > 0 {
-                let _ = (self.write)(&(self.dropped_line)(dropped));
+                let _ = self.sink.write_line(&(self.dropped_line)(dropped));
             }
+            self.finish_line();
             self.lock().writing = false;
             self.changed.notify_all();
         }
     }
 
-    /// Waits until all lines are written, but at most for `limit`. Returns whether they are.
+    /// Waits until no line is written in part, or until there are further lines.
+    fn finish_line(&self) {
+        while !self.sink.finish() {
+            let mut queue = self.lock();
+            let waits = |q: &mut LineQueue| q.lines.is_empty();
+            if !self.changed.wait_while_for(&mut queue, waits, FINISH_INTERVAL).timed_out() {
+                return;
+            }
+        }
+    }
+
+    /// Waits until all lines are written to their ends, but at most for `limit`. Returns whether
+    /// they are.
     pub fn flush(&self, limit: Duration) -> bool {
+        let mut queue = self.lock();
+        if !queue.in_background {
+            return self.sink.finish();
+        }
         let waits = |q: &mut LineQueue| !q.lines.is_empty() || q.writing;
-        !self.changed.wait_while_for(&mut self.lock(), waits, limit).timed_out()
+        !self.changed.wait_while_for(&mut queue, waits, limit).timed_out()
     }
 
     fn lock(&self) -> MutexGuard<'_, LineQueue> {
@@ -143,6 +180,7 @@ pub fn flush() {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::sync::atomic::{AtomicBool, Ordering};
     use std::sync::mpsc;
 
     fn dropped(n: u64) -> Vec<u8> {
@@ -155,7 +193,7 @@ mod tests {
         let (wrote, written) = mpsc::channel();
         let released = Mutex::new(released);
         let output = LogOutput::new(
-            move |line| {
+            move |line: &[u8]| {
                 // Blocks until the sender is dropped.
                 let _ = released.lock().recv();
                 let _ = wrote.send(line.to_vec());
@@ -183,5 +221,34 @@ mod tests {
         let lines: Vec<_> = written.try_iter().collect();
         assert_eq!(lines.len() as u64, 100 - lost + 1, "the rest, and how many were dropped");
         assert!(lines.contains(&dropped(lost)));
+    }
+
+    /// A sink that takes the rest of its line once it is allowed to.
+    struct PartialSink(Arc<AtomicBool>);
+
+    impl LineSink for PartialSink {
+        fn write_line(&self, _: &[u8]) -> io::Result<()> {
+            Ok(())
+        }
+
+        fn finish(&self) -> bool {
+            self.0.load(Ordering::Acquire)
+        }
+    }
+
+    #[test]
+    fn line_is_written_once_its_rest_is() {
+        let is_taken = Arc::<AtomicBool>::default();
+        let output = LogOutput::new(PartialSink(is_taken.clone()), dropped);
+        output.line(b"a\n");
+        assert!(!output.flush(Duration::ZERO), "written by the thread that logs");
+        let writer = output.clone();
+        std::thread::spawn(move || writer.write_for_ever());
+        output.leave_to_thread();
+        output.line(b"b\n");
+        assert!(!output.flush(Duration::from_millis(1)));
+        is_taken.store(true, Ordering::Release);
+        // No further line is needed.
+        assert!(output.flush(Duration::from_secs(60)));
     }
 }

@@ -10,7 +10,7 @@ use std::str::FromStr;
 
 use driftline_control::firecracker::{LoggerConfig, LoggerLevel};
 
-use super::fault::{ArgumentFault, FirecrackerFault};
+use super::fault::{ArgumentFault, FirecrackerFault, LevelFilterFromStrError};
 use crate::firecracker_log::DEFAULT_ID;
 use crate::serve::PAYLOAD_LIMIT;
 
@@ -48,6 +48,10 @@ pub(super) struct FirecrackerArgs {
 pub(super) enum FirecrackerCommand {
     Help,
     Version,
+    /// Print the version of the format of snapshots.
+    SnapshotVersion,
+    /// Print the version of the format of this state file.
+    DescribeSnapshot(PathBuf),
     Serve(Box<FirecrackerArgs>),
 }
 
@@ -63,8 +67,6 @@ struct Argument {
 
 /// The API's socket if none is named.
 const DEFAULT_API_SOCK: &str = "/run/firecracker.socket";
-/// Reason for arguments about snapshots.
-const NO_SNAPSHOTS: &str = "this version has no snapshots of Firecracker's kind";
 
 const fn value(name: &'static str, help: &'static str) -> Argument {
     Argument { name, takes_value: true, help, default: None, refused: None }
@@ -89,7 +91,7 @@ static ARGUMENTS: [Argument; 22] = [
     value("api-sock", "Path of the API's unix socket.").or(DEFAULT_API_SOCK),
     flag("boot-timer", "Add the device that logs the time from start to boot."),
     value("config-file", "JSON file that configures the guest and starts it."),
-    value("describe-snapshot", "Print the format version of a state file.").refused(NO_SNAPSHOTS),
+    value("describe-snapshot", "Print the format version of a state file."),
     flag("enable-pci", "Attach the devices to a PCI bus.").refused("devices have no PCI bus"),
     value("http-api-max-payload-size", "Largest body of a request, in bytes.").or("51200"),
     value("id", "Identifier of the guest.").or(DEFAULT_ID),
@@ -106,7 +108,7 @@ static ARGUMENTS: [Argument; 22] = [
         .refused("the threads are not Firecracker's, so its filters do not fit them"),
     flag("show-level", "Log the level of each line."),
     flag("show-log-origin", "Log the file and the number of each line's source."),
-    flag("snapshot-version", "Print the version of the snapshot format.").refused(NO_SNAPSHOTS),
+    flag("snapshot-version", "Print the version of the snapshot format."),
     value("start-time-cpu-us", "Processor time at the process's start."),
     value("start-time-us", "Time of the process's start."),
 ];
@@ -155,6 +157,13 @@ pub(super) fn parse(line: Vec<OsString>) -> Result<FirecrackerCommand, Firecrack
         let why = argument.refused.filter(|_| given.contains_key(argument.name))?;
         Some(ArgumentFault::RefusedArgument(argument.name, why))
     });
+    // These print and end, whatever else is given.
+    if given.contains_key("snapshot-version") {
+        return Ok(FirecrackerCommand::SnapshotVersion);
+    }
+    if let Some(path) = given.remove("describe-snapshot").flatten() {
+        return Ok(FirecrackerCommand::DescribeSnapshot(path.into()));
+    }
     let args = served(&mut given)?;
     match refusal {
         Some(refusal) => Err(refusal.into()),
@@ -198,8 +207,9 @@ fn served(given: &mut GivenArguments) -> Result<FirecrackerArgs, FirecrackerFaul
     let id = text("id").unwrap_or_else(|| DEFAULT_ID.to_owned());
     check_id(&id)?;
     let (log_path, module) = (text("log-path").map(PathBuf::from), text("module"));
-    let level = text("level").map(|level| {
-        level.parse::<LoggerLevel>().map_err(|_| FirecrackerFault::InvalidLogLevel(level))
+    let level = text("level").map(|level| match level.parse::<LoggerLevel>() {
+        Ok(level) => Ok(level),
+        Err(_) => Err(FirecrackerFault::InvalidLogLevel(LevelFilterFromStrError(level))),
     });
     let level = level.transpose()?;
     let payload_limit = number("http-api-max-payload-size", "usize", &mut text)?;

@@ -6,6 +6,8 @@ use std::process::ExitCode;
 use driftline_machine::fatal_signals::FatalCodes;
 use rustix::process::Signal;
 
+use crate::firecracker_log::SEVERAL_LINES;
+
 /// The exit codes that differ from those of `driftline`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
@@ -31,11 +33,10 @@ enum FirecrackerExit {
 pub(super) enum FirecrackerFault {
     #[error("Arguments parsing error: {0} \n\nFor more information try --help.")]
     ParseArguments(#[from] ArgumentFault),
-    #[error(
-        "Invalid value for logger level: Failed to parse string to level filter: {0}.Possible \
-         values: [Error, Warning, Info, Debug]"
-    )]
-    InvalidLogLevel(String),
+    #[error("Invalid value for logger level: {0}.Possible values: [Error, Warning, Info, Debug]")]
+    InvalidLogLevel(LevelFilterFromStrError),
+    #[error("When printing Snapshot Data format: {0}")]
+    PrintSnapshotDataFormat(SnapshotVersionFault),
     #[error("Could not initialize logger: Failed to open target file: {0}")]
     LoggerInitialization(String),
     #[error(
@@ -45,11 +46,25 @@ pub(super) enum FirecrackerFault {
     MetricsInitialization(String),
     #[error("RunWithApiError error: {0}")]
     RunWithApi(#[from] ApiServerFault),
-    #[error("RunWithoutApiError error: Failed to build MicroVM from Json: {0}")]
-    RunWithoutApi(BuildFromJsonFault),
+    #[error("RunWithoutApiError error: {0}")]
+    RunWithoutApiError(RunWithoutApiFault),
     /// A part of Driftline failed that Firecracker does not have.
     #[error("{0}")]
     Driftline(String),
+}
+
+/// The text of `--level` is not the name of a level.
+#[derive(PartialEq, Eq, Debug, thiserror::Error)]
+#[error("Failed to parse string to level filter: {0}")]
+pub(super) struct LevelFilterFromStrError(pub(super) String);
+
+/// Why the version of a snapshot's state file cannot be printed.
+#[derive(PartialEq, Eq, Debug, thiserror::Error)]
+pub(super) enum SnapshotVersionFault {
+    #[error("Unable to open snapshot state file: {0}")]
+    OpenSnapshot(String),
+    #[error("Invalid data format version of snapshot file: {0}")]
+    SnapshotVersion(String),
 }
 
 /// What is wrong with the arguments.
@@ -84,6 +99,13 @@ pub(super) enum ApiServerFault {
     BuildFromJson(BuildFromJsonFault),
 }
 
+/// Why a process without an API has no guest.
+#[derive(PartialEq, Eq, Debug, thiserror::Error)]
+pub(super) enum RunWithoutApiFault {
+    #[error("Failed to build MicroVM from Json: {0}")]
+    BuildMicroVMFromJson(BuildFromJsonFault),
+}
+
 /// Why the guest of a configuration file does not run.
 #[derive(PartialEq, Eq, Debug, thiserror::Error)]
 pub(super) enum BuildFromJsonFault {
@@ -100,8 +122,9 @@ impl FirecrackerFault {
             Self::InvalidLogLevel(_) => FirecrackerExit::BadConfiguration,
             Self::LoggerInitialization(_)
             | Self::MetricsInitialization(_)
+            | Self::PrintSnapshotDataFormat(_)
             | Self::RunWithApi(_)
-            | Self::RunWithoutApi(_)
+            | Self::RunWithoutApiError(_)
             | Self::Driftline(_) => FirecrackerExit::Generic,
         }
     }
@@ -126,10 +149,23 @@ pub(super) fn hung_up() -> i32 {
 
 /// Reports a fault as Firecracker does: in the log, and its value on stderr. Returns the exit code.
 pub(super) fn report(fault: &FirecrackerFault) -> ExitCode {
-    let code = fault.exit() as u8;
-    tracing::error!("{fault}");
+    match fault {
+        // Firecracker's text has three lines.
+        FirecrackerFault::ParseArguments(_) => {
+            tracing::error!(target: SEVERAL_LINES, "{fault}");
+        }
+        _ => tracing::error!("{fault}"),
+    }
     // If stderr is closed, the exit code still reports the failure.
     let _ = writeln!(io::stderr(), "Error: {fault:?}");
-    tracing::error!("Firecracker exiting with error. exit_code={code}");
+    exiting(fault.exit() as u8)
+}
+
+/// Logs the end of the process with an exit code, and returns it.
+pub(super) fn exiting(code: u8) -> ExitCode {
+    match code {
+        0 => tracing::info!("Firecracker exiting successfully. exit_code=0"),
+        code => tracing::error!("Firecracker exiting with error. exit_code={code}"),
+    }
     ExitCode::from(code)
 }

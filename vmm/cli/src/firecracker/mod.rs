@@ -4,29 +4,37 @@ mod args;
 mod fault;
 
 use std::ffi::{OsStr, OsString};
-use std::fs;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use driftline_control::firecracker::{
-    IMITATED_VERSION, MetricsConfig, MicroVm, config_file_operations, config_file_text,
+    IMITATED_VERSION, MetricsConfig, MicroVm, Operation, config_file_operations, config_file_text,
 };
+use driftline_format::SNAPSHOT_VERSION;
 use driftline_machine::socket::{ListeningSocket, SocketError};
 use driftline_machine::{exit, fatal_signals};
+use driftline_store::{SnapshotState, StoreError};
 use rustix::process::Signal;
-use rustix::time::{ClockId, clock_gettime};
 use serde_json::Value;
 
+use super::bounded_file::read_bounded;
 use super::failure::Failure;
-use super::serve::{MetricsFile, ServeEnd, ServeOptions, ServeResult, serve_api};
+use super::serve::{MetricsFile, ServeEnd, ServeOptions, ServeResult, StartTimes, serve_api};
 use super::version::version;
 use super::{firecracker_log, log};
 use args::{FirecrackerArgs, FirecrackerCommand, help, parse};
-use fault::{ApiServerFault, BuildFromJsonFault, FATAL_CODES, FirecrackerFault, hung_up, report};
+use fault::{
+    ApiServerFault, BuildFromJsonFault, FATAL_CODES, FirecrackerFault, RunWithoutApiFault,
+    SnapshotVersionFault, exiting, hung_up, report,
+};
 
 /// The name by which the program is called.
 const NAME: &str = "firecracker";
+
+/// Largest configuration file, and largest file of a CPU template, in bytes. Firecracker has no
+/// limit.
+const MAX_CONFIG_FILE: u64 = 1 << 20;
 
 /// Returns the arguments if the program was started as `firecracker ...` or as
 /// `driftline firecracker ...`.
@@ -48,6 +56,8 @@ pub(super) fn main(line: Vec<OsString>) -> ExitCode {
         }
         // Clients take the second word of the first line.
         Ok(FirecrackerCommand::Version) => print(&format!("Firecracker v{IMITATED_VERSION}\n")),
+        Ok(FirecrackerCommand::SnapshotVersion) => print(&format_version(SNAPSHOT_VERSION)),
+        Ok(FirecrackerCommand::DescribeSnapshot(path)) => describe_snapshot(&path),
         Ok(FirecrackerCommand::Serve(args)) => serve(*args),
         Err(fault) => Err(fault),
     };
@@ -58,6 +68,22 @@ fn print(text: &str) -> Result<ExitCode, FirecrackerFault> {
     let printed = writeln!(io::stdout(), "{text}");
     let failed = |e| FirecrackerFault::Driftline(format!("cannot write to standard output: {e}"));
     printed.map(|()| ExitCode::SUCCESS).map_err(failed)
+}
+
+/// Returns a version of the snapshots' format in Firecracker's form, which has three numbers.
+fn format_version(version: u16) -> String {
+    format!("v{version}.0.0")
+}
+
+/// Prints the version of the format of a snapshot's state file.
+fn describe_snapshot(path: &Path) -> Result<ExitCode, FirecrackerFault> {
+    let version = SnapshotState::format_version(path).map_err(|e| {
+        FirecrackerFault::PrintSnapshotDataFormat(match e {
+            StoreError::Io { cause, .. } => SnapshotVersionFault::OpenSnapshot(cause.to_string()),
+            e => SnapshotVersionFault::SnapshotVersion(e.to_string()),
+        })
+    })?;
+    print(&format_version(version))
 }
 
 /// Serves the API for a guest that is configured over it.
@@ -72,53 +98,52 @@ fn serve(args: FirecrackerArgs) -> Result<ExitCode, FirecrackerFault> {
     let opened = firecracker_log::configure(&args.log);
     opened.map_err(|e| FirecrackerFault::LoggerInitialization(e.to_string()))?;
     tracing::info!("Running Firecracker v{IMITATED_VERSION}, imitated by Driftline {}", version());
-    let start_up_us = start_up_us(&args);
     let metrics = args.metrics_path.as_ref().map(|path| open_metrics(path)).transpose()?;
     let mut vm = MicroVm::new(args.id.clone(), "Firecracker", args.mmds_limit);
     if let Some(path) = &args.metadata {
-        vm.set_metadata(read_metadata(path)?).map_err(|e| driftline(e.into()))?;
+        let metadata = read_metadata(path, args.mmds_limit)?;
+        vm.set_metadata(metadata).map_err(|e| driftline(e.into()))?;
     }
-    let file = args.config_file.as_deref().map(read_config_file).transpose()?;
-    // After all checks of the arguments: the socket stays behind, as Firecracker's does.
+    let from_file = |fault| match args.no_api {
+        false => FirecrackerFault::RunWithApi(ApiServerFault::BuildFromJson(fault)),
+        true => {
+            let fault = RunWithoutApiFault::BuildMicroVMFromJson(fault);
+            FirecrackerFault::RunWithoutApiError(fault)
+        }
+    };
+    let first = args.config_file.as_deref().map(|path| operations(path, from_file)).transpose()?;
+    // After all checks of the arguments: the socket stays when the process ends, as Firecracker's
+    // does.
     let api = if args.no_api { None } else { Some(bind_api(&args.api_sock)?) };
-    let has_api = api.is_some();
-    let from_file = |fault| match has_api {
-        true => FirecrackerFault::RunWithApi(ApiServerFault::BuildFromJson(fault)),
-        false => FirecrackerFault::RunWithoutApi(fault),
-    };
-    let first = match &file {
-        None => Vec::new(),
-        Some(json) => config_file_operations(json)
-            .map_err(|e| from_file(BuildFromJsonFault::ParseFromJson(e.to_string())))?,
-    };
     let options = ServeOptions {
         id: args.id,
         vm,
         api,
-        first,
+        first: first.unwrap_or_default(),
         seccomp: !args.no_seccomp,
         payload_limit: args.payload_limit,
         has_boot_timer: args.boot_timer,
         metrics,
-        start_up_us,
+        start_times: StartTimes {
+            wall_us: args.start_time_us,
+            cpu_us: args.start_time_cpu_us,
+            parent_cpu_us: args.parent_cpu_time_us,
+        }
+        .prepare(),
     };
     let ServeEnd { result, signal } = serve_api(options);
-    match signal {
-        None => {
-            let code = match result.map_err(driftline)? {
-                ServeResult::Ended(code) => code,
-                ServeResult::Refused { fault, starts } => {
-                    let text = config_file_text(&fault);
-                    return Err(from_file(match starts {
-                        true => BuildFromJsonFault::StartMicroVM(text),
-                        false => BuildFromJsonFault::ParseFromJson(text),
-                    }));
-                }
-            };
-            tracing::info!("Firecracker exiting successfully. exit_code=0");
-            Ok(code)
+    if let Some(signal) = signal {
+        end_by_signal(signal);
+    }
+    match result.map_err(driftline)? {
+        ServeResult::Ended(code) => Ok(exiting(code)),
+        ServeResult::Refused { fault, starts } => {
+            let text = config_file_text(&fault);
+            Err(from_file(match starts {
+                true => BuildFromJsonFault::StartMicroVM(text),
+                false => BuildFromJsonFault::ParseFromJson(text),
+            }))
         }
-        Some(signal) => end_by_signal(signal),
     }
 }
 
@@ -144,21 +169,28 @@ fn bind_api(path: &Path) -> Result<(PathBuf, ListeningSocket), FirecrackerFault>
     Ok((path.to_owned(), socket))
 }
 
-/// Reads the file of `--config-file`. Firecracker panics if it cannot.
-fn read_config_file(path: &Path) -> Result<Vec<u8>, FirecrackerFault> {
-    fs::read(path).map_err(|e| {
+/// Returns the requests of the file of `--config-file`. Firecracker panics if it cannot read it.
+fn operations(
+    path: &Path,
+    refused: impl FnOnce(BuildFromJsonFault) -> FirecrackerFault,
+) -> Result<Vec<Operation>, FirecrackerFault> {
+    let json = read_bounded(path, MAX_CONFIG_FILE).map_err(|e| {
         let path = path.display();
         FirecrackerFault::Driftline(format!("the configuration in {path} cannot be read: {e}"))
-    })
+    })?;
+    let operations = config_file_operations(&json, |path| read_bounded(path, MAX_CONFIG_FILE));
+    operations.map_err(|e| refused(BuildFromJsonFault::ParseFromJson(e.to_string())))
 }
 
-/// Reads the first content of the metadata store. Firecracker panics if it cannot.
-fn read_metadata(path: &Path) -> Result<Value, FirecrackerFault> {
+/// Reads the first content of the metadata store, which has at most `limit` bytes; the file may
+/// have more, for white space. Firecracker panics if it cannot.
+fn read_metadata(path: &Path, limit: usize) -> Result<Value, FirecrackerFault> {
     let failed = |why: String| {
         let path = path.display();
         FirecrackerFault::Driftline(format!("the metadata in {path} cannot be read: {why}"))
     };
-    let content = fs::read(path).map_err(|e| failed(e.to_string()))?;
+    let limit = (limit as u64).saturating_mul(2).max(MAX_CONFIG_FILE);
+    let content = read_bounded(path, limit).map_err(|e| failed(e.to_string()))?;
     serde_json::from_slice(&content).map_err(|e| failed(e.to_string()))
 }
 
@@ -167,28 +199,6 @@ fn open_metrics(path: &Path) -> Result<MetricsFile, FirecrackerFault> {
     let config = MetricsConfig { metrics_path: path.into(), emit_id: false, properties: None };
     let opened = MetricsFile::open(&config);
     opened.map_err(|e| FirecrackerFault::MetricsInitialization(e.to_string()))
-}
-
-/// Returns how long the start-up took since the times that the starter measured, in microseconds:
-/// wall-clock time and processor time. Logs both.
-fn start_up_us(args: &FirecrackerArgs) -> (Option<u64>, Option<u64>) {
-    let now_us = |clock| {
-        let now = clock_gettime(clock);
-        u64::try_from(now.tv_sec).unwrap_or(0) * 1_000_000
-            + u64::try_from(now.tv_nsec).unwrap_or(0) / 1000
-    };
-    let wall_us = args.start_time_us.map(|start| {
-        let us = now_us(ClockId::Monotonic).saturating_sub(start);
-        tracing::info!("start-up took {us} us");
-        us
-    });
-    let cpu_us = args.start_time_cpu_us.map(|start| {
-        let own_us = now_us(ClockId::ProcessCPUTime).saturating_sub(start);
-        let us = own_us.saturating_add(args.parent_cpu_time_us.unwrap_or(0));
-        tracing::info!("start-up took {us} us of processor time");
-        us
-    });
-    (wall_us, cpu_us)
 }
 
 #[cfg(test)]

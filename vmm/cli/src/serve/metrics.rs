@@ -12,9 +12,10 @@ use std::time::{Duration, Instant};
 use driftline_control::firecracker::{
     ApiCounts, ApiFault, FirecrackerMetrics, MetricsConfig, MetricsFault, UnwrittenLines,
 };
-use driftline_machine::log::LogOutput;
+use driftline_machine::log::{LineSink, LogOutput};
 use driftline_machine::log_thread;
 use driftline_machine::vm::SharedVm;
+use parking_lot::Mutex;
 
 use crate::firecracker_log;
 use crate::line_file::LineFile;
@@ -41,19 +42,9 @@ impl MetricsFile {
     pub(crate) fn open(config: &MetricsConfig) -> Result<Self, MetricsFault> {
         let file = LineFile::open(&config.metrics_path).map_err(MetricsFault::File)?;
         let missed = Arc::<AtomicU64>::default();
-        let counted = missed.clone();
-        let write = move |line: &[u8]| match line.last() {
-            Some(b'\n') => {
-                file.write_line(line).inspect_err(|_| _ = counted.fetch_add(1, Ordering::Relaxed))
-            }
-            _ => {
-                let dropped = str::from_utf8(line).ok().and_then(|number| number.parse().ok());
-                counted.fetch_add(dropped.unwrap_or(0), Ordering::Relaxed);
-                Ok(())
-            }
-        };
-        // How many lines found the queue full is counted above, and not written.
-        let output = LogOutput::new(write, |lines| lines.to_string().into_bytes());
+        let sink = MetricsSink { file: Mutex::new(file), missed: missed.clone() };
+        // How many lines found the queue full is counted by the sink, and not written.
+        let output = LogOutput::new(sink, |lines| lines.to_string().into_bytes());
         Ok(Self { config: config.clone(), output, missed })
     }
 
@@ -64,6 +55,28 @@ impl MetricsFile {
     /// The thread cannot be started.
     pub(super) fn start_thread(&self) -> io::Result<()> {
         log_thread::start_for(&self.output)
+    }
+}
+
+/// Writes lines, and counts those that are lost.
+struct MetricsSink {
+    file: Mutex<LineFile>,
+    missed: Arc<AtomicU64>,
+}
+
+impl LineSink for MetricsSink {
+    fn write_line(&self, line: &[u8]) -> io::Result<()> {
+        let add = |lines| _ = self.missed.fetch_add(lines, Ordering::Relaxed);
+        if line.ends_with(b"\n") {
+            return self.file.lock().write_line(line).inspect_err(|_| add(1));
+        }
+        let dropped = str::from_utf8(line).ok().and_then(|number| number.parse().ok());
+        add(dropped.unwrap_or(0));
+        Ok(())
+    }
+
+    fn finish(&self) -> bool {
+        self.file.lock().finish()
     }
 }
 
@@ -123,7 +136,7 @@ impl MetricsWriter {
         }
     }
 
-    /// Writes a line, and waits until it is written.
+    /// Writes a line, and waits until it is written to its end.
     ///
     /// # Errors
     ///
@@ -142,8 +155,11 @@ impl MetricsWriter {
     }
 
     fn write(&mut self) {
-        let unwritten =
-            UnwrittenLines { log: firecracker_log::missed_lines(), metrics: self.missed() };
+        let unwritten = UnwrittenLines {
+            log: firecracker_log::missed_lines(),
+            suppressed: firecracker_log::suppressed_lines(),
+            metrics: self.missed(),
+        };
         let line = self.metrics.line(&self.vm.info().devices, unwritten);
         self.file.output.line(&line);
     }

@@ -16,6 +16,7 @@ mod opened;
 mod plan;
 mod requests;
 mod start;
+mod start_times;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -39,6 +40,7 @@ use super::values;
 pub(super) use metrics::MetricsFile;
 use requests::{ApiRequests, ConfigurationEnd};
 use start::GuestStarter;
+pub(super) use start_times::StartTimes;
 
 /// The largest body of a request and the longest metadata, in bytes. Firecracker's defaults.
 pub(super) const PAYLOAD_LIMIT: usize = 51_200;
@@ -61,8 +63,8 @@ pub(super) struct ServeOptions {
     pub(super) has_boot_timer: bool,
     /// The metrics' file, if the machine has metrics before there are requests.
     pub(super) metrics: Option<MetricsFile>,
-    /// Time that the start took, in microseconds: wall-clock time and processor time.
-    pub(super) start_up_us: (Option<u64>, Option<u64>),
+    /// When the process was started, if its starter says so.
+    pub(super) start_times: StartTimes,
 }
 
 /// `driftline serve`.
@@ -78,10 +80,10 @@ pub(super) fn serve(args: ServeArgs) -> Result<ExitCode, Failure> {
         payload_limit: PAYLOAD_LIMIT,
         has_boot_timer: false,
         metrics: None,
-        start_up_us: (None, None),
+        start_times: StartTimes::default(),
     };
     match serve_api(options).result? {
-        ServeResult::Ended(code) => Ok(code),
+        ServeResult::Ended(code) => Ok(code.into()),
         ServeResult::Refused { fault, .. } => Err(Failure::error(fault)),
     }
 }
@@ -96,7 +98,7 @@ pub(super) struct ServeEnd {
 /// What became of a process that serves Firecracker's API.
 pub(super) enum ServeResult {
     /// It ends with this code.
-    Ended(ExitCode),
+    Ended(u8),
     /// A request of the process itself was refused: the start, or one before it.
     Refused { fault: ApiFault, starts: bool },
 }
@@ -104,8 +106,6 @@ pub(super) enum ServeResult {
 /// Serves Firecracker's API until the process is to end.
 pub(super) fn serve_api(options: ServeOptions) -> ServeEnd {
     let (app, events) = App::configuring(options.payload_limit);
-    let (wall_us, cpu_us) = options.start_up_us;
-    app.api_counts().set_start_up(wall_us, cpu_us);
     let termination = app.termination().clone();
     let result = serve_app(options, app, events);
     ServeEnd { result, signal: termination.signal() }
@@ -133,9 +133,14 @@ fn serve_app(
         tracing::info!("API socket {}", path.display());
     }
     let api = options.api.map(|(_, socket)| socket);
+    let has_api = api.is_some();
     let listeners = Listeners { api, ..Listeners::default() };
     // Dropping the server sends the last answers.
     let server = Server::start(listeners, app.clone())?;
+    if has_api {
+        tracing::info!("API server started.");
+        options.start_times.record(app.api_counts());
+    }
     notify::ready("the guest has not been started");
     let state_dir = values::state_dir();
     let (id, counts) = (options.id.clone(), app.api_counts().clone());
@@ -162,7 +167,8 @@ fn serve_app(
     notify::ready(format_args!("guest {} is {}", vm.vm_id(), vm.run_state()));
     let thread = Builder::new().name("api".to_owned());
     let thread = thread.spawn(move || requests.ask(&id, &guest))?;
-    run_to_end(vm, jobs, server, Some(thread)).map(ServeResult::Ended)
+    // A guest that ends by itself is a success.
+    run_to_end(vm, jobs, server, Some(thread)).map(|_| ServeResult::Ended(0))
 }
 
 /// Returns the failure of a process that was stopped without a guest.

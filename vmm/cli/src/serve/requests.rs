@@ -1,7 +1,6 @@
 //! Takes the requests of Firecracker's API, before and after there is a guest.
 
 use std::collections::VecDeque;
-use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 
@@ -31,7 +30,7 @@ pub(super) struct ApiRequests {
 /// How the time before the guest's start ends.
 pub(super) enum ConfigurationEnd {
     /// The process is to end with this code.
-    Exit(ExitCode),
+    Exit(u8),
     /// The process is to end, for this reason.
     Stopped(String),
     /// There is a guest.
@@ -86,7 +85,8 @@ impl ApiRequests {
                         next.push_back(MicroVmEvent::Finished(result));
                     }
                     MicroVmAction::Perform(Task::Load(snapshot, own)) => {
-                        next.push_back(match starter.load(&snapshot, &own) {
+                        let loaded = self.counts.time_load(|| starter.load(&snapshot, &own));
+                        next.push_back(match loaded {
                             Ok((guest, shown)) => {
                                 started = Some(guest);
                                 MicroVmEvent::Loaded(Box::new(shown))
@@ -102,9 +102,7 @@ impl ApiRequests {
                         Some(guest) => caller.answer(self.ask_guest(&operation, guest)),
                         None => caller.refuse(ApiFault::BeforeStart),
                     },
-                    MicroVmAction::Exit(code) => {
-                        return Ok(ConfigurationEnd::Exit(ExitCode::from(code)));
-                    }
+                    MicroVmAction::Exit(code) => return Ok(ConfigurationEnd::Exit(code)),
                 }
             }
             // The start has been answered.
@@ -137,7 +135,7 @@ impl ApiRequests {
             file.map(|file| MetricsWriter::start(file, id, self.counts.clone(), guest.vm.clone()));
         loop {
             let event = match self.next_event(metrics.as_mut()) {
-                None => return,
+                None => break,
                 Some(ApiEvent::Call(caller, operation)) => MicroVmEvent::Request(caller, operation),
                 // It was asked for while the guest started.
                 Some(ApiEvent::Stop(why)) => {
@@ -165,6 +163,7 @@ impl ApiRequests {
                 }
             }
         }
+        tracing::info!("Vmm is stopping.");
     }
 
     /// Waits for an event, and writes metrics meanwhile. Returns `None` once the API has ended.

@@ -84,7 +84,7 @@ fn refused_line_is_reported_as_firecracker_does() {
         logged(&stdout).ends_with("\nFirecracker exiting with error. exit_code=152\n"),
         "{stdout}"
     );
-    assert_eq!(stderr, "Error: InvalidLogLevel(\"loud\")\n");
+    assert_eq!(stderr, "Error: InvalidLogLevel(LevelFilterFromStrError(\"loud\"))\n");
     for (args, text) in [
         (&["--id"][..], "The argument 'id' requires a value, but none was supplied."),
         (&["--id", "a", "--id", "b"], "The argument 'id' was provided more than once."),
@@ -105,12 +105,7 @@ fn refused_line_is_reported_as_firecracker_does() {
 
 #[test]
 fn argument_without_effect_is_refused_by_name() {
-    for args in [
-        &["--describe-snapshot", "state"][..],
-        &["--enable-pci"],
-        &["--seccomp-filter", "filters"],
-        &["--snapshot-version"],
-    ] {
+    for args in [&["--enable-pci"][..], &["--seccomp-filter", "filters"]] {
         let (code, stdout, stderr) = firecracker(&[&["--id", "a"], args].concat());
         assert_eq!(code, Some(153), "{args:?}: {stdout}{stderr}");
         let name = args[0].trim_start_matches("--");
@@ -118,6 +113,32 @@ fn argument_without_effect_is_refused_by_name() {
         assert!(stdout.contains(&refusal), "{args:?}: {stdout}");
         assert!(stderr.contains(&format!("RefusedArgument(\"{name}\", ")), "{args:?}: {stderr}");
     }
+}
+
+#[test]
+fn version_of_a_snapshot_is_printed() {
+    let version = (Some(0), "v1.0.0\n".to_owned(), String::new());
+    assert_eq!(firecracker(&["--snapshot-version"]), version);
+    let golden =
+        concat!(env!("CARGO_MANIFEST_DIR"), "/../../checkpoint/tests/golden/snapshot-v1/state");
+    assert_eq!(firecracker(&["--describe-snapshot", golden]), version);
+    let tmp = TestDir::new();
+    let other = tmp.text("other");
+    let refused = |value: &str, text: &str| {
+        let (code, stdout, stderr) = firecracker(&["--describe-snapshot", &other]);
+        assert_eq!(code, Some(1), "{stdout}{stderr}");
+        assert!(
+            stderr.starts_with(&format!("Error: PrintSnapshotDataFormat({value}(")),
+            "{stderr}"
+        );
+        let text = format!("] When printing Snapshot Data format: {text}");
+        assert!(stdout.contains(&text), "{stdout}");
+    };
+    refused("OpenSnapshot", "Unable to open snapshot state file: No such file or directory");
+    let mut state = std::fs::read(golden).unwrap();
+    state[8] += 1;
+    std::fs::write(&other, state).unwrap();
+    refused("SnapshotVersion", "Invalid data format version of snapshot file: ");
 }
 
 #[test]
@@ -207,6 +228,22 @@ fn metadata_is_read_from_its_file() {
     refused(&long, "MMDS limit exceeded error");
     std::fs::write(&file, "{").unwrap();
     refused(&["--metadata", &file], "EOF while parsing an object");
+    refused(&["--metadata", "/dev/zero"], "it is not a regular file");
+    std::fs::write(&file, vec![b' '; (1 << 20) + 1]).unwrap();
+    refused(&["--metadata", &file], "it has more than 1048576 bytes");
+}
+
+#[test]
+fn sigsys_has_its_exit_code_without_filters() {
+    let tmp = TestDir::new();
+    let mut vmm = serve(&tmp, &["--no-seccomp", "--log-path", &tmp.text("log")]);
+    vmm.get("/");
+    vmm.signal(Signal::SYS);
+    let (status, stderr) = vmm.wait_status();
+    assert_eq!(status.code(), Some(2), "{status}: {stderr}");
+    let log = tmp.read("log");
+    let line = format!("intercepting signal {}, code 0.", Signal::SYS.as_raw());
+    assert!(log.contains(&line), "{log}");
 }
 
 #[test]
@@ -239,6 +276,8 @@ fn start_times_of_a_jailer_are_logged() {
     };
     assert!(us(" us") > 0, "{log}");
     assert!(us(" us of processor time") >= 4_999_998, "{log}");
+    let [server, time] = ["] API server started.", "] start-up took "].map(|text| log.find(text));
+    assert!(server.is_some() && server < time, "{log}");
 }
 
 /// Ends a process, with a guest if `starts`, by `signal`. Returns the exit code, the signal by
@@ -307,7 +346,9 @@ fn fatal_signals_have_exit_codes() {
             let log = tmp.read("log");
             let logged = log.lines().find(|logged| logged.ends_with(&line));
             let logged = logged.unwrap_or_else(|| panic!("{signal:?}: {log}"));
+            let of_program = [" [s-1:driftline]", " [s-1:firecracker]"];
             assert!(logged.contains(" [s-1:"), "{logged}");
+            assert!(!of_program.iter().any(|name| logged.contains(name)), "{logged}");
         }
     }
 }

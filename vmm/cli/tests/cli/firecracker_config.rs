@@ -86,6 +86,8 @@ fn refused_file_is_reported_as_firecracker_does() {
         let config = write_config(&tmp, AfterPrint::Wait, more);
         for (args, run) in [(&["--no-api"][..], without_api), (&["--api-sock", &socket], with_api)]
         {
+            let unparsed = ["Invalid JSON", "File operation"];
+            let is_parsed = !unparsed.iter().any(|text| why.contains(text));
             let _ = std::fs::remove_file(&socket);
             std::fs::write(tmp.path("log"), "").unwrap();
             let out = command(&[args, &["--config-file", &config]].concat()).output().unwrap();
@@ -93,7 +95,13 @@ fn refused_file_is_reported_as_firecracker_does() {
             assert_eq!(out.status.code(), Some(1), "{stdout}{stderr}");
             let log = stdout + &tmp.read("log");
             assert!(log.contains(&format!("] {run}{why}")), "{why}: {log}");
-            assert!(stderr.starts_with("Error: RunWith"), "{stderr}");
+            let name = match args {
+                ["--no-api"] => "Error: RunWithoutApiError(BuildMicroVMFromJson(",
+                _ => "Error: RunWithApi(BuildFromJson(",
+            };
+            assert!(stderr.starts_with(name), "{stderr}");
+            let has_socket = std::path::Path::new(&socket).exists();
+            assert_eq!(has_socket, is_parsed && args != ["--no-api"], "{why}");
             assert!(log.ends_with("Firecracker exiting with error. exit_code=1\n"), "{log}");
         }
     };
@@ -122,10 +130,15 @@ fn refused_file_is_reported_as_firecracker_does() {
         json!({ "boot-source": long }),
         "Could not Start MicroVM from one single json: Kernel cmdline error: ",
     );
-    let none = tmp.text("none");
-    let out = command(&["--no-api", "--config-file", &none]).output().unwrap();
-    assert_eq!(out.status.code(), Some(1));
-    assert!(text(&out.stdout).contains("cannot be read: No such file"));
+    for (path, why) in
+        [(tmp.text("none").as_str(), "No such file"), ("/dev/zero", "it is not a regular file")]
+    {
+        let out = command(&["--no-api", "--config-file", path]).output().unwrap();
+        assert_eq!(out.status.code(), Some(1));
+        assert!(text(&out.stdout).contains(&format!("cannot be read: {why}")), "{why}");
+    }
+    let template = json!({ "cpu-config": "/dev/zero" });
+    refused(template, &failed("File operation error: it is not a regular file"));
 }
 
 #[test]

@@ -1,14 +1,14 @@
 //! The log that a client of Firecracker's API configures, by arguments and by `PUT /logger`.
 
-use std::fs::OpenOptions;
+use std::fs::{File, OpenOptions};
 use std::io::Read;
 use std::os::unix::fs::OpenOptionsExt;
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 
 use driftline_machine::testing::kvm_or_skip;
 use rustix::fs::{CWD, FileType, Mode, OFlags, mknodat};
 use rustix::process::Signal;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::common::serving::ServeProcess;
 use crate::common::{TestDir, text, wait_for};
@@ -53,6 +53,7 @@ fn log_is_on_stdout_without_a_file() {
     assert!(early[0].starts_with("Running Firecracker v1.16.1"), "{early:?}");
     let listening = format!("Listening on API socket ({socket:?}).");
     assert!(early.contains(&listening.as_str()), "{early:?}");
+    assert!(early.contains(&"API server started."), "{early:?}");
     let log = tmp.read("log");
     let late = messages(&log, "a-1");
     let done = "The request was executed successfully. Status code: 204 No Content.";
@@ -127,31 +128,108 @@ fn logger_is_refused_as_firecracker_does() {
     assert!(log.contains(r#"Get request on "/version"."#), "{log}");
 }
 
+/// Reads what a FIFO contains now.
+fn read_now(reader: &mut File) -> String {
+    let (mut read, mut chunk) = (Vec::new(), [0; 4096]);
+    while let Ok(bytes @ 1..) = reader.read(&mut chunk) {
+        read.extend_from_slice(&chunk[..bytes]);
+    }
+    text(&read)
+}
+
 #[test]
-fn fifo_without_reader_delays_nothing() {
+fn fifo_without_reader_loses_whole_lines() {
+    if !kvm_or_skip("fifo_without_reader_loses_whole_lines") {
+        return;
+    }
     let tmp = TestDir::new();
     let fifo = tmp.path("fifo");
     mknodat(CWD, &fifo, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
-    let vmm = ServeProcess::start(&tmp, &[]);
-    let logger = json!({ "log_path": fifo }).to_string();
-    vmm.done("PUT", "/logger", &logger);
-    // More than a FIFO takes, which is 64 KiB.
+    let mut vmm = ServeProcess::start(&tmp, &[]);
+    vmm.done("PUT", "/logger", &json!({ "log_path": fifo }).to_string());
+    vmm.done("PUT", "/metrics", &json!({ "metrics_path": tmp.text("metrics") }).to_string());
+    // More than a FIFO takes, which is 64 KiB, and than the process keeps, which is 1 MiB.
     let body = format!("\"{}\"", "x".repeat(40_000));
-    for _ in 0..4 {
+    for _ in 0..40 {
         vmm.refusal("PUT", "/vsock", &body);
     }
     let flags = OFlags::NONBLOCK.bits().cast_signed();
     let mut reader = OpenOptions::new().read(true).custom_flags(flags).open(&fifo).unwrap();
     let mut log = String::new();
-    let mut chunk = [0; 4096];
     wait_for("the next lines", || {
         vmm.get("/version");
-        // Nothing to read yet is no line.
-        let read = reader.read(&mut chunk).unwrap_or(0);
-        log.push_str(&text(&chunk[..read]));
+        log += &read_now(&mut reader);
         log.contains("Get request on \"/version\".").then_some(())
     });
-    assert!(log.starts_with('2') && log.contains(" [anonymous-instance:"), "{log}");
+    configure(&vmm, &tmp, AfterPrint::Wait);
+    vmm.done("PUT", "/actions", r#"{"action_type": "InstanceStart"}"#);
+    await_line(&tmp);
+    vmm.done("PUT", "/actions", r#"{"action_type": "FlushMetrics"}"#);
+    let metrics = tmp.read("metrics");
+    let missed = metrics.lines().map(|line| {
+        let line: Value = serde_json::from_str(line).unwrap();
+        line["logger"]["missed_log_count"].as_u64().unwrap()
+    });
+    assert!(missed.sum::<u64>() >= 38, "one of them is as long as the room: {metrics}");
+    vmm.signal(Signal::TERM);
+    vmm.wait_status();
+    log += &read_now(&mut reader);
+    // Each has its beginning, and none has another one's.
+    for message in messages(&log, "anonymous-instance") {
+        assert!(!message.contains(" [anonymous-instance:"), "{message}");
+        assert!(!message.contains("xxx") || message.ends_with('.'), "it is whole");
+    }
+}
+
+#[test]
+fn client_cannot_forge_a_line() {
+    let tmp = TestDir::new();
+    let vmm = serve(&tmp, &["--id", "a", "--log-path", &tmp.text("log")]);
+    let forged = "2026-11-24T18:19:40.000000000 [a:main] forged";
+    let path = json!({ "kernel_image_path": format!("/none\n{forged}") });
+    vmm.refusal("PUT", "/boot-source", &path.to_string());
+    let field = json!({ format!("f\n{forged}"): 1 });
+    vmm.refusal("PUT", "/vsock", &field.to_string());
+    let drive = json!({ "drive_id": "d", "is_root_device": false,
+        "path_on_host": format!("/none\n{forged}") });
+    vmm.refusal("PUT", "/drives/d", &drive.to_string());
+    end(vmm);
+    let log = tmp.read("log");
+    assert!(messages(&log, "a").iter().all(|message| *message != "forged"), "{log}");
+    assert!(log.contains("forged"), "{log}");
+}
+
+#[test]
+fn own_log_needs_no_log_of_a_client() {
+    let tmp = TestDir::new();
+    let mut vmm = ServeProcess::start(&tmp, &[]);
+    vmm.refusal("PUT", "/vsock", "{");
+    vmm.signal(Signal::TERM);
+    let (_, stderr) = vmm.wait_status();
+    assert!(stderr.contains("ERROR") && stderr.contains("Received Error. Status code: 400"));
+}
+
+#[test]
+fn line_after_a_full_file_is_whole() {
+    let tmp = TestDir::new();
+    let (socket, log) = (tmp.text("fc.sock"), tmp.text("log"));
+    let mut command = Command::new("sh");
+    command.args(["-c", "ulimit -f 16; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_driftline")]);
+    command.args(["serve", "--api-sock", &socket]);
+    let vmm = ServeProcess::spawn(command, socket);
+    vmm.done("PUT", "/logger", &json!({ "log_path": log }).to_string());
+    let body = format!("\"{}\"", "x".repeat(40_000));
+    vmm.refusal("PUT", "/vsock", &body);
+    // It is full, with a part of that line.
+    wait_for("the limit", || tmp.read("log").ends_with("xxx").then_some(()));
+    OpenOptions::new().write(true).open(&log).unwrap().set_len(0).unwrap();
+    wait_for("the next line", || {
+        vmm.get("/version");
+        tmp.read("log").contains("Get request on \"/version\".").then_some(())
+    });
+    end(vmm);
+    let log = tmp.read("log");
+    messages(log.trim_start_matches('\n'), "anonymous-instance");
 }
 
 #[test]
@@ -168,7 +246,8 @@ fn started_guest_logs_into_the_clients_file() {
     assert_eq!((code, stderr.as_str()), (Some(0), ""));
     let log = tmp.read("log");
     let logged = messages(&log, "c");
-    for line in ["the guest runs", "the guest asked for a reset"] {
+    let lines = ["the guest runs", "Vmm is stopping.", "the guest asked for a reset"];
+    for line in lines {
         assert!(logged.contains(&line), "{line}: {log}");
     }
     assert_eq!(logged.last(), Some(&"Firecracker exiting successfully. exit_code=0"));

@@ -55,7 +55,9 @@ fn guest_is_counted_from_line_to_line() {
     let tmp = TestDir::new();
     let times = ["--start-time-us", "1", "--start-time-cpu-us", "0"];
     let path = tmp.text("metrics");
-    let mut vmm = serve(&tmp, &[&["--metrics-path", &path, "--id", "m-1"][..], &times].concat());
+    let log = tmp.text("log");
+    let args = ["--metrics-path", &path, "--id", "m-1", "--log-path", &log];
+    let mut vmm = serve(&tmp, &[&args[..], &times].concat());
     configure(&vmm, &tmp, AfterPrint::Wait);
     let disk = tmp.path("disk");
     std::fs::write(&disk, [0; 4096]).unwrap();
@@ -80,6 +82,9 @@ fn guest_is_counted_from_line_to_line() {
     let latencies = &parsed(&tmp.read("metrics"))[2]["latencies_us"];
     for name in ["pause_vm", "resume_vm", "vmm_pause_vm", "vmm_resume_vm"] {
         assert!(latencies[name].as_u64().unwrap() > 0, "{name}: {latencies}");
+    }
+    for line in ["'pause vm' API request took ", "'resume vm' VMM action took "] {
+        assert!(tmp.read("log").contains(line), "{line}");
     }
     vmm.signal(Signal::TERM);
     vmm.wait_status();
@@ -116,6 +121,43 @@ fn full_fifo_of_metrics_delays_no_guest() {
     let lines = parsed(&text(&line));
     let [line] = &lines[..] else { panic!("{lines:?}") };
     assert!(line["logger"]["missed_metrics_count"].as_u64().unwrap() > 0, "{line}");
+    vmm.signal(Signal::TERM);
+    assert_eq!(vmm.wait().0, Some(0));
+}
+
+#[test]
+fn partly_written_metrics_are_not_flushed() {
+    if !kvm_or_skip("partly_written_metrics_are_not_flushed") {
+        return;
+    }
+    let tmp = TestDir::new();
+    let fifo = tmp.path("fifo");
+    mknodat(CWD, &fifo, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+    let flags = OFlags::NONBLOCK.bits().cast_signed();
+    let both = OpenOptions::new().read(true).write(true).custom_flags(flags).open(&fifo);
+    let mut both = both.unwrap();
+    let mut vmm = ServeProcess::start(&tmp, &[]);
+    configure(&vmm, &tmp, AfterPrint::Wait);
+    vmm.done("PUT", "/metrics", &json!({ "metrics_path": fifo }).to_string());
+    vmm.done("PUT", "/actions", START);
+    await_line(&tmp);
+    vmm.done("PUT", "/actions", FLUSH);
+    let mut chunk = [0; 4096];
+    while both.read(&mut chunk).is_ok() {}
+    while both.write(&[b'\n'; 4096]).is_ok() {}
+    // Room for the beginning of a line.
+    both.read_exact(&mut chunk).unwrap();
+    let refusal = vmm.refusal("PUT", "/actions", FLUSH);
+    assert!(refusal.contains("Failed to write metrics"), "{refusal}");
+    // The rest follows without another line.
+    let mut read = String::new();
+    wait_for("the rest", || {
+        while let Ok(bytes) = both.read(&mut chunk) {
+            read.push_str(&text(&chunk[..bytes]));
+        }
+        read.ends_with("}\n").then_some(())
+    });
+    assert_eq!(parsed(read.trim_start()).len(), 1);
     vmm.signal(Signal::TERM);
     assert_eq!(vmm.wait().0, Some(0));
 }

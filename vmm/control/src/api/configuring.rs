@@ -1,7 +1,7 @@
 //! Answers Firecracker's requests while there is no guest: parses each request and lets the thread
 //! that configures the guest answer it.
 
-use std::fmt::{self, Display};
+use std::fmt::{self, Display, Write};
 use std::time::Instant;
 
 use tokio::sync::oneshot;
@@ -9,7 +9,7 @@ use tokio::sync::oneshot;
 use super::app::App;
 use super::event::{ApiEvent, Caller};
 use crate::firecracker::{
-    Answer, ApiFault, CountedCall, Operation, ParsedCall, api_latency, parse,
+    Answer, ApiFault, CountedCall, Operation, ParsedCall, latency_names, parse,
 };
 
 /// The answer to a request of Firecracker's API.
@@ -22,17 +22,19 @@ pub(super) struct FirecrackerAnswer {
 
 /// Answers a request of Firecracker's API. `path` includes the query.
 pub(super) async fn answer(app: &App, method: &str, path: &str, body: &[u8]) -> FirecrackerAnswer {
-    tracing::info!("The API server received a {}.", ReceivedRequest { method, path, body });
+    let has_details = tracing::enabled!(tracing::Level::DEBUG);
+    let received = ReceivedRequest { method, path, body, has_details };
+    tracing::info!("The API server received a {received}.");
     let begun = Instant::now();
     let counts = app.api_counts();
     let call = CountedCall { method, path, has_body: !body.is_empty() };
     let (answer, deprecation) = match parse(method, path, body) {
         Ok(ParsedCall { operation, deprecation }) => {
             counts.count(&call, true, deprecation.is_some());
-            let latency = api_latency(&operation);
+            let measured = latency_names(&operation);
             let answer = ask(app, operation).await;
-            if let Some(name) = latency {
-                counts.set_api_latency(name, begun.elapsed(), &answer);
+            if let Some(names) = measured {
+                counts.set_api_latency(names, begun.elapsed(), &answer);
             }
             (answer, deprecation)
         }
@@ -56,22 +58,39 @@ pub(super) async fn answer(app: &App, method: &str, path: &str, body: &[u8]) -> 
                 413 => "413 Payload too large",
                 _ => "400 Bad Request",
             };
-            tracing::error!("Received Error. Status code: {status}. Message: {fault}");
+            let message = OneLine(fault.to_string());
+            tracing::error!("Received Error. Status code: {status}. Message: {message}");
         }
     }
     FirecrackerAnswer { answer, is_deprecated: deprecation.is_some() }
 }
 
-/// A request as Firecracker's log describes it: with its body, unless that is metadata.
+/// A text that may contain parts of a request, on one line of a log: control characters are
+/// escaped.
+struct OneLine(String);
+
+impl Display for OneLine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.chars().try_for_each(|c| match c.is_control() {
+            true => write!(f, "{}", c.escape_default()),
+            false => f.write_char(c),
+        })
+    }
+}
+
+/// A request as Firecracker's log describes it: with its body, unless that is metadata, or a CPU
+/// template whose details are not logged.
 struct ReceivedRequest<'a> {
     method: &'a str,
     path: &'a str,
     body: &'a [u8],
+    /// Whether the level of the log includes details.
+    has_details: bool,
 }
 
 impl Display for ReceivedRequest<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { method, path, body } = self;
+        let Self { method, path, body, has_details } = self;
         let method = match *method {
             "GET" => "Get",
             "PUT" => "Put",
@@ -80,9 +99,12 @@ impl Display for ReceivedRequest<'_> {
             other => other,
         };
         write!(f, "{method} request on {path:?}")?;
-        match body.is_empty() || path.trim_matches('/') == "mmds" {
-            true => Ok(()),
-            false => write!(f, " with body {:?}", String::from_utf8_lossy(body)),
+        match path.trim_matches('/') {
+            path if body.is_empty() || path == "mmds" => Ok(()),
+            "cpu-config" if !has_details => f.write_str(
+                ". To view the CPU template received by the API, configure log-level to DEBUG",
+            ),
+            _ => write!(f, " with body {:?}", String::from_utf8_lossy(body)),
         }
     }
 }
@@ -104,12 +126,26 @@ mod tests {
 
     #[test]
     fn logged_request_has_no_metadata() {
-        let logged = |method, path, body: &str| {
-            ReceivedRequest { method, path, body: body.as_bytes() }.to_string()
+        let detailed = |method, path, body: &str, has_details| {
+            ReceivedRequest { method, path, body: body.as_bytes(), has_details }.to_string()
         };
+        let logged = |method, path, body| detailed(method, path, body, false);
         assert_eq!(logged("GET", "/", ""), r#"Get request on "/""#);
         assert_eq!(logged("PUT", "/mmds", "{1}"), r#"Put request on "/mmds""#);
         assert_eq!(logged("PATCH", "/mmds/", "{1}"), r#"Patch request on "/mmds/""#);
         assert_eq!(logged("PUT", "/a\n", "{\n}"), r#"Put request on "/a\n" with body "{\n}""#);
+        assert_eq!(
+            logged("PUT", "/cpu-config", "{}"),
+            "Put request on \"/cpu-config\". To view the CPU template received by the API, \
+             configure log-level to DEBUG"
+        );
+        let with_body = r#"Put request on "/cpu-config" with body "{}""#;
+        assert_eq!(detailed("PUT", "/cpu-config", "{}", true), with_body);
+    }
+
+    #[test]
+    fn logged_fault_is_one_line() {
+        let fault = OneLine("bad\n2026 [a:b] forged\x1b[2J\u{85}".to_owned());
+        assert_eq!(fault.to_string(), r"bad\n2026 [a:b] forged\u{1b}[2J\u{85}");
     }
 }

@@ -1,8 +1,8 @@
 //! Turns the file of `--config-file` into the requests that do the same, and their refusals into
 //! the texts that Firecracker has for the file.
 
-use std::fs;
 use std::io;
+use std::path::Path;
 
 use super::fault::ApiFault;
 use super::model::{ConfigFile, CpuTemplateSource, MachineConfigUpdate};
@@ -20,12 +20,15 @@ pub enum ConfigFileFault {
 }
 
 /// Returns the requests of a configuration file in Firecracker's order, with the start at the end.
-/// Reads the file of a CPU template that it names.
+/// `read_template` reads the file of a CPU template that it names.
 ///
 /// # Errors
 ///
 /// One of the files cannot be used.
-pub fn config_file_operations(json: &[u8]) -> Result<Vec<Operation>, ConfigFileFault> {
+pub fn config_file_operations(
+    json: &[u8],
+    read_template: impl FnOnce(&Path) -> io::Result<Vec<u8>>,
+) -> Result<Vec<Operation>, ConfigFileFault> {
     let file: ConfigFile = serde_json::from_slice(json)?;
     let mut operations = Vec::new();
     operations.extend(file.logger.map(Operation::PutLogger));
@@ -35,7 +38,7 @@ pub fn config_file_operations(json: &[u8]) -> Result<Vec<Operation>, ConfigFileF
     let template = file.cpu_config.map(|source| match source {
         CpuTemplateSource::Template(template) => Ok(template),
         CpuTemplateSource::Path(path) => {
-            Ok::<_, ConfigFileFault>(serde_json::from_slice(&fs::read(path)?)?)
+            Ok::<_, ConfigFileFault>(serde_json::from_slice(&read_template(&path)?)?)
         }
     });
     operations.extend(template.transpose()?.map(Operation::PutCpuTemplate));
@@ -77,7 +80,7 @@ mod tests {
     use crate::firecracker::{Answer, MicroVm, MicroVmAction, MicroVmEvent};
 
     fn operations(json: Value) -> Result<Vec<Operation>, ConfigFileFault> {
-        config_file_operations(json.to_string().as_bytes())
+        config_file_operations(json.to_string().as_bytes(), |path| std::fs::read(path))
     }
 
     #[test]

@@ -3,8 +3,8 @@
 //!
 //! `fault` <- `model` <- `operation` <- `parse`; `config` <- `saved`, `state` <- `guest`. None of
 //! these does I/O: the owner of a [`MicroVm`] performs its actions. Only `guest` asks a guest, once
-//! there is one. `config_file` turns the file of `--config-file` into operations, and reads the
-//! file of a CPU template that it names. `metrics` counts requests, and makes lines of the counts.
+//! there is one. `config_file` turns the file of `--config-file` into operations. `metrics` counts
+//! requests, and makes lines of the counts.
 
 mod answer;
 mod config;
@@ -24,7 +24,7 @@ pub use config::MicroVmConfig;
 pub use config_file::{ConfigFileFault, config_file_operations, config_file_text};
 pub use fault::{ApiFault, BootFault, DriveFault, LoadFault, MetricsFault, StartFault};
 pub use metrics::{ApiCounts, FirecrackerMetrics, UnwrittenLines};
-pub(crate) use metrics::{CountedCall, api_latency};
+pub(crate) use metrics::{CountedCall, latency_names};
 pub use model::{
     BalloonDeviceConfig, BlockDeviceConfig, BootSourceConfig, CacheType, FileEngineType,
     HugePageConfig, LoadSnapshotParams, LoggerConfig, LoggerLevel, MachineConfiguration,

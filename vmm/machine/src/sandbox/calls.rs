@@ -13,8 +13,8 @@ pub(super) const EVERY_THREAD: &[Sysno] = &[
     // Waiting, and thread management.
     futex, futex_waitv, futex_wake, futex_wait, futex_requeue, set_robust_list, get_robust_list,
     rseq, sched_yield, sched_getaffinity, getcpu, gettid, getpid,
-    // Receiving signals.
-    rt_sigprocmask, rt_sigreturn, sigaltstack, restart_syscall,
+    // Receiving signals, and the alarm of a handler that ends the process.
+    rt_sigprocmask, rt_sigreturn, sigaltstack, restart_syscall, alarm,
     // Time, where the vDSO does not provide it.
     clock_gettime, clock_getres, clock_nanosleep, nanosleep, gettimeofday, time, getrandom,
     getrusage, sysinfo, uname, getuid, geteuid, getgid, getegid, exit, exit_group,

@@ -9,20 +9,8 @@ use std::mem::MaybeUninit;
 use libc::{c_int, c_void, siginfo_t};
 use syscalls::Sysno;
 
-use crate::fatal_signals::{self, SYS_SECCOMP};
+use crate::fatal_signals::{self, SigsysInfo};
 use crate::stack_text::StackText;
-
-/// Kernel layout of `siginfo_t` for `SIGSYS`.
-#[repr(C)]
-struct SigsysInfo {
-    signo: c_int,
-    errno: c_int,
-    code: c_int,
-    call_address: *const c_void,
-    syscall: c_int,
-    arch: u32,
-}
-const _: () = assert!(size_of::<SigsysInfo>() <= size_of::<siginfo_t>());
 
 /// Installs the handler that reports a forbidden system call: one line on standard error that names
 /// the call, then the end of the process.
@@ -40,11 +28,11 @@ pub(super) fn report_violations() -> io::Result<()> {
 extern "C" fn on_violation(_: c_int, info: *mut siginfo_t, context: *mut c_void) {
     // SAFETY: the kernel gives a handler with SA_SIGINFO a whole siginfo_t, laid out like this.
     let info = unsafe { &*info.cast::<SigsysInfo>() };
-    if info.code == SYS_SECCOMP {
-        report(info.syscall, context.cast());
+    let forbidden = info.forbidden();
+    if let Some(call) = forbidden {
+        report(call, context.cast());
     }
     // Ends a process that has an exit code for this.
-    let forbidden = (info.code == SYS_SECCOMP).then_some(info.syscall);
     fatal_signals::end(libc::SIGSYS, info.code, forbidden);
     // Every filter allows this call. A failure cannot be reported to anyone.
     let _ = crate::terminal::restore();
@@ -79,9 +67,7 @@ fn report(number: c_int, context: *const libc::ucontext_t) {
         "), which it never should: the process ends here (SIGSYS). Either the guest has broken out \
          of its devices, or the filter is too narrow for this host; --no-seccomp runs without"
     );
-    let line = line.as_bytes();
-    // SAFETY: the bytes are initialized.
-    unsafe { libc::write(libc::STDERR_FILENO, line.as_ptr().cast(), line.len()) };
+    fatal_signals::write_if_ready(libc::STDERR_FILENO, line.as_bytes());
 }
 
 /// Makes all threads allocate from one arena. With several arenas the GNU C library opens files: to

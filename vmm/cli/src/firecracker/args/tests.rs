@@ -87,6 +87,7 @@ fn no_argument_is_ignored() {
         "api-sock",
         "boot-timer",
         "config-file",
+        "describe-snapshot",
         "http-api-max-payload-size",
         "id",
         "level",
@@ -100,6 +101,7 @@ fn no_argument_is_ignored() {
         "parent-cpu-time-us",
         "show-level",
         "show-log-origin",
+        "snapshot-version",
         "start-time-cpu-us",
         "start-time-us",
     ];
@@ -156,8 +158,8 @@ fn wrong_lines_have_firecrackers_texts() {
         fault(&format!("--id {}", "a".repeat(65))).to_string(),
         "Invalid instance ID: Invalid len (65);  the length must be between 1 and 64"
     );
-    let level = Err(FirecrackerFault::InvalidLogLevel("loud".to_owned()));
-    assert_eq!(parse_line("--level loud"), level);
+    let level = LevelFilterFromStrError("loud".to_owned());
+    assert_eq!(parse_line("--level loud"), Err(FirecrackerFault::InvalidLogLevel(level)));
 }
 
 #[test]
@@ -166,6 +168,14 @@ fn help_and_version_win_over_everything() {
     assert_eq!(parse_line("--version --id --help"), Ok(FirecrackerCommand::Help));
     assert_eq!(parse_line("-h"), Ok(FirecrackerCommand::Help));
     assert!(matches!(fault("--foo -- --version"), ArgumentFault::UnexpectedArgument(_)));
+}
+
+#[test]
+fn snapshot_versions_need_no_valid_id() {
+    let version = parse_line("--id a_b --snapshot-version --describe-snapshot s");
+    assert_eq!(version, Ok(FirecrackerCommand::SnapshotVersion));
+    let described = Ok(FirecrackerCommand::DescribeSnapshot("s".into()));
+    assert_eq!(parse_line("--describe-snapshot s --level loud"), described);
 }
 
 #[test]

@@ -20,10 +20,15 @@ pub struct ApiCounts {
     values: Mutex<BTreeMap<MetricName, u64>>,
 }
 
-/// The names of an operation's latency: at the API, and without it.
-struct LatencyNames {
+/// The names of an operation whose latency is measured.
+#[derive(Clone, Copy)]
+pub(crate) struct LatencyNames {
+    /// The metric of the time from the request to its answer.
     api: &'static str,
+    /// The metric of the time that the guest takes.
     vmm: &'static str,
+    /// The operation in the log.
+    action: &'static str,
 }
 
 impl ApiCounts {
@@ -57,22 +62,41 @@ impl ApiCounts {
     pub fn time_guest(&self, operation: &Operation, ask: impl FnOnce() -> Answer) -> Answer {
         let begun = Instant::now();
         let answer = ask();
-        if let Some(names) = latency_names(operation) {
-            self.set_latency(names.vmm, begun.elapsed(), &answer);
+        if let Some(names) = latency_names(operation)
+            && !matches!(answer, Answer::Fault(_))
+        {
+            self.set_vmm_latency(names, begun.elapsed());
         }
         answer
     }
 
-    /// Records the time from a request to its answer.
-    pub(crate) fn set_api_latency(&self, name: &'static str, took: Duration, answer: &Answer) {
-        self.set_latency(name, took, answer);
+    /// Loads a guest, and records the time that it takes.
+    ///
+    /// # Errors
+    ///
+    /// Those of `load`.
+    pub fn time_load<T, E>(&self, load: impl FnOnce() -> Result<T, E>) -> Result<T, E> {
+        let begun = Instant::now();
+        load().inspect(|_| self.set_vmm_latency(LOAD, begun.elapsed()))
     }
 
-    fn set_latency(&self, name: &'static str, took: Duration, answer: &Answer) {
+    /// Records the time from a request to its answer.
+    pub(crate) fn set_api_latency(&self, names: LatencyNames, took: Duration, answer: &Answer) {
         if !matches!(answer, Answer::Fault(_)) {
-            let us = u64::try_from(took.as_micros()).unwrap_or(u64::MAX);
-            self.values.lock().insert(("latencies_us", name), us);
+            let us = self.set_latency(names.api, took);
+            tracing::info!("'{}' API request took {us} us.", names.action);
         }
+    }
+
+    fn set_vmm_latency(&self, names: LatencyNames, took: Duration) {
+        let us = self.set_latency(names.vmm, took);
+        tracing::info!("'{}' VMM action took {us} us.", names.action);
+    }
+
+    fn set_latency(&self, name: &'static str, took: Duration) -> u64 {
+        let us = u64::try_from(took.as_micros()).unwrap_or(u64::MAX);
+        self.values.lock().insert(("latencies_us", name), us);
+        us
     }
 
     pub(super) fn counts(&self) -> BTreeMap<MetricName, u64> {
@@ -84,23 +108,29 @@ impl ApiCounts {
     }
 }
 
-/// Returns the name of an operation's latency at the API.
-pub(crate) fn api_latency(operation: &Operation) -> Option<&'static str> {
-    latency_names(operation).map(|names| names.api)
+const fn latency(api: &'static str, vmm: &'static str, action: &'static str) -> LatencyNames {
+    LatencyNames { api, vmm, action }
 }
 
-fn latency_names(operation: &Operation) -> Option<LatencyNames> {
-    let (api, vmm) = match operation {
+/// The names of a load.
+const LOAD: LatencyNames = latency("load_snapshot", "vmm_load_snapshot", "load snapshot");
+
+/// Returns the names of an operation whose latency is measured.
+pub(crate) fn latency_names(operation: &Operation) -> Option<LatencyNames> {
+    Some(match operation {
         Operation::CreateSnapshot(params) => match params.snapshot_type {
-            SnapshotType::Full => ("full_create_snapshot", "vmm_full_create_snapshot"),
-            SnapshotType::Diff => ("diff_create_snapshot", "vmm_diff_create_snapshot"),
+            SnapshotType::Full => {
+                latency("full_create_snapshot", "vmm_full_create_snapshot", "create full snapshot")
+            }
+            SnapshotType::Diff => {
+                latency("diff_create_snapshot", "vmm_diff_create_snapshot", "create diff snapshot")
+            }
         },
-        Operation::LoadSnapshot(_) => ("load_snapshot", "vmm_load_snapshot"),
-        Operation::Pause => ("pause_vm", "vmm_pause_vm"),
-        Operation::Resume => ("resume_vm", "vmm_resume_vm"),
+        Operation::LoadSnapshot(_) => LOAD,
+        Operation::Pause => latency("pause_vm", "vmm_pause_vm", "pause vm"),
+        Operation::Resume => latency("resume_vm", "vmm_resume_vm", "resume vm"),
         _ => return None,
-    };
-    Some(LatencyNames { api, vmm })
+    })
 }
 
 /// A request, as far as it is counted.

@@ -15,7 +15,7 @@ use driftline_machine::devices::DeviceStats;
 use serde_json::{Map, Value, json};
 
 pub use calls::ApiCounts;
-pub(crate) use calls::{CountedCall, api_latency};
+pub(crate) use calls::{CountedCall, latency_names};
 use keys::{BLOCK, GROUPS, MetricsGroup, NET};
 
 use super::model::MetricsConfig;
@@ -23,8 +23,10 @@ use super::model::MetricsConfig;
 /// What the process has not written, as counts since its start.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct UnwrittenLines {
-    /// Lines of the log.
+    /// Lines of the log that its destination did not take.
     pub log: u64,
+    /// Lines of the log that exceeded the limit of their call sites.
+    pub suppressed: u64,
     /// Lines of the metrics.
     pub metrics: u64,
 }
@@ -66,9 +68,11 @@ impl FirecrackerMetrics {
         for ((group, name), value) in self.calls.values() {
             line.add(group, name, value);
         }
-        for (name, count) in
-            [("missed_log_count", unwritten.log), ("missed_metrics_count", unwritten.metrics)]
-        {
+        for (name, count) in [
+            ("missed_log_count", unwritten.log),
+            ("rate_limited_log_count", unwritten.suppressed),
+            ("missed_metrics_count", unwritten.metrics),
+        ] {
             let new = self.new_events("logger".to_owned(), name, count);
             line.add("logger", name, new);
         }

@@ -9,28 +9,37 @@
 //! In `driftline serve` this log is silent until `PUT /logger`. The lines pass through the queue of
 //! a [`LogOutput`], so that a reader that has stopped does not stop the threads that log. A FIFO is
 //! opened and written without waiting: lines that it does not take are dropped and counted
-//! ([`LineFile`]).
+//! ([`LineFile`]). So are lines that a guest causes, if there are too many ([`call_sites`]).
+
+mod call_sites;
+mod target;
 
 use std::fmt::{self, Write as _};
-use std::io::{self, Write};
+use std::io;
 use std::os::fd::AsFd;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
+use std::sync::{Arc, OnceLock};
 use std::thread;
-use std::time::SystemTime;
+use std::time::{Instant, SystemTime};
 
 use driftline_control::firecracker::{LoggerConfig, LoggerLevel};
-use driftline_machine::log::LogOutput;
+use driftline_machine::log::{LineSink, LogOutput};
 use driftline_machine::{fatal_signals, local_time_ns};
+use parking_lot::RwLock;
 use tracing::field::{Field, Visit};
 use tracing::level_filters::LevelFilter;
 use tracing::{Event, Level, Metadata, Subscriber};
 use tracing_subscriber::layer::{Context, Filter, Layer};
 
 use super::line_file::LineFile;
+use call_sites::{CallSiteLimits, LineAdmission};
+use target::LogTarget;
 
 /// The id of an instance that has no other.
 pub(super) const DEFAULT_ID: &str = "anonymous-instance";
+
+/// The target of events whose text has several lines, which are the program's own. The line feeds
+/// of all others are escaped: a text of a client must not look like a line.
+pub(super) const SEVERAL_LINES: &str = "driftline::several_lines";
 
 /// The log of this process, once it is created.
 static LOG: OnceLock<FirecrackerLog> = OnceLock::new();
@@ -50,6 +59,7 @@ struct FirecrackerLog {
     settings: RwLock<LogSettings>,
     target: Arc<LogTarget>,
     output: Arc<LogOutput>,
+    limits: CallSiteLimits,
 }
 
 /// What is logged, and in which form.
@@ -60,27 +70,6 @@ struct LogSettings {
     module: Option<String>,
     has_level: bool,
     has_origin: bool,
-}
-
-/// Where the lines go.
-struct LogTarget {
-    /// `None` for stdout.
-    file: Mutex<Option<Arc<LineFile>>>,
-    /// Number of lines that could not be written.
-    missed: AtomicU64,
-}
-
-impl LogTarget {
-    /// Writes a line. It may wait for a regular file or for stdout. Meanwhile it holds no lock that
-    /// a thread which changes the target needs.
-    fn write(&self, line: &[u8]) -> io::Result<()> {
-        let file = self.file.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let written = match file {
-            Some(file) => file.write_line(line),
-            None => io::stdout().write_all(line),
-        };
-        written.inspect_err(|_| _ = self.missed.fetch_add(1, Ordering::Relaxed))
-    }
 }
 
 impl LogSettings {
@@ -119,7 +108,8 @@ impl LogSettings {
         line.push_str("] ");
         for c in message.chars() {
             match c {
-                '\n' | '\t' => line.push(c),
+                '\t' => line.push(c),
+                '\n' if origin.has_several_lines => line.push(c),
                 // A control sequence must not reach a terminal that shows the log.
                 c if c.is_control() => line.extend(c.escape_default()),
                 c => line.push(c),
@@ -135,6 +125,8 @@ struct LineOrigin<'a> {
     level: Level,
     file: Option<&'a str>,
     line: Option<u32>,
+    /// Whether line feeds stay.
+    has_several_lines: bool,
 }
 
 fn filter_of(level: LoggerLevel) -> LevelFilter {
@@ -150,19 +142,19 @@ fn filter_of(level: LoggerLevel) -> LevelFilter {
 
 impl FirecrackerLog {
     fn new(initial: InitialLog) -> Self {
-        let target = Arc::new(LogTarget { file: Mutex::default(), missed: AtomicU64::new(0) });
-        let written = target.clone();
-        let output = LogOutput::new(move |line| written.write(line), dropped_line);
+        let target = Arc::new(LogTarget::stdout());
+        let output = LogOutput::new(SharedTarget(target.clone()), dropped_line);
         let level = match initial {
             InitialLog::Silent => LevelFilter::OFF,
             InitialLog::Stdout => LevelFilter::INFO,
         };
         let settings = LogSettings { level, module: None, has_level: false, has_origin: false };
-        Self { id: OnceLock::new(), settings: RwLock::new(settings), target, output }
+        let (id, limits) = (OnceLock::new(), CallSiteLimits::default());
+        Self { id, settings: RwLock::new(settings), target, output, limits }
     }
 
     fn read<T>(&self, what: impl FnOnce(&LogSettings) -> T) -> T {
-        what(&self.settings.read().unwrap_or_else(PoisonError::into_inner))
+        what(&self.settings.read())
     }
 
     fn write_line(&self, origin: &LineOrigin<'_>, message: &str) {
@@ -175,14 +167,19 @@ impl FirecrackerLog {
 /// Returns the line that reports lines which found the queue full.
 fn dropped_line(lines: u64) -> Vec<u8> {
     if let Some(log) = LOG.get() {
-        log.target.missed.fetch_add(lines, Ordering::Relaxed);
+        log.target.add_missed(lines);
     }
     let why = format!("{lines} log lines were dropped: what reads the log does not keep up");
     let settings =
         LogSettings { level: LevelFilter::WARN, module: None, has_level: false, has_origin: false };
     let id = LOG.get().and_then(|log| log.id.get()).map_or(DEFAULT_ID, String::as_str);
-    let origin = LineOrigin { level: Level::WARN, file: None, line: None };
+    let origin = own_origin(Level::WARN);
     settings.line(SystemTime::now(), id, &origin, &why).into_bytes()
+}
+
+/// Returns the origin of a line that no event causes.
+fn own_origin(level: Level) -> LineOrigin<'static> {
+    LineOrigin { level, file: Some(file!()), line: Some(line!()), has_several_lines: false }
 }
 
 /// Creates the log. Returns its output, and its part of the subscriber of all events. Only the
@@ -208,23 +205,23 @@ pub(super) fn set_id(id: &str) {
 ///
 /// # Errors
 ///
-/// The file cannot be opened. Nothing changes then.
+/// The file cannot be opened, or there are too many descriptors. Nothing changes then.
 pub(super) fn configure(config: &LoggerConfig) -> io::Result<()> {
     let Some(log) = LOG.get() else { return Ok(()) };
     let file = config.log_path.as_deref().map(LineFile::open).transpose()?;
-    let mut settings = log.settings.write().unwrap_or_else(PoisonError::into_inner);
+    if let Some(file) = &file {
+        // A signal's handler cannot use the queue.
+        fatal_signals::log_to(file.as_fd())?;
+    }
+    let mut settings = log.settings.write();
     settings.change(config);
-    let is_off = settings.level == LevelFilter::OFF;
+    fatal_signals::set_logged(settings.level != LevelFilter::OFF);
     drop(settings);
     if let Some(file) = file {
-        *log.target.file.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(file));
+        log.target.replace(file);
     }
     tracing::callsite::rebuild_interest_cache();
-    // A signal's handler cannot use the queue.
-    let file = log.target.file.lock().unwrap_or_else(PoisonError::into_inner).clone();
-    let stdout = io::stdout();
-    let last = file.as_ref().map_or_else(|| stdout.as_fd(), |file| file.as_fd());
-    fatal_signals::log_to((!is_off).then_some(last))
+    Ok(())
 }
 
 /// Writes a message for the operator, if its level is logged.
@@ -232,13 +229,31 @@ pub(super) fn message(level: Level, text: &str) {
     if let Some(log) = LOG.get()
         && log.read(|settings| settings.admits(level, Some(module_path!())))
     {
-        log.write_line(&LineOrigin { level, file: Some(file!()), line: Some(line!()) }, text);
+        log.write_line(&own_origin(level), text);
     }
 }
 
 /// Returns the number of lines that were not written so far.
 pub(super) fn missed_lines() -> u64 {
-    LOG.get().map_or(0, |log| log.target.missed.load(Ordering::Relaxed))
+    LOG.get().map_or(0, |log| log.target.missed())
+}
+
+/// Returns the number of lines of a guest that exceeded the limit so far.
+pub(super) fn suppressed_lines() -> u64 {
+    LOG.get().map_or(0, |log| log.limits.suppressed())
+}
+
+/// The destination of the lines, which [`configure`] has as well.
+struct SharedTarget(Arc<LogTarget>);
+
+impl LineSink for SharedTarget {
+    fn write_line(&self, line: &[u8]) -> io::Result<()> {
+        self.0.write_line(line)
+    }
+
+    fn finish(&self) -> bool {
+        self.0.finish()
+    }
 }
 
 /// Decides which events become lines.
@@ -261,12 +276,25 @@ struct LineLayer(&'static FirecrackerLog);
 impl<S: Subscriber> Layer<S> for LineLayer {
     fn on_event(&self, event: &Event<'_>, _: Context<'_, S>) {
         let metadata = event.metadata();
+        match self.0.limits.admit(metadata, Instant::now()) {
+            LineAdmission::Suppressed => return,
+            LineAdmission::Logged { suppressed: 0 } => {}
+            LineAdmission::Logged { suppressed } => {
+                let text = format!("{suppressed} messages were suppressed due to rate limiting");
+                self.0.write_line(&own_origin(Level::WARN), &text);
+            }
+        }
         let mut text = EventText::default();
         event.record(&mut text);
         let EventText { mut message, fields } = text;
         message.push_str(&fields);
-        let (level, file, line) = (*metadata.level(), metadata.file(), metadata.line());
-        self.0.write_line(&LineOrigin { level, file, line }, &message);
+        let origin = LineOrigin {
+            level: *metadata.level(),
+            file: metadata.file(),
+            line: metadata.line(),
+            has_several_lines: metadata.target() == SEVERAL_LINES,
+        };
+        self.0.write_line(&origin, &message);
     }
 }
 
@@ -307,7 +335,12 @@ mod tests {
     #[test]
     fn line_has_firecrackers_form() {
         let time = UNIX_EPOCH + Duration::new(1_790_000_000, 5);
-        let origin = LineOrigin { level: Level::WARN, file: Some("src/a.rs"), line: Some(7) };
+        let mut origin = LineOrigin {
+            level: Level::WARN,
+            file: Some("src/a.rs"),
+            line: Some(7),
+            has_several_lines: false,
+        };
         let own = thread::current().name().unwrap().to_owned();
         let at = local_time_ns(time);
         for (json, head) in [
@@ -322,8 +355,11 @@ mod tests {
             let mut settings = silent();
             settings.change(&config(json));
             let line = settings.line(time, "web-1", &origin, "a\x1b[2J\nb");
-            assert_eq!(line, format!("{head}a\\u{{1b}}[2J\nb\n"), "{json}");
+            assert_eq!(line, format!("{head}a\\u{{1b}}[2J\\nb\n"), "{json}");
         }
+        origin.has_several_lines = true;
+        let line = silent().line(time, "web-1", &origin, "a\r\n\tb");
+        assert_eq!(line, format!("{at} [web-1:{own}] a\\r\n\tb\n"));
     }
 
     #[test]
@@ -343,21 +379,45 @@ mod tests {
         assert!(!settings.admits(Level::ERROR, Some("a::b")));
     }
 
-    #[test]
-    fn event_has_its_fields_after_the_message() {
+    /// Returns the lines that events cause in a log of their own: that of the process is not
+    /// created in tests.
+    fn lines_of(events: impl FnOnce(&FirecrackerLog)) -> String {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("log");
-        // Its own log: that of the process is not created in tests.
         let log: &'static FirecrackerLog =
             Box::leak(Box::new(FirecrackerLog::new(InitialLog::Silent)));
-        *log.target.file.lock().unwrap() = Some(Arc::new(LineFile::open(&path).unwrap()));
-        log.settings.write().unwrap().change(&config(r#"{"level": "Trace"}"#));
+        log.target.replace(LineFile::open(&path).unwrap());
+        log.settings.write().change(&config(r#"{"level": "Trace"}"#));
         let layer = LineLayer(log).with_filter(LineFilter(log));
-        tracing::subscriber::with_default(tracing_subscriber::registry().with(layer), || {
-            tracing::trace!(bytes = 5, path = %"/a", "it is written");
+        let subscriber = tracing_subscriber::registry().with(layer);
+        tracing::subscriber::with_default(subscriber, || events(log));
+        std::fs::read_to_string(&path).unwrap()
+    }
+
+    #[test]
+    fn event_has_its_fields_after_the_message() {
+        let lines = lines_of(|_| {
+            tracing::trace!(bytes = 5, path = %"/a\n/b", "it is written");
+            tracing::error!(target: SEVERAL_LINES, "a\nb");
         });
-        let lines = std::fs::read_to_string(&path).unwrap();
-        assert!(lines.starts_with("2") && lines.contains(" [anonymous-instance:"), "{lines}");
-        assert!(lines.ends_with("] it is written bytes=5 path=/a\n"), "{lines}");
+        let (first, second) = lines.split_once('\n').unwrap();
+        assert!(first.starts_with('2') && first.contains(" [anonymous-instance:"), "{lines}");
+        assert!(first.ends_with("] it is written bytes=5 path=/a\\n/b"), "{lines}");
+        assert!(second.ends_with("] a\nb\n"), "{lines}");
+    }
+
+    #[test]
+    fn lines_that_a_guest_causes_are_limited() {
+        let lines = lines_of(|log| {
+            for n in 0..25 {
+                tracing::debug!(target: "driftline_machine::devices::net", "frame {n}");
+                tracing::debug!(target: "driftline_machine::vcpu", "exit {n}");
+                tracing::debug!("own {n}");
+            }
+            assert_eq!(log.limits.suppressed(), 2 * 15);
+        });
+        for (text, count) in [("] frame ", 10), ("] exit ", 10), ("] own ", 25)] {
+            assert_eq!(lines.matches(text).count(), count, "{text}: {lines}");
+        }
     }
 }
