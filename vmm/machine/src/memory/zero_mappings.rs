@@ -2,9 +2,10 @@
 //! the file's content again, so zeros are mapped over them.
 //!
 //! Each run of such frames splits the mapping of the file, and a process may have 65,530 mappings
-//! (`vm.max_map_count`). A guest that discards every other frame could use them all, and the process
-//! could not even allocate memory then. So the number of runs is limited. Frames that would exceed
-//! it keep their memory and their content, which a guest may find in a page that it has given away.
+//! (`vm.max_map_count`). A guest that discards every other frame could use them all, and the
+//! process could not even allocate memory then. So the number of runs is limited. Frames that would
+//! exceed it keep their memory and their content, which a guest may find in a page that it has
+//! given away.
 
 use std::io;
 
