@@ -222,8 +222,11 @@ fn line_after_a_full_file_is_whole() {
     vmm.refusal("PUT", "/vsock", &body);
     // It is full, with a part of that line.
     wait_for("the limit", || tmp.read("log").ends_with("xxx").then_some(()));
-    OpenOptions::new().write(true).open(&log).unwrap().set_len(0).unwrap();
     wait_for("the next line", || {
+        // The line about the answer is as long, and may come after the answer.
+        if tmp.read("log").ends_with("xxx") {
+            OpenOptions::new().write(true).open(&log).unwrap().set_len(0).unwrap();
+        }
         vmm.get("/version");
         tmp.read("log").contains("Get request on \"/version\".").then_some(())
     });
