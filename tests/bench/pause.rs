@@ -5,7 +5,8 @@
 //! writes a working set of the given number of frames as fast as it can, so that all of it changes
 //! in each epoch. There are three ways: all frames are copied in the pause; all are copied after
 //! it; and the built-in policy, which chooses. Stolen processor time lengthens the figures, so its
-//! share is in the last column.
+//! share is in the last column. The store of a row is in the temporary directory and has at most 8
+//! GiB: rows of many frames have fewer epochs.
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, reason = "a bench")]
 
 mod guest;
@@ -19,6 +20,8 @@ use guest::BenchGuest;
 use tests::StolenTime;
 
 const FRAMES: [u64; 7] = [0, 16, 256, 1024, 4096, 16384, 65536];
+/// Bytes of the epochs of one row.
+const ROW_BYTES: u64 = 8 << 30;
 const WAYS: [(&str, Option<u64>); 3] =
     [("in the pause", Some(u64::MAX)), ("after it", Some(1)), ("built in", None)];
 
@@ -59,7 +62,8 @@ fn row(frames: u64, way: &str, background_from: Option<u64>, epochs: usize, vcpu
     let pace = Duration::from_millis(20 + frames / 100);
     let mut taken: Vec<EpochReport> = Vec::new();
     let stolen = StolenTime::begin();
-    for _ in 0..epochs {
+    let room = ROW_BYTES / (frames.max(1) * driftline_dirty_tracker::PAGE_SIZE);
+    for _ in 0..epochs.min(room as usize) {
         std::thread::sleep(pace);
         taken.push(checkpointer.take().unwrap());
     }
