@@ -42,9 +42,7 @@ use std::env;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use clap::Parser;
-
-use args::{Cli, Command};
+use args::{Cli, Command, StartCommand};
 use failure::Failure;
 
 /// musl's allocator returns memory to the system with almost every free. That made the start of a
@@ -63,13 +61,13 @@ fn main() -> ExitCode {
         driftline_machine::log::flush();
         return code;
     }
-    let cli = match Cli::try_parse() {
+    let cli = match Cli::parse_line() {
         Ok(cli) => cli,
         Err(e) => return report::refuse_usage(&args::with_hint(e)),
     };
     let verbose = cli.output.log.verbose > 0;
     let logs = match cli.command {
-        Command::Serve(_) => log::Logs::OwnAndClients,
+        Command::Start(StartCommand::Serve(_)) => log::Logs::OwnAndClients,
         _ => log::Logs::Own,
     };
     let done = log::start(&cli.output.log, logs).and_then(|()| run(cli.command, verbose, started));
@@ -80,8 +78,10 @@ fn main() -> ExitCode {
 
 fn run(command: Command, verbose: bool, started: Instant) -> Result<ExitCode, Failure> {
     match command {
-        Command::Run(args) => run::run(*args, started),
-        Command::Serve(args) => serve::serve(args),
+        Command::Start(StartCommand::Run(args)) => run::run(*args, started),
+        Command::Start(StartCommand::Serve(args)) => serve::serve(args),
+        Command::Start(StartCommand::Restore(args)) => restore::restore(args, started),
+        Command::Start(StartCommand::ReceiveMigration(args)) => receive::receive(args),
         // Its line has been taken above if it is the first argument.
         Command::Firecracker(args) => Err(Failure::usage(format_args!(
             "firecracker takes none of Driftline's options: write it first, as in driftline \
@@ -95,8 +95,6 @@ fn run(command: Command, verbose: bool, started: Instant) -> Result<ExitCode, Fa
         Command::Nmi(args) => client::nmi(&args),
         Command::Stop(args) => client::stop(&args),
         Command::Checkpoint(args) => checkpoint::checkpoint(&args),
-        Command::Restore(args) => restore::restore(args, started),
-        Command::ReceiveMigration(args) => receive::receive(args),
         Command::SendMigration(args) => migration::send(&args),
         Command::Plan(args) => plan::plan(&args),
         Command::Top(args) => top::top(&args),

@@ -20,7 +20,7 @@ mod tests;
 mod top;
 
 pub(crate) use api::{ApiArgs, BalloonArgs, QueryArgs, StopArgs};
-pub(crate) use command::{Cli, Command, DemoArgs, DoctorArgs};
+pub(crate) use command::{Cli, Command, DemoArgs, DoctorArgs, StartCommand};
 pub(crate) use compare::CompareArgs;
 pub(crate) use guest::{DeviceArgs, HostArgs, OnOff, ReceiveArgs, RestoreArgs, RunArgs};
 pub(crate) use hints::with_hint;
