@@ -178,6 +178,8 @@ mod tests {
         let spec: PayloadSpec = "payload,ws=2G,rate=5K".parse().unwrap();
         assert_eq!(spec.ws_bytes, 2 << 30);
         assert_eq!(spec.rate, WriteRate::BytesPerSecond(5 << 10));
+        let long: PayloadSpec = "payload,ws=2GiB,rate=5KiB".parse().unwrap();
+        assert_eq!(long, spec);
     }
 
     #[test]
@@ -186,6 +188,8 @@ mod tests {
             ("linux", "guest \"linux\" is unknown"),
             ("payload,ws", "\"ws\" in \"payload,ws\" is not of the form key=value"),
             ("payload,ws=12Q", "\"ws=12Q\" in \"payload,ws=12Q\" is not a size such as 64M"),
+            ("payload,ws=12MB", "is not a size such as 64M"),
+            ("payload,ws=12iB", "is not a size such as 64M"),
             ("payload,ws=0", "is an empty working set"),
             ("payload,ws=5000", "is not a multiple of the page size"),
             ("payload,ws=64", "; did you mean ws=64M?"),

@@ -69,6 +69,6 @@ pub use place::{PlacementError, Segment, TABLE_BASE, WS_BASE, WorkingSetPlacemen
 pub use runner::{BATCH, ERROR_LINES, Runner, TickOutcome, ready_line};
 pub use settings::{
     BodyFill, CheckMode, IdleMode, PayloadRing, PayloadSpec, SettingRefusal, WriteRate,
-    parse_number, parse_size,
+    parse_number,
 };
 pub use share::{Share, Workload};

@@ -323,14 +323,15 @@ pub fn parse_number(text: &[u8]) -> Option<u64> {
     Some(value)
 }
 
-/// Parses a size: digits, then nothing, `K`, `M` or `G` (powers of two).
-pub fn parse_size(text: &[u8]) -> Option<u64> {
-    let (digits, shift) = match text {
-        [digits @ .., b'K'] => (digits, 10),
-        [digits @ .., b'M'] => (digits, 20),
-        [digits @ .., b'G'] => (digits, 30),
-        _ => (text, 0),
-    };
+/// Units of sizes, all of them powers of two.
+const UNITS: [(&[u8], u32); 6] =
+    [(b"K", 10), (b"M", 20), (b"G", 30), (b"KiB", 10), (b"MiB", 20), (b"GiB", 30)];
+
+/// Parses a size: digits, then nothing or one of [`UNITS`]. The guest reads its command line with
+/// this, and has no other crates.
+fn parse_size(text: &[u8]) -> Option<u64> {
+    let in_unit = |(unit, shift): &(&[u8], u32)| Some((text.strip_suffix(*unit)?, *shift));
+    let (digits, shift) = UNITS.iter().find_map(in_unit).unwrap_or((text, 0));
     parse_number(digits)?.checked_mul(1 << shift)
 }
 

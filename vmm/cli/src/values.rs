@@ -8,12 +8,11 @@ use std::time::Duration;
 
 use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_machine::config::DEFAULT_RING_ENTRIES;
+use driftline_machine::size::{SIZE_FORMS, parse_size};
 
-/// Parses a size in bytes: digits, then nothing, `K`, `M` or `G` (powers of two).
+/// Parses a size in bytes, in the forms of [`SIZE_FORMS`].
 pub(super) fn size(text: &str) -> Result<u64, String> {
-    driftline_machine::size::parse_size(text).ok_or_else(|| {
-        "a size is digits, then nothing, K, M or G (powers of two), such as 64M".to_owned()
-    })
+    parse_size(text).ok_or_else(|| format!("a size is {SIZE_FORMS}"))
 }
 
 /// Parses the size of guest memory, which must be one that a machine can have.
@@ -80,20 +79,25 @@ pub(super) fn listen_address(text: &str) -> Result<SocketAddr, String> {
     })
 }
 
+/// Nanoseconds in a millisecond, the finest unit of durations in requests to a VMM.
+const NS_PER_MS: u32 = 1_000_000;
+
 /// The longest duration that a command accepts. A longer one is a mistake, and overflows a clock.
 const MAX_DURATION: Duration = Duration::from_secs(365 * 24 * 60 * 60);
 
-/// Parses a duration: digits, then `ms` or `s`.
+/// Parses a duration in whole milliseconds: numbers with `ms`, `s`, `m`, `h` or `d`, or these
+/// units' names. `M`, which `humantime` reads as a month, is refused.
 pub(super) fn duration(text: &str) -> Result<Duration, String> {
-    let parsed = match (text.strip_suffix("ms"), text.strip_suffix('s')) {
-        (Some(ms), _) => ms.parse().ok().map(Duration::from_millis),
-        (None, Some(s)) => s.parse().ok().map(Duration::from_secs),
-        (None, None) => None,
-    };
+    let parsed = humantime::parse_duration(text).ok().filter(|_| !text.contains('M'));
     match parsed {
-        None => Err("a duration is digits and ms or s, such as 100ms".to_owned()),
+        None => {
+            Err("a duration is a number and ms, s, m, h or d, such as 100ms or 1h 30m".to_owned())
+        }
         Some(long) if long > MAX_DURATION => {
             Err(format!("a duration is at most a year, {}s", MAX_DURATION.as_secs()))
+        }
+        Some(fine) if !fine.subsec_nanos().is_multiple_of(NS_PER_MS) => {
+            Err("a duration is in whole milliseconds, such as 100ms".to_owned())
         }
         Some(duration) => Ok(duration),
     }
@@ -192,7 +196,9 @@ mod tests {
     fn sizes_and_durations_have_units() {
         assert_eq!(size("64M"), Ok(64 << 20));
         assert_eq!(size("4096"), Ok(4096));
-        assert!(size("64MB").is_err() && size("").is_err() && size("-1").is_err());
+        assert_eq!(size("64MiB"), Ok(64 << 20));
+        assert!(size("64MB").unwrap_err().contains("not KB, MB or GB"));
+        assert!(size("").is_err() && size("-1").is_err());
         assert_eq!(memory("1G"), Ok(1 << 30));
         assert!(memory("1M").unwrap_err().contains("from 16M"));
         assert!(memory("16777217").unwrap_err().contains("not a multiple of 4K"));
@@ -203,7 +209,16 @@ mod tests {
         assert!(vcpus("33").is_err() && vcpus("0").is_err() && checkpoint("foo").is_err());
         assert_eq!(duration("100ms"), Ok(Duration::from_millis(100)));
         assert_eq!(duration("3s"), Ok(Duration::from_secs(3)));
-        assert!(duration("3").is_err() && duration("ms").is_err() && duration("1m").is_err());
+        assert_eq!(duration("5m"), Ok(Duration::from_mins(5)));
+        assert_eq!(duration("1h 30m"), Ok(Duration::from_mins(90)));
+        assert_eq!(duration("365d"), Ok(MAX_DURATION));
+        for wrong in ["", "3", "ms", "-1s", "5M", "1Q", "99999999999999999999s"] {
+            assert!(duration(wrong).unwrap_err().contains("such as 100ms or 1h 30m"), "{wrong}");
+        }
+        for fine in ["1us", "1500us", "0.5ms"] {
+            assert!(duration(fine).unwrap_err().contains("whole milliseconds"), "{fine}");
+        }
+        assert!(duration("366d").unwrap_err().contains("at most a year, 31536000s"));
         assert!(interval("0ms").is_err() && interval("0s").is_err());
         assert_eq!(interval("1ms"), Ok(Duration::from_millis(1)));
         assert_eq!(timeout_s("3600"), Ok(3600));

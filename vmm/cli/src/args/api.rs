@@ -14,7 +14,7 @@ pub(crate) struct ApiArgs {
     /// The API socket of the guest's VMM
     #[arg(long, value_name = "FILE", help_heading = headings::API)]
     pub(crate) api_sock: PathBuf,
-    /// How long to wait for an answer: digits and ms or s
+    /// How long to wait for an answer, such as 500ms, 30s or 5m
     ///
     /// The limit applies to each request. The waits for the end of a migration, for checkpoints and
     /// for the next view of top have no limit.

@@ -83,7 +83,7 @@ pub(crate) struct ResolveArgs {
     /// The guest's id, if the directory has records of several guests
     #[arg(long, value_name = "ID", requires = "state_dir", help_heading = headings::MIGRATION)]
     pub(crate) vm: Option<VmId>,
-    /// How long to wait for an answer: digits and ms or s
+    /// How long to wait for an answer, such as 500ms, 30s or 5m
     #[arg(long, value_name = "TIME", default_value = "30s", value_parser = values::duration,
           help_heading = headings::WAITING)]
     pub(crate) timeout: Duration,

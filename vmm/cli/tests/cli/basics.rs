@@ -65,7 +65,7 @@ fn a_signal_stops_the_guest_cleanly() {
 #[test]
 fn wrong_usage_exits_2_with_a_hint() {
     let stderr = fail(2, &["run", "--guest", "payload", "--mem", "64Q"]);
-    assert!(stderr.contains("a size is digits"), "{stderr}");
+    assert!(stderr.contains("a size is a number"), "{stderr}");
     let stderr = fail(2, &["run", "--guest", "payload,colour=red"]);
     assert!(stderr.contains("colour"), "{stderr}");
     fail(2, &["run", "--guest", "payload", "--kernel", "vmlinux"]);

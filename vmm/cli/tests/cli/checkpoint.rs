@@ -165,7 +165,7 @@ fn damage_and_absence_are_explained() {
     let stderr = vmm.refuse(2, &["checkpoint", "--store", &store, "--max-pause", "2ms"]);
     assert!(stderr.contains("--every"), "{stderr}");
     let stderr = vmm.refuse(2, &["checkpoint", "--store", &store, "--every", "soon"]);
-    assert!(stderr.contains("a duration is digits and ms or s"), "{stderr}");
+    assert!(stderr.contains("a duration is a number and ms, s, m, h or d"), "{stderr}");
     vmm.tell(&["stop"]);
     vmm.wait();
     let stderr = fail(1, &["restore", "--store", &store, "--checkpoint", "7"]);

@@ -51,7 +51,8 @@ impl FromStr for BalloonConfig {
 fn read_size(text: &str) -> Result<u64, ConfigError> {
     let bytes = parse_size(text).filter(|bytes| bytes.is_multiple_of(PAGE_SIZE));
     bytes.ok_or_else(|| {
-        ConfigError::malformed("size of a balloon", text, "digits and K, M or G, whole pages of 4K")
+        let form = "a number and K, M or G, whole pages of 4K";
+        ConfigError::malformed("size of a balloon", text, form)
     })
 }
 

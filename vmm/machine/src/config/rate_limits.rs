@@ -89,7 +89,7 @@ pub(super) fn read_bandwidth(
 ) -> Result<Option<RateLimit>, SpecError> {
     let read = |text: &str| {
         let rate = parse_size(text).filter(|rate| *rate > 0);
-        let form = "at least 1 byte per second, as digits and K, M or G";
+        let form = "at least 1 byte per second, as a number and K, M or G";
         rate.map(RateLimit::per_second)
             .ok_or_else(|| ConfigError::malformed("bandwidth", text, form).into())
     };
