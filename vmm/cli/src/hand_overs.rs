@@ -1,6 +1,8 @@
 //! Owns the hand-over records that a crash left behind. While a record exists, its guest may be
 //! running elsewhere, and only the operator can decide that it is not (I7).
 
+use std::fmt;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -9,7 +11,7 @@ use driftline_guest::{
     DriveHead, GuestError, GuestFactory, GuestWithCopies, Lifecycle, Origin, VmId,
 };
 use driftline_machine::config::DiskConfig;
-use driftline_migrate::{Pending, Records, Resolution, SourceRecord};
+use driftline_migrate::{Pending, Records, RecordsError, Resolution, SourceRecord};
 use serde_json::{Value, json};
 
 use super::args::ResolveArgs;
@@ -37,36 +39,79 @@ impl PendingHandOvers {
 
     /// Refuses the guest `vm_id`, or a guest restored from it, if it may be running at the peer of
     /// a hand-over.
-    pub(super) fn refuse(&self, vm_id: VmId) -> Result<(), Failure> {
+    pub(super) fn refuse(&self, vm_id: VmId) -> Result<(), HandOverDoubt> {
         let clone = match &self.shared {
-            None => "for a clone with an id of its own, use --new-id".to_owned(),
+            None => CloneHint::NewId,
             Some(shared) => match shared.first() {
                 None => return Ok(()),
-                Some(disk) => format!(
-                    "its clone must not use its disk \"{}\" ({}): give it a copy with \
-                     --disk path=COPY,id={}",
-                    disk.id,
-                    disk.path.display(),
-                    disk.id
-                ),
+                Some(disk) => CloneHint::CopyOf { id: disk.id.clone(), path: disk.path.clone() },
             },
         };
         let dir = &self.state_dir;
         let (_, Pending { records, unreadable }) = pending(dir)?;
         if let Some(record) = records.into_iter().find(|record| record.vm_id == vm_id) {
-            return Err(Failure::error(format_args!(
-                "{}; resolve it with `driftline resolve --state-dir {} --vm {vm_id} --run` or \
-                 `--discard`; {clone}",
-                describe(&record),
-                dir.display()
-            )));
+            let record = Box::new(record);
+            return Err(HandOverDoubt::Pending { record, dir: dir.clone(), clone });
         }
         match unreadable.into_iter().next() {
             None => Ok(()),
-            Some(e) => Err(Failure::error(format_args!(
-                "{e}; it may say that guest {vm_id} runs on another host: repair it, or remove it \
-                 if you know that no other host runs this guest; {clone}"
-            ))),
+            Some(cause) => Err(HandOverDoubt::Unreadable { vm_id, clone, cause }),
+        }
+    }
+}
+
+/// Why a guest may be running on another host, and must not run here.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum HandOverDoubt {
+    /// The directory of the records cannot be examined.
+    #[error("cannot look for hand-over records in {}: {cause}", dir.display())]
+    Hidden {
+        dir: PathBuf,
+        #[source]
+        cause: io::Error,
+    },
+    /// The directory of the records cannot be read.
+    #[error(transparent)]
+    Records(#[from] RecordsError),
+    /// The guest has been handed over, or may have been.
+    #[error(
+        "{}; resolve it with `driftline resolve --state-dir {} --vm {} --run` or `--discard`; \
+         {clone}",
+        describe(record), dir.display(), record.vm_id
+    )]
+    Pending { record: Box<SourceRecord>, dir: PathBuf, clone: CloneHint },
+    /// A record of a hand-over may be about the guest.
+    #[error(
+        "{cause}; it may say that guest {vm_id} runs on another host: repair it, or remove it if \
+         you know that no other host runs this guest; {clone}"
+    )]
+    Unreadable {
+        vm_id: VmId,
+        clone: CloneHint,
+        #[source]
+        cause: RecordsError,
+    },
+}
+
+/// How a clone can run although its original is in doubt.
+#[derive(Debug)]
+pub(super) enum CloneHint {
+    /// The guest is not to be a clone so far.
+    NewId,
+    /// The clone would use this disk of the original.
+    CopyOf { id: String, path: PathBuf },
+}
+
+impl fmt::Display for CloneHint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NewId => f.write_str("for a clone with an id of its own, use --new-id"),
+            Self::CopyOf { id, path } => write!(
+                f,
+                "its clone must not use its disk \"{id}\" ({}): give it a copy with --disk \
+                 path=COPY,id={id}",
+                path.display()
+            ),
         }
     }
 }
@@ -87,7 +132,7 @@ impl<F: GuestFactory> CheckedFactory<F> {
     ) -> Result<GuestWithCopies<F::Guest>, GuestError> {
         if let Err(e) = self.pending_hand_overs.refuse(vm_id) {
             guest.stop("it may be running elsewhere");
-            return Err(GuestError::System { what: "starting it here", cause: e.message().into() });
+            return Err(GuestError::System { what: "starting it here", cause: e.into() });
         }
         Ok((guest, drives))
     }
@@ -177,10 +222,9 @@ pub(super) fn resolved(action: Resolution, vm_id: VmId, peers: &[&str]) -> Value
 
 /// Returns the records of pending hand-overs in a directory. A directory that does not exist has
 /// none, and is not created.
-fn pending(dir: &Path) -> Result<(Option<Records>, Pending), Failure> {
-    if !dir.try_exists().map_err(|e| {
-        Failure::error(format_args!("cannot look for hand-over records in {}: {e}", dir.display()))
-    })? {
+fn pending(dir: &Path) -> Result<(Option<Records>, Pending), HandOverDoubt> {
+    let hidden = |cause| HandOverDoubt::Hidden { dir: dir.to_owned(), cause };
+    if !dir.try_exists().map_err(hidden)? {
         return Ok((None, Pending::default()));
     }
     let records = Records::open(dir)?;

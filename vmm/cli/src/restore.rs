@@ -61,7 +61,7 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
     // Restoring took a while, in which a hand-over record may have appeared.
     if let Err(e) = factory.pending_hand_overs.refuse(report.vm_id) {
         vm.stop("it may be running elsewhere");
-        return Err(after_restore(&report, e));
+        return Err(after_restore(&report, e.into()));
     }
     log_machine(&*vm, &memory);
     if !copies && report.drives == 0 {

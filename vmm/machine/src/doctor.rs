@@ -77,7 +77,7 @@ pub fn diagnose() -> Diagnosis {
         Err(unusable) => findings.push(
             missing(
                 "/dev/kvm",
-                &format!("{}: no KVM machines here; only --backend threads", unusable.cause),
+                &format!("{unusable}: no KVM machines here; only --backend threads"),
             )
             .of(Group::Required),
         ),

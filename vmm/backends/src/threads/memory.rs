@@ -5,10 +5,12 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 use driftline_dirty_tracker::TrackedBitmap;
-use driftline_guest::{GuestError, GuestRam};
+use driftline_guest::GuestRam;
 use driftline_images::workload::{PAGE_SIZE, PageMemory, WorkingSetPlacement};
 use vm_memory::bitmap::{BS, Bitmap};
 use vm_memory::{GuestAddress, GuestMemoryBackend, VolatileMemory, VolatileSlice};
+
+use super::error::WorkerError;
 
 /// Working-set pages that are adjacent in guest memory.
 struct ContiguousPages<'r> {
@@ -28,13 +30,11 @@ impl<'r> WorkerMemory<'r> {
     pub(super) fn new(
         ram: &'r GuestRam,
         placement: &WorkingSetPlacement,
-    ) -> Result<Self, GuestError> {
+    ) -> Result<Self, WorkerError> {
         let mut ranges = Vec::new();
         for s in placement.segments() {
-            let bytes = usize::try_from(s.pages * PAGE_SIZE).map_err(|e| unusable(e.into()))?;
-            let slice = ram
-                .get_slice(GuestAddress(s.gfn * PAGE_SIZE), bytes)
-                .map_err(|e| unusable(e.into()))?;
+            let bytes = usize::try_from(s.pages * PAGE_SIZE)?;
+            let slice = ram.get_slice(GuestAddress(s.gfn * PAGE_SIZE), bytes)?;
             ranges.push(ContiguousPages { first: s.first, pages: s.pages, slice });
         }
         Ok(Self { placement: *placement, ranges })
@@ -85,8 +85,4 @@ impl PageMemory for WorkerMemory<'_> {
             }
         }
     }
-}
-
-fn unusable(cause: Box<dyn std::error::Error + Send + Sync>) -> GuestError {
-    GuestError::System { what: "mapping the working set", cause }
 }

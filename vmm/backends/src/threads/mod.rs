@@ -8,13 +8,13 @@
 
 mod clock;
 mod end;
+mod error;
 mod memory;
 mod state;
 #[cfg(test)]
 mod tests;
 mod worker;
 
-use std::error::Error;
 use std::io::Write;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -30,7 +30,7 @@ use driftline_guest::{
 };
 use driftline_images::PayloadSpec;
 use driftline_images::workload::{WorkingSetPlacement, ready_line};
-use driftline_machine::actor::{self, CallError, Handle};
+use driftline_machine::actor::{self, Handle};
 use driftline_machine::config::{Boot, HostConfig, MachineConfig};
 use driftline_machine::devices::{
     BalloonControl, RateLimitControl, SerialOutputThread, SerialWriter, open_serial_output,
@@ -46,6 +46,7 @@ use parking_lot::{Mutex, MutexGuard};
 use crate::payload::place;
 use clock::GuestClock;
 use end::GuestEnd;
+use error::{Lack, WorkerError, WorkloadError};
 use state::SavedThreadWorker;
 use worker::{GuestWorker, WorkerControl};
 
@@ -92,10 +93,10 @@ impl ThreadMachine {
         config.check().map_err(|e| GuestError::malformed("the configuration", e))?;
         let spec = payload_spec(&config)?;
         let memory = Memory::new(config.mem_bytes, &host.memory).map_err(MachineError::from)?;
-        let placement =
-            place(&spec, config.vcpus, memory.layout()).map_err(|e| misfit(&config, e))?;
-        let (serial, serial_thread) = open_serial_output(&host.serial)
-            .map_err(|e| GuestError::System { what: "opening the serial port", cause: e.into() })?;
+        let placement = place(&spec, config.vcpus, memory.layout())
+            .map_err(|e| WorkloadError::from(e).of(&config.boot))?;
+        let (serial, serial_thread) =
+            open_serial_output(&host.serial).map_err(WorkerError::from)?;
         let machine = Self {
             vm_id,
             spec,
@@ -134,7 +135,7 @@ impl ThreadMachine {
             };
             let name = format!("worker-{index}");
             let thread = sandbox::spawn(Class::Worker, name, move || worker.run(&inbox))
-                .map_err(|e| GuestError::System { what: "starting a worker", cause: e.into() })?;
+                .map_err(WorkerError::from)?;
             control.workers.push((handle, thread));
         }
         Ok(())
@@ -177,7 +178,7 @@ impl RunControl {
         let workers = self.workers.iter().enumerate();
         let calls = workers.map(|(index, (worker, _))| worker.begin(what, deadline, make(index)));
         let calls: Vec<_> = calls.collect();
-        calls.into_iter().map(|call| call.wait().map_err(no_answer)).collect()
+        calls.into_iter().map(|call| Ok(call.wait().map_err(WorkerError::from)?)).collect()
     }
 
     fn run(&self) {
@@ -431,12 +432,11 @@ impl Vm for ThreadMachine {
     }
 
     fn send_nmi(&self) -> Result<(), GuestError> {
-        let why = "the threads backend has no interrupts; --backend kvm has";
-        Err(GuestError::unsupported("an NMI", why))
+        Err(GuestError::unsupported("an NMI", Lack::Interrupts))
     }
 
     fn press_ctrl_alt_del(&self) -> Result<(), GuestError> {
-        Err(GuestError::unsupported("Ctrl-Alt-Del", "the threads backend has no keyboard"))
+        Err(GuestError::unsupported("Ctrl-Alt-Del", Lack::Keyboard))
     }
 
     fn timings(&self) -> Timings {
@@ -458,23 +458,9 @@ impl Vm for ThreadMachine {
 
 /// Returns the workers' workload. Only the payload runs on threads.
 fn payload_spec(config: &MachineConfig) -> Result<PayloadSpec, GuestError> {
-    match &config.boot {
-        Boot::Payload(spec) => spec.parse().map_err(|e| misfit(config, e)),
-        Boot::Kernel { .. } => {
-            let why = "the threads backend runs only the payload's workload, no machine code";
-            Err(misfit(config, why))
-        }
-    }
-}
-
-fn misfit(config: &MachineConfig, cause: impl Into<Box<dyn Error + Send + Sync>>) -> GuestError {
-    let what = match &config.boot {
-        Boot::Payload(spec) => format!("the guest \"{spec}\""),
-        Boot::Kernel { kernel, .. } => format!("the guest {}", kernel.display()),
+    let spec = match &config.boot {
+        Boot::Payload(spec) => spec.parse().map_err(WorkloadError::from),
+        Boot::Kernel { .. } => Err(WorkloadError::Kernel),
     };
-    GuestError::malformed(what, cause)
-}
-
-fn no_answer(e: CallError) -> GuestError {
-    GuestError::System { what: "asking a worker", cause: Box::new(e) }
+    spec.map_err(|e| e.of(&config.boot))
 }

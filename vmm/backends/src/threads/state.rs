@@ -5,6 +5,7 @@ use driftline_images::PayloadSpec;
 use driftline_machine::codec::{decode_versioned, encode_versioned};
 use serde::{Deserialize, Serialize};
 
+use super::error::{Lack, WorkerError, WorkerStateError};
 use super::worker::{self, WorkerState};
 
 /// The content of one section.
@@ -18,9 +19,8 @@ pub(super) struct SavedThreadWorker {
 }
 
 pub(super) fn encode(index: usize, saved: &SavedThreadWorker) -> Result<Section, GuestError> {
-    let failed = |cause| GuestError::System { what: "encoding a worker's state", cause };
-    let instance = u16::try_from(index).map_err(|e| failed(e.into()))?;
-    let bytes = encode_versioned(saved).map_err(|e| failed(e.into()))?;
+    let instance = u16::try_from(index).map_err(WorkerError::Index)?;
+    let bytes = encode_versioned(saved).map_err(WorkerError::Encode)?;
     Ok(Section::new(SectionTag::THREAD_WORKER, instance, bytes))
 }
 
@@ -36,7 +36,7 @@ pub(super) fn decode(
             if section.must_understand && section.tag != SectionTag::CONFIG {
                 return Err(GuestError::unsupported(
                     format_args!("the state section \"{}\"", section.tag),
-                    "the threads backend does not support it",
+                    Lack::Section,
                 ));
             }
             continue;
@@ -44,13 +44,13 @@ pub(super) fn decode(
         let index = section.instance;
         let place = workers
             .get_mut(usize::from(index))
-            .ok_or_else(|| malformed(index, format!("the guest has only {vcpus} vCPUs")))?;
+            .ok_or_else(|| malformed(index, WorkerStateError::NoVcpu { vcpus }))?;
         if place.is_some() {
-            return Err(malformed(index, "it is in the state twice".into()));
+            return Err(malformed(index, WorkerStateError::Twice));
         }
         *place = Some(decode_one(section, spec, vcpus)?);
     }
-    let missing = |index| malformed(index, "it is missing".into());
+    let missing = |index| malformed(index, WorkerStateError::Missing);
     (0u16..).zip(workers).map(|(index, w)| w.ok_or_else(|| missing(index))).collect()
 }
 
@@ -62,7 +62,7 @@ fn decode_one(
     let index = section.instance;
     let saved: SavedThreadWorker = decode_versioned(state_of(index), &section.bytes)?;
     if !worker::fits(&saved.worker, spec, vcpus, u32::from(index)) {
-        return Err(malformed(index, "its workload is not this guest's".into()));
+        return Err(malformed(index, WorkerStateError::OtherWorkload));
     }
     Ok(saved)
 }
@@ -71,6 +71,6 @@ fn state_of(index: u16) -> String {
     format!("the state of worker {index}")
 }
 
-fn malformed(index: u16, why: String) -> GuestError {
-    GuestError::malformed(state_of(index), why)
+fn malformed(index: u16, cause: WorkerStateError) -> GuestError {
+    GuestError::malformed(state_of(index), cause)
 }

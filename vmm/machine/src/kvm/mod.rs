@@ -13,7 +13,7 @@ mod vm;
 pub use capabilities::{Capabilities, Capability, Need};
 pub(crate) use exit::internal_error;
 pub(crate) use kick::{ImmediateExit, register_kick_handler};
-pub use open::Unusable;
+pub use open::{DeviceUnusable, Unusable};
 pub(crate) use open::{open, open_device};
 pub(crate) use ring::RingMap;
 pub(crate) use state::{get_pdptrs, get_xsave, ioapic_listens, set_sregs_with_pdptrs, set_xsave};

@@ -1,21 +1,36 @@
 //! Opens `/dev/kvm` and checks that machines can be built with it.
 
-use std::error::Error;
-
 use kvm_bindings::KVM_API_VERSION;
 use kvm_ioctls::Kvm;
 
 use super::Capabilities;
 
+/// Reason why `/dev/kvm` cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum DeviceUnusable {
+    /// The device cannot be opened.
+    #[error("{cause}{}", advice(cause.errno()))]
+    Closed {
+        /// The system's error.
+        #[source]
+        cause: kvm_ioctls::Error,
+    },
+    /// The device has another API version, or none.
+    #[error("its API version is {0}, not {KVM_API_VERSION}")]
+    Version(i32),
+}
+
 /// Reason why no machine can be built on this host.
 #[derive(Debug, thiserror::Error)]
-#[error("this host lacks {what}: {cause}")]
-pub struct Unusable {
-    /// Missing capability or device.
-    pub what: String,
-    /// The system's error, or the consequence.
-    #[source]
-    pub cause: Box<dyn Error + Send + Sync>,
+#[non_exhaustive]
+pub enum Unusable {
+    /// KVM cannot be opened.
+    #[error("this host lacks a usable /dev/kvm: {0}")]
+    Device(#[from] DeviceUnusable),
+    /// A capability is missing that every machine needs.
+    #[error("this host lacks KVM_CAP_{0}: no machine can be built without it")]
+    Capability(&'static str),
 }
 
 /// Opens KVM without checking its capabilities.
@@ -23,14 +38,12 @@ pub struct Unusable {
 /// # Errors
 ///
 /// Fails if `/dev/kvm` cannot be opened or has another API version.
-pub fn open_device() -> Result<Kvm, Unusable> {
-    let lacks = |why: String| Unusable { what: "a usable /dev/kvm".to_owned(), cause: why.into() };
-    let kvm = Kvm::new().map_err(|e| lacks(format!("{e}{}", advice(e.errno()))))?;
-    let version = kvm.get_api_version();
-    if version != KVM_API_VERSION as i32 {
-        return Err(lacks(format!("its API version is {version}, not {KVM_API_VERSION}")));
+pub fn open_device() -> Result<Kvm, DeviceUnusable> {
+    let kvm = Kvm::new().map_err(|cause| DeviceUnusable::Closed { cause })?;
+    match kvm.get_api_version() {
+        version if version == KVM_API_VERSION as i32 => Ok(kvm),
+        version => Err(DeviceUnusable::Version(version)),
     }
-    Ok(kvm)
 }
 
 /// Returns advice on a `/dev/kvm` that cannot be opened.
@@ -54,10 +67,7 @@ pub fn open() -> Result<(Kvm, Capabilities), Unusable> {
     let kvm = open_device()?;
     let capabilities = Capabilities::probe(&kvm);
     if let Some(missing) = capabilities.missing().next() {
-        return Err(Unusable {
-            what: format!("KVM_CAP_{}", missing.name),
-            cause: "no machine can be built without it".into(),
-        });
+        return Err(Unusable::Capability(missing.name));
     }
     Ok((kvm, capabilities))
 }

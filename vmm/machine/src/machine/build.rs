@@ -18,7 +18,7 @@ use super::status::MachineStatus;
 use super::supervisor::{EndReporter, Peer, Supervisor};
 use super::threads::{start_collector, start_vcpus};
 use super::vcpus::VcpuHandle;
-use super::{KvmMachine, MachineError};
+use super::{HostLack, KvmMachine, MachineError};
 use crate::actor;
 use crate::boot::{self, BootError, Entry};
 use crate::collector;
@@ -342,17 +342,11 @@ fn create_vcpus(
 ) -> Result<Vec<(VcpuFd, CpuId)>, MachineError> {
     let most = kvm.get_max_vcpus();
     if usize::from(config.vcpus) > most {
-        return Err(MachineError::HostLacks {
-            what: format!("room for {} vCPUs", config.vcpus),
-            cause: format!("its KVM allows {most} a guest").into(),
-        });
+        return Err(HostLack::Vcpus { vcpus: config.vcpus, most }.into());
     }
     let bits = cpuid::address_bits(offered.as_slice());
     if vm.memory().layout().slots().any(|s| s.run().end().gpa() > 1 << bits) {
-        return Err(MachineError::HostLacks {
-            what: format!("guest addresses for {} bytes of memory", config.mem_bytes),
-            cause: format!("its processors have {bits} bits of physical address").into(),
-        });
+        return Err(HostLack::AddressBits { mem_bytes: config.mem_bytes, bits }.into());
     }
     let tsc_deadline =
         capabilities.has(KVM_CAP_TSC_DEADLINE_TIMER) && cpuid::may_have_tsc_deadline(&config.cpu);
@@ -379,19 +373,13 @@ fn create_vcpus(
 
 /// Returns the part of KVM's CPUID that the guest is to see. Fails if the host lacks something
 /// that the guest has seen elsewhere.
-fn offered_cpuid(kvm: &Kvm, supported: &CpuId, cpu: &CpuConfig) -> Result<CpuId, MachineError> {
+fn offered_cpuid(kvm: &Kvm, supported: &CpuId, cpu: &CpuConfig) -> Result<CpuId, HostLack> {
     let lacks = cpu_compat::missing(&cpu.shown, supported.as_slice())
         .or_else(|| msrs::missing(&cpu.shown_msrs, &msrs::offered(kvm)));
     if let Some(lacks) = lacks {
-        return Err(MachineError::HostLacks {
-            what: lacks,
-            cause: "the guest has seen it on the host where it started, and may rely on it".into(),
-        });
+        return Err(HostLack::Shown(lacks));
     }
-    cpuid::narrow(supported, cpu).map_err(|lacks| MachineError::HostLacks {
-        what: lacks.to_string(),
-        cause: format!("--cpu {cpu} needs it").into(),
-    })
+    cpuid::narrow(supported, cpu).map_err(|cause| HostLack::Feature { cpu: cpu.clone(), cause })
 }
 
 /// Records in the configuration the processor features that the guest sees and may rely on.
@@ -417,10 +405,7 @@ fn check_tsc(
     let (Some(guest), Ok(host)) = (cpu.tsc_khz, fd.get_tsc_khz()) else { return Ok(()) };
     match tsc::missing(guest, host, capabilities.has(KVM_CAP_TSC_CONTROL)) {
         None => Ok(()),
-        Some(what) => Err(MachineError::HostLacks {
-            what,
-            cause: "the guest was promised that the rate never changes".into(),
-        }),
+        Some(rate) => Err(HostLack::TscRate(rate).into()),
     }
 }
 

@@ -1,14 +1,13 @@
 //! Dirty tracking of a machine that is built: prepares the VM for the tracking mode, and creates
 //! the dirty source.
 
-use std::io;
 use std::sync::Arc;
 
 use driftline_dirty_tracker::ring::RingFull;
 use kvm_bindings::CpuId;
 use kvm_ioctls::VcpuFd;
 
-use super::MachineError;
+use super::{HostLack, MachineError};
 #[cfg(all(feature = "broken-source", debug_assertions))]
 use crate::config::HostConfig;
 use crate::config::MachineConfig;
@@ -21,30 +20,16 @@ use crate::sources::{
 };
 use crate::tracking::TrackingMode;
 
-fn enable_rings(vm: &KvmVm, caps: &Capabilities, entries: u32) -> Result<(), MachineError> {
-    let Some((capability, most)) = caps.dirty_ring() else {
-        return Err(MachineError::HostLacks {
-            what: "KVM_CAP_DIRTY_LOG_RING".to_owned(),
-            cause: "--tracking dirty-ring needs it; --tracking dirty-bitmap does without".into(),
-        });
-    };
-    vm.enable_dirty_ring(capability, entries).map_err(|e| MachineError::HostLacks {
-        what: format!("dirty rings of {entries} entries"),
-        cause: format!(
-            "its KVM takes powers of two up to {most} per vCPU (--ring-entries {most}): {e}"
-        )
-        .into(),
-    })
+fn enable_rings(vm: &KvmVm, caps: &Capabilities, entries: u32) -> Result<(), HostLack> {
+    let (capability, most) = caps.dirty_ring().ok_or(HostLack::DirtyRing)?;
+    let enabled = vm.enable_dirty_ring(capability, entries);
+    enabled.map_err(|cause| HostLack::RingEntries { entries, most, cause })
 }
 
-fn enable_manual(vm: &KvmVm, caps: &Capabilities) -> Result<(), MachineError> {
-    let lacks = |why: String| MachineError::HostLacks {
-        what: "KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2".to_owned(),
-        cause: format!("--tracking dirty-bitmap-manual needs it; dirty-bitmap does without{why}")
-            .into(),
-    };
-    let flags = caps.manual_dirty_log().ok_or_else(|| lacks(String::new()))?;
-    vm.enable_manual_dirty_log(flags).map_err(|e| lacks(format!(" ({e})")))
+fn enable_manual(vm: &KvmVm, caps: &Capabilities) -> Result<(), HostLack> {
+    let flags = caps.manual_dirty_log().ok_or(HostLack::ManualDirtyLog)?;
+    let enabled = vm.enable_manual_dirty_log(flags);
+    enabled.map_err(|cause| HostLack::ManualDirtyLogRefused { cause })
 }
 
 /// The dirty tracking of one machine.
@@ -62,8 +47,8 @@ pub(super) fn enable(
     config: &MachineConfig,
 ) -> Result<(), MachineError> {
     match config.tracking {
-        TrackingMode::DirtyRing => enable_rings(vm, capabilities, config.ring_entries),
-        TrackingMode::DirtyBitmapManual => enable_manual(vm, capabilities),
+        TrackingMode::DirtyRing => Ok(enable_rings(vm, capabilities, config.ring_entries)?),
+        TrackingMode::DirtyBitmapManual => Ok(enable_manual(vm, capabilities)?),
         _ => Ok(()),
     }
 }
@@ -88,7 +73,8 @@ pub(super) fn create(
         TrackingMode::DirtyBitmap => Some(boxed(BitmapSource::new(vm.clone()), sink)),
         TrackingMode::DirtyBitmapManual => Some(Box::new(ManualSource::new(vm.clone()))),
         TrackingMode::UserfaultWp => {
-            Some(Box::new(UserfaultWpSource::new(vm.clone()).map_err(no_userfault_wp)?))
+            let source = UserfaultWpSource::new(vm.clone());
+            Some(Box::new(source.map_err(|cause| HostLack::UserfaultWp { cause })?))
         }
         TrackingMode::None => None,
     };
@@ -142,15 +128,4 @@ fn loses_one_in() -> Option<std::num::NonZeroU64> {
         ),
     }
     one_in
-}
-
-fn no_userfault_wp(e: io::Error) -> MachineError {
-    MachineError::HostLacks {
-        what: "userfaultfd's asynchronous write protection".to_owned(),
-        cause: format!(
-            "--tracking userfault-wp needs Linux 6.7, and root, vm.unprivileged_userfaultfd=1 or \
-             /dev/userfaultfd; dirty-ring and dirty-bitmap do without ({e})"
-        )
-        .into(),
-    }
 }

@@ -1,10 +1,10 @@
 //! The reasons for which a machine cannot be built.
 
-use std::error::Error;
 use std::io;
 
 use driftline_guest::GuestError;
 
+use super::host_lack::HostLack;
 use crate::boot::BootError;
 use crate::config::{BackendKind, ConfigError};
 use crate::devices::{DeviceError, SerialOutputError, TapError};
@@ -17,15 +17,12 @@ use crate::sources::SourceError;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MachineError {
-    /// The host lacks KVM or a capability.
-    #[error("this host lacks {what}: {cause}")]
-    HostLacks {
-        /// The missing feature.
-        what: String,
-        /// The system's answer, or the consequence.
-        #[source]
-        cause: Box<dyn Error + Send + Sync>,
-    },
+    /// The host lacks KVM, or a capability that every machine needs.
+    #[error(transparent)]
+    Kvm(#[from] Unusable),
+    /// The host lacks something that this configuration needs.
+    #[error("this host lacks {0}")]
+    HostLacks(#[from] HostLack),
     /// The configuration is invalid on every host.
     #[error(transparent)]
     Config(#[from] ConfigError),
@@ -62,9 +59,9 @@ impl MachineError {
     /// Returns whether another host might be able to build the machine: exit code 3.
     pub fn host_lacks(&self) -> bool {
         match self {
-            Self::HostLacks { .. } | Self::Device(DeviceError::Tap(TapError::Missing { .. })) => {
-                true
-            }
+            Self::Kvm(_)
+            | Self::HostLacks(_)
+            | Self::Device(DeviceError::Tap(TapError::Missing { .. })) => true,
             Self::Memory(e) => e.host_lacks(),
             _ => false,
         }
@@ -79,12 +76,6 @@ impl MachineError {
 #[inline]
 pub(super) fn step(name: &'static str) -> Result<(), MachineError> {
     fail_point::pass(name).map_err(MachineError::system(name))
-}
-
-impl From<Unusable> for MachineError {
-    fn from(Unusable { what, cause }: Unusable) -> Self {
-        Self::HostLacks { what, cause }
-    }
 }
 
 impl From<MachineError> for GuestError {

@@ -28,6 +28,7 @@ mod failed_builds;
 pub(crate) mod fuzz;
 #[cfg(test)]
 pub(crate) mod golden;
+mod host_lack;
 #[cfg(test)]
 mod lazy_restore_tests;
 mod measured;
@@ -70,6 +71,7 @@ pub use build::{BeforeDevices, command_line};
 pub use early::EarlyVm;
 pub use error::MachineError;
 pub use factory::MachineFactory;
+pub use host_lack::HostLack;
 use request_error::SupervisorError;
 pub(crate) use state::registers;
 use status::MachineStatus;

@@ -1,10 +1,13 @@
 //! Errors of guest memory.
 
 use std::io;
+use std::num::TryFromIntError;
 use std::time::Duration;
 
 use driftline_dirty_tracker::{Gfn, LayoutError};
 use driftline_guest::GuestError;
+use vm_memory::GuestRegionCollectionError;
+use vm_memory::mmap::MmapRegionError;
 
 /// The reason why guest memory cannot be set up or accessed.
 #[derive(Debug, thiserror::Error)]
@@ -18,8 +21,9 @@ pub enum MemoryError {
     DoesNotFit {
         /// Requested size, in bytes.
         bytes: u64,
-        /// The kernel's answer.
-        cause: String,
+        /// What does not fit.
+        #[source]
+        cause: MisfitCause,
     },
     /// The file with the first contents has fewer bytes than guest memory.
     #[error("guest memory of {bytes} bytes is not that of a file of {found} bytes")]
@@ -75,6 +79,11 @@ pub enum MemoryError {
 }
 
 impl MemoryError {
+    /// Returns the conversion of a cause for which memory of `bytes` bytes does not fit.
+    pub(super) fn does_not_fit<E: Into<MisfitCause>>(bytes: u64) -> impl Fn(E) -> Self {
+        move |cause| Self::DoesNotFit { bytes, cause: cause.into() }
+    }
+
     /// Returns whether another host might have enough memory, or a kernel that allows it.
     pub(crate) fn host_lacks(&self) -> bool {
         matches!(
@@ -82,6 +91,33 @@ impl MemoryError {
             Self::DoesNotFit { .. } | Self::PoolTooSmall { .. } | Self::NoPrefault | Self::Pool(_)
         )
     }
+}
+
+/// The reason why guest memory of a valid size does not fit into this host.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum MisfitCause {
+    /// The host has less memory.
+    #[error("this host has {} of memory and swap", gib(*bytes))]
+    Host {
+        /// Memory and swap of the host, in bytes.
+        bytes: u64,
+    },
+    /// A slot is longer than an address space.
+    #[error(transparent)]
+    Length(#[from] TryFromIntError),
+    /// The kernel does not map a slot.
+    #[error(transparent)]
+    Map(#[from] MmapRegionError),
+    /// The kernel refuses advice on a mapping, or has no memory for it.
+    #[error(transparent)]
+    System(#[from] io::Error),
+    /// A slot ends past the last address.
+    #[error("its end overflows")]
+    End,
+    /// The slots do not form one memory.
+    #[error(transparent)]
+    Slots(#[from] GuestRegionCollectionError),
 }
 
 /// Why frames of guest memory cannot be listed, placed, fetched or protected.

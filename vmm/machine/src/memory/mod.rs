@@ -29,7 +29,7 @@ use vm_memory::{GuestAddress, GuestMemoryBackend, GuestRegionMmap};
 
 pub use backing::{Backing, HugePages, MemoryOptions, PrivateFile};
 pub(crate) use discard::Discarder;
-pub use error::{FrameError, MemoryError};
+pub use error::{FrameError, MemoryError, MisfitCause};
 use fill::MemoryFill;
 use lazy_restore::LazyRestore;
 pub use lazy_restore::RestoreFigures;
@@ -116,12 +116,11 @@ impl Memory {
         let bytes = layout.frames() * PAGE_SIZE;
         let layout = Arc::new(layout);
         let tracker = Arc::new(Tracker::new(layout.clone()));
-        let does_not_fit = |cause: String| MemoryError::DoesNotFit { bytes, cause };
         if options.is_pooled() {
             check_pool(bytes)?;
         } else if let Some(has) = limit_bytes.filter(|has| *has < bytes) {
-            let cause = format!("this host has {} of memory and swap", error::gib(has));
-            return Err(does_not_fit(cause));
+            let cause = MisfitCause::Host { bytes: has };
+            return Err(MemoryError::DoesNotFit { bytes, cause });
         }
         if bytes >= pool::SHARED_FROM || options.prefault {
             pool::start().map_err(MemoryError::Pool)?;
@@ -130,24 +129,24 @@ impl Memory {
         for SlotPlace { slot, offset } in MemoryFileLayout::new(&layout).slots() {
             let bitmap = TrackedBitmap::new(tracker.clone(), slot.base);
             let len =
-                usize::try_from(slot.run().bytes()).map_err(|e| does_not_fit(e.to_string()))?;
+                usize::try_from(slot.run().bytes()).map_err(MemoryError::does_not_fit(bytes))?;
             let map = match file {
                 Some(file) => file.map(*offset, len, bitmap),
                 None => options.map(len, bitmap),
             };
-            let map = map.map_err(|e| does_not_fit(e.to_string()))?;
-            options.advise(map.as_ptr(), len).map_err(|e| does_not_fit(e.to_string()))?;
+            let map = map.map_err(MemoryError::does_not_fit(bytes))?;
+            options.advise(map.as_ptr(), len).map_err(MemoryError::does_not_fit(bytes))?;
             if options.prefault {
                 backing::populate(map.as_ptr(), len).map_err(|e| match e.raw_os_error() {
                     Some(libc::EINVAL) => MemoryError::NoPrefault,
-                    _ => does_not_fit(e.to_string()),
+                    _ => MemoryError::does_not_fit(bytes)(e),
                 })?;
             }
             let region = GuestRegionMmap::new(map, GuestAddress(slot.base.gpa()));
-            regions.push(region.ok_or_else(|| does_not_fit("its end overflows".to_owned()))?);
+            regions.push(region.ok_or(MisfitCause::End).map_err(MemoryError::does_not_fit(bytes))?);
         }
         let adaptive_prefault = options.huge_pages.is_none().then(AdaptivePrefault::default);
-        let ram = GuestRam::from_regions(regions).map_err(|e| does_not_fit(e.to_string()))?;
+        let ram = GuestRam::from_regions(regions).map_err(MemoryError::does_not_fit(bytes))?;
         Ok(Self {
             ram,
             layout,

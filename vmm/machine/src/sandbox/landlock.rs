@@ -7,7 +7,6 @@
 //! directories except the system's own, or only those that the operator allowed with
 //! `--allow-path`.
 
-use std::error::Error;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -109,10 +108,7 @@ pub(super) fn enter_process(options: &SandboxOptions) -> Result<bool, StartError
         }
     };
     for path in &options.allowed {
-        PathFd::new(path).map_err(|e| StartError::AllowPath {
-            path: path.clone(),
-            cause: allow_path_error(path, e),
-        })?;
+        PathFd::new(path).map_err(|e| unusable(path.clone(), e))?;
     }
     let status = rules().and_then(RulesetCreated::restrict_self).map_err(StartError::Landlock)?;
     tracing::debug!("landlock: {:?}, {:?}", status.ruleset, status.landlock);
@@ -120,10 +116,10 @@ pub(super) fn enter_process(options: &SandboxOptions) -> Result<bool, StartError
 }
 
 /// Returns why an allowed directory cannot be used.
-fn allow_path_error(path: &Path, e: PathFdError) -> Box<dyn Error + Send + Sync> {
+fn unusable(path: PathBuf, cause: PathFdError) -> StartError {
     match path.try_exists() {
-        Ok(false) => "it does not exist".into(),
-        _ => e.into(),
+        Ok(false) => StartError::NoAllowedPath(path),
+        _ => StartError::AllowPath { path, cause },
     }
 }
 

@@ -1,6 +1,5 @@
 //! Options of a process's sandbox, and the errors of applying them.
 
-use std::error::Error;
 use std::path::PathBuf;
 
 /// Restrictions to apply to the process. The default applies none.
@@ -35,13 +34,16 @@ pub enum StartError {
     /// The kernel has landlock, but refused the rules.
     #[error("the files of this process cannot be restricted: {0}; --no-landlock runs without")]
     Landlock(::landlock::RulesetError),
-    /// An allowed directory does not exist or cannot be opened.
+    /// An allowed directory does not exist.
+    #[error("--allow-path {}: it does not exist", .0.display())]
+    NoAllowedPath(PathBuf),
+    /// An allowed directory cannot be opened.
     #[error("--allow-path {}: {cause}", path.display())]
     AllowPath {
         /// Path of the directory.
         path: PathBuf,
         /// The system's error.
         #[source]
-        cause: Box<dyn Error + Send + Sync>,
+        cause: ::landlock::PathFdError,
     },
 }

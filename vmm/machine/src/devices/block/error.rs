@@ -1,6 +1,5 @@
 //! Errors that keep a disk from being used.
 
-use std::error::Error;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -194,7 +193,10 @@ pub enum DiskError {
         ours: DiskIdentity,
     },
     /// The disk is copied along with its guest, and no file can be created for it.
-    #[error("disk \"{id}\" cannot be copied to \"{}\": {cause}", path.display())]
+    #[error(
+        "disk \"{id}\" cannot be copied to \"{}\": {cause}{}",
+        path.display(), cause.hint(path)
+    )]
     NoCopy {
         /// The disk's name.
         id: String,
@@ -202,7 +204,7 @@ pub enum DiskError {
         path: PathBuf,
         /// The reason.
         #[source]
-        cause: Box<dyn Error + Send + Sync>,
+        cause: CopyRefusal,
     },
     /// A thread that flushes the disk, or tracks its writes, cannot be started.
     #[error("no thread can be started for disk \"{id}\": {cause}")]
@@ -222,6 +224,58 @@ pub enum DiskError {
         #[source]
         cause: driftline_dirty_tracker::LayoutError,
     },
+}
+
+/// Why a file does not become the copy of a disk.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CopyRefusal {
+    /// The system refused an operation.
+    #[error("{what} failed: {cause}")]
+    System {
+        /// The operation.
+        what: &'static str,
+        /// The system's error.
+        #[source]
+        cause: io::Error,
+    },
+    /// The path is that of a directory, a device or another special file.
+    #[error("it is not a regular file")]
+    NotRegular,
+    /// Another process has locked the file.
+    #[error("it is in use by another process")]
+    InUse,
+    /// The file may be another guest's.
+    #[error(
+        "there is a file with data in it, which a copy never overwrites: give a path that does not \
+         exist, or remove the file"
+    )]
+    HasData,
+    /// The file is longer than the disk.
+    #[error("there is a file of {bytes} bytes, and the disk has only {disk}")]
+    TooLong {
+        /// Length of the file.
+        bytes: u64,
+        /// Size of the disk in bytes.
+        disk: u64,
+    },
+    /// The file was replaced while it was prepared.
+    #[error("its path leads to another file now")]
+    Replaced,
+}
+
+impl CopyRefusal {
+    /// Returns the conversion of an error of the operation `what`.
+    pub(super) fn system(what: &'static str) -> impl Fn(io::Error) -> Self {
+        move |cause| Self::System { what, cause }
+    }
+
+    fn hint(&self, path: &Path) -> &'static str {
+        match self {
+            Self::System { cause, .. } => permission_hint(path, cause),
+            _ => "",
+        }
+    }
 }
 
 /// Why a file is taken for the disk of the guest that was checkpointed.

@@ -15,11 +15,10 @@ use driftline_format::range_lock::RangeLock;
 use driftline_guest::{DriveCopy, DriveHead, GuestError, VmId};
 use rustix::fs::SeekFrom;
 
-use super::error::DiskError;
+use super::error::{CopyRefusal, DiskError};
 use super::file::write_zeroes;
 use super::lock;
 use crate::config::{DiskConfig, MachineConfig, disks};
-use crate::sandbox::permission_hint;
 
 /// Creates a copy, still to be filled, for each of `drives`, at the path that `config` has for it
 /// on this host. The list is hostile input. On an error none of the copies remains.
@@ -71,50 +70,44 @@ enum PriorContent {
 
 impl IncomingDisk {
     fn make(disk: &DiskConfig, guest: VmId) -> Result<Self, DiskError> {
+        Self::prepare(disk, guest).map_err(|cause| {
+            let (id, path) = (disk.id.clone(), disk.path.clone());
+            DiskError::NoCopy { id, path, cause }
+        })
+    }
+
+    fn prepare(disk: &DiskConfig, guest: VmId) -> Result<Self, CopyRefusal> {
         let path = &disk.path;
-        let refused = |why: String| {
-            let (id, path) = (disk.id.clone(), path.clone());
-            DiskError::NoCopy { id, path, cause: why.into() }
-        };
-        let failed = |what: &str, e: io::Error| {
-            refused(format!("{what} failed: {e}{}", permission_hint(path, &e)))
-        };
-        let opened = open(path).map_err(|e| failed("creating it", e))?;
-        let Some((file, before)) = opened else {
-            return Err(refused("it is not a regular file".to_owned()));
-        };
+        let failed = CopyRefusal::system;
+        let opened = open(path).map_err(failed("creating it"))?;
+        let (file, before) = opened.ok_or(CopyRefusal::NotRegular)?;
         // Until it is certain that the file is ours, a drop must leave it as it is.
         let made = Self { file, path: path.clone(), guest, before, keep: AtomicBool::new(true) };
         match lock::wait(path, || lock::set(&made.file, RangeLock::Exclusive, guest)) {
             Ok(true) => {}
-            Ok(false) => return Err(refused("it is in use by another process".to_owned())),
+            Ok(false) => return Err(CopyRefusal::InUse),
             // The file stays even if it was created here: another build may have locked it by now,
             // and an empty file does no harm.
-            Err(e) => return Err(failed("locking it", e)),
+            Err(e) => return Err(failed("locking it")(e)),
         }
         // Comes after the lock: the previous holder of the lock may have been filling the file.
         if let PriorContent::Room(bytes) = before {
-            if has_data(&made.file).map_err(|e| failed("looking for data in it", e))? {
-                let why = "there is a file with data in it, which a copy never overwrites: give a \
-                           path that does not exist, or remove the file";
-                return Err(refused(why.to_owned()));
+            if has_data(&made.file).map_err(failed("looking for data in it"))? {
+                return Err(CopyRefusal::HasData);
             }
             if bytes > disk.bytes {
-                let has = disk.bytes;
-                return Err(refused(format!(
-                    "there is a file of {bytes} bytes, and the disk has only {has}"
-                )));
+                return Err(CopyRefusal::TooLong { bytes, disk: disk.bytes });
             }
         }
         // The file may have been removed, and another created, since it was opened.
-        if !made.is_named().map_err(|e| failed("looking at it", e))? {
-            return Err(refused("its path leads to another file now".to_owned()));
+        if !made.is_named().map_err(failed("looking at it"))? {
+            return Err(CopyRefusal::Replaced);
         }
         made.keep.store(false, Ordering::Relaxed);
-        made.file.set_len(disk.bytes).map_err(|e| failed("giving it its size", e))?;
+        made.file.set_len(disk.bytes).map_err(failed("giving it its size"))?;
         // Data is not durable in a file whose size or name is not.
-        made.file.sync_all().map_err(|e| failed("making its size durable", e))?;
-        sync_dir(parent(path)).map_err(|e| failed("making its name durable", e))?;
+        made.file.sync_all().map_err(failed("making its size durable"))?;
+        sync_dir(parent(path)).map_err(failed("making its name durable"))?;
         Ok(made)
     }
 

@@ -45,7 +45,7 @@ use crate::config::{DiskCache, DiskConfig, DiskEngine, DiskIdentity, OpenedDisk}
 use crate::pool;
 
 pub(crate) use self::drive_source::DriveSource;
-pub use self::error::DiskError;
+pub use self::error::{CopyRefusal, DiskError};
 use self::file::DiskFile;
 pub(super) use self::file::FileIdentity;
 pub use self::file::{probe, probe_opened};

@@ -21,10 +21,11 @@ use super::placement::{device_at, placement};
 use super::rng::Rng;
 use super::stats::StatsHandle;
 use super::virtio::{
-    Completion, Device, PendingRequest, REPLY_GRACE, RateLimitControl, RequestError, Transport,
-    VirtioState,
+    Completion, Device, PendingRequest, QueuedPacketsError, REPLY_GRACE, RateLimitControl,
+    RequestError, Transport, VirtioState,
 };
 use super::vsock::Vsock;
+use crate::codec;
 use crate::config::{DeviceConfig, DiskConfig, DiskIdentity, HostConfig, MachineConfig, disks_mut};
 use crate::fail_point;
 use crate::kvm::KvmVm;
@@ -400,35 +401,26 @@ impl DeviceSet {
             }
         }
         result?;
-        postcard::to_stdvec(&queued_packets).map_err(|e| RequestError::Misfit(e.to_string()))
+        Ok(codec::encode(&queued_packets).map_err(QueuedPacketsError::Encode)?)
     }
 
     /// Attaches the guest's peers on this host and takes the data that [`detach`](Self::detach)
     /// returned on the previous host. All devices are tried, even if that data is malformed.
     pub(crate) fn attach(&self, queued_packets: &[u8]) -> Result<(), RequestError> {
-        let malformed = |why| {
-            RequestError::Misfit(format!(
-                "the data that arrived during the move is malformed: {why}"
-            ))
-        };
         let decoded = match queued_packets.is_empty() {
-            true => Ok((BTreeMap::new(), &[][..])),
-            false => postcard::take_from_bytes::<BTreeMap<u16, Vec<u8>>>(queued_packets),
+            true => Ok(BTreeMap::new()),
+            false => codec::decode::<BTreeMap<u16, Vec<u8>>>(queued_packets),
         };
         let (mut queued_packets, mut result) = match decoded {
-            Ok((queued_packets, [])) => (queued_packets, Ok(())),
-            Ok((_, rest)) => {
-                (BTreeMap::new(), Err(malformed(format!("{} bytes follow it", rest.len()))))
-            }
-            Err(e) => (BTreeMap::new(), Err(malformed(e.to_string()))),
+            Ok(queued_packets) => (queued_packets, Ok(())),
+            Err(e) => (BTreeMap::new(), Err(QueuedPacketsError::Decode(e).into())),
         };
         for (device, i) in self.devices.iter().zip(0..) {
             let queued_packets = queued_packets.remove(&i).unwrap_or_default();
             result = result.and(device.attach_by(queued_packets, self.ask_deadline()));
         }
         if let Some((device, _)) = queued_packets.first_key_value() {
-            let why = format!("it is for device {device}, which does not exist");
-            result = result.and(Err(malformed(why)));
+            result = result.and(Err(QueuedPacketsError::NoDevice(*device).into()));
         }
         result
     }

@@ -17,6 +17,7 @@ use super::messages::{DriverCommand, ReadyRing, RestoredWorkerState, SavedWorker
 use super::registers::{RegisterEffect, RegisterState, Registers};
 use super::request::RequestError;
 use super::{Device, DeviceKind, REGISTERS_LEN, SharedDeviceState, Violation, VirtioState};
+use crate::devices::error::DeviceError;
 
 /// A device's registers, configuration space and notifications; see the module.
 #[derive(Debug)]
@@ -138,18 +139,14 @@ impl MmioInterface {
         restore: impl FnOnce(RestoredWorkerState) -> Result<(), RequestError>,
     ) -> Result<(), RequestError> {
         if state.device_id != self.kind.id() {
-            let id = state.device_id;
-            let label = &self.label;
-            return Err(RequestError::Misfit(format!(
-                "it is of a virtio device {id}, and {label} is here"
-            )));
+            let (id, device) = (state.device_id, self.label.clone());
+            return Err(RequestError::OtherDevice { id, device });
         }
         if state.positions.len() != self.kicks.len() {
-            let count = state.positions.len();
-            return Err(RequestError::Misfit(format!("it has positions of {count} queues")));
+            return Err(RequestError::QueueCount(state.positions.len()));
         }
         let mut registers = self.registers();
-        registers.restore(state.registers).map_err(|e| RequestError::Misfit(e.to_string()))?;
+        registers.restore(state.registers).map_err(DeviceError::from)?;
         let of = registers.state();
         let active = of.is_active() && !state.needs_reset;
         restore(RestoredWorkerState {

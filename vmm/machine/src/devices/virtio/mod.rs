@@ -51,7 +51,7 @@ pub(crate) use device::{Device, DeviceIo, DeviceKind, QuiesceError};
 pub(crate) use driver_buffer::DriverBuffer;
 pub(crate) use limiters::Limiters;
 pub use rate_limit_control::{RateLimitControl, RateLimitError};
-pub(crate) use request::RequestError;
+pub(crate) use request::{QueuedPacketsError, RequestError};
 pub(crate) use ring::DeviceRing;
 pub(crate) use shared_state::SharedDeviceState;
 pub(crate) use state::{VirtioState, decode_state, encode_state};

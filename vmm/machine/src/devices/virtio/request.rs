@@ -2,6 +2,7 @@
 
 use super::Violation;
 use crate::actor::CallError;
+use crate::codec::DecodeError;
 use crate::devices::error::DeviceError;
 
 /// Reason why a device did not carry out a request.
@@ -27,15 +28,44 @@ pub(crate) enum RequestError {
         /// Kind and name of the device.
         device: String,
     },
-    /// A state, or what arrived after it was saved, does not fit the devices here.
-    #[error("{0}")]
-    Misfit(String),
+    /// The state is that of another kind of device.
+    #[error("it is of a virtio device {id}, and {device} is here")]
+    OtherDevice {
+        /// Virtio's number of the kind.
+        id: u32,
+        /// Kind and name of the device here.
+        device: String,
+    },
+    /// The state is that of a device with another number of queues.
+    #[error("it has positions of {0} queues")]
+    QueueCount(usize),
+    /// The packets that were queued for the guest cannot be sent along, or are malformed.
+    #[error(transparent)]
+    QueuedPackets(#[from] QueuedPacketsError),
     /// The driver of a restored state broke the rules of virtio.
     #[error(transparent)]
     Violation(#[from] Violation),
     /// The device's own reason.
     #[error(transparent)]
     Device(#[from] DeviceError),
+}
+
+/// Why the packets that were queued for a guest cannot be encoded, or are malformed. They come from
+/// the previous host.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum QueuedPacketsError {
+    /// They cannot be encoded.
+    #[error("the data that arrived during the move cannot be encoded: {0}")]
+    Encode(postcard::Error),
+    /// The bytes are not a list of packets by device.
+    #[error("the data that arrived during the move is malformed: {0}")]
+    Decode(#[from] DecodeError),
+    /// The list names a device that the guest does not have.
+    #[error(
+        "the data that arrived during the move is malformed: it is for device {0}, which does not \
+         exist"
+    )]
+    NoDevice(u16),
 }
 
 impl RequestError {

@@ -1,0 +1,111 @@
+//! Why a guest on threads cannot be built, or refuses a request.
+
+use std::io;
+use std::num::TryFromIntError;
+
+use driftline_guest::GuestError;
+use driftline_images::PayloadSpecError;
+use driftline_machine::actor::CallError;
+use driftline_machine::config::Boot;
+use driftline_machine::devices::SerialOutputError;
+use vm_memory::GuestMemoryError;
+
+use crate::payload::Misfit;
+
+/// Why the system, or a worker, did not do its part.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum WorkerError {
+    /// The serial port's sink cannot be opened.
+    #[error(transparent)]
+    Serial(#[from] SerialOutputError),
+    /// A worker's thread cannot be started.
+    #[error(transparent)]
+    Thread(#[from] io::Error),
+    /// A worker does not answer.
+    #[error(transparent)]
+    Call(#[from] CallError),
+    /// A segment of the working set is longer than an address space.
+    #[error(transparent)]
+    Length(#[from] TryFromIntError),
+    /// A segment of the working set lies outside guest memory.
+    #[error(transparent)]
+    Outside(#[from] GuestMemoryError),
+    /// A state cannot number this worker.
+    #[error(transparent)]
+    Index(TryFromIntError),
+    /// The worker's state cannot be encoded.
+    #[error(transparent)]
+    Encode(postcard::Error),
+}
+
+impl From<WorkerError> for GuestError {
+    fn from(e: WorkerError) -> Self {
+        let what = match &e {
+            WorkerError::Serial(_) => "opening the serial port",
+            WorkerError::Thread(_) => "starting a worker",
+            WorkerError::Call(_) => "asking a worker",
+            WorkerError::Length(_) | WorkerError::Outside(_) => "mapping the working set",
+            WorkerError::Index(_) | WorkerError::Encode(_) => "encoding a worker's state",
+        };
+        Self::System { what, cause: e.into() }
+    }
+}
+
+/// Why the workers cannot run a guest.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum WorkloadError {
+    /// The guest has machine code.
+    #[error("the threads backend runs only the payload's workload, no machine code")]
+    Kernel,
+    /// The specification of the payload is invalid.
+    #[error(transparent)]
+    Spec(#[from] PayloadSpecError),
+    /// The payload does not fit the guest.
+    #[error(transparent)]
+    Misfit(#[from] Misfit),
+}
+
+impl WorkloadError {
+    /// Returns the error of a guest that boots from `boot`.
+    pub(super) fn of(self, boot: &Boot) -> GuestError {
+        let what = match boot {
+            Boot::Payload(spec) => format!("the guest \"{spec}\""),
+            Boot::Kernel { kernel, .. } => format!("the guest {}", kernel.display()),
+        };
+        GuestError::malformed(what, self)
+    }
+}
+
+/// Why the saved state of a worker is malformed.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum WorkerStateError {
+    /// The guest has fewer vCPUs.
+    #[error("the guest has only {vcpus} vCPUs")]
+    NoVcpu {
+        /// vCPUs of the guest.
+        vcpus: u32,
+    },
+    /// The state is there more than once.
+    #[error("it is in the state twice")]
+    Twice,
+    /// The state is not there.
+    #[error("it is missing")]
+    Missing,
+    /// The state is that of another workload.
+    #[error("its workload is not this guest's")]
+    OtherWorkload,
+}
+
+/// What a guest on threads lacks.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Lack {
+    /// There are no interrupts.
+    #[error("the threads backend has no interrupts; --backend kvm has")]
+    Interrupts,
+    /// There is no keyboard.
+    #[error("the threads backend has no keyboard")]
+    Keyboard,
+    /// The section is a part of another backend's state.
+    #[error("the threads backend does not support it")]
+    Section,
+}
