@@ -2,7 +2,7 @@
 
 use driftline_guest::{DriveHead, GuestError, GuestFactory, GuestWithCopies, Origin, VmId};
 use driftline_machine::config::{BackendKind, HostConfig, MachineConfig, guest_span};
-use driftline_machine::machine::{EarlyVm, KvmMachine, MachineError, MachineFactory};
+use driftline_machine::machine::{BuildOptions, EarlyVm, KvmMachine, MachineError, MachineFactory};
 use driftline_machine::vm::{SharedVm, Vm};
 
 use crate::payload::{PayloadError, image};
@@ -67,7 +67,7 @@ pub fn launch_as(
         BackendKind::Kvm => {
             config.check().map_err(MachineError::from)?;
             let host = HostConfig { image: image(&config)?, ..host.clone() };
-            Ok(KvmMachine::launch_as(vm_id, config, &host)?)
+            Ok(KvmMachine::build(vm_id, config, &host, BuildOptions::default())?)
         }
         BackendKind::Threads => Ok(ThreadMachine::new(vm_id, config, host)?),
     }

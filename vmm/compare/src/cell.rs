@@ -8,7 +8,7 @@ use driftline_backends::PayloadError;
 use driftline_dirty_tracker::ring::RingEntry;
 use driftline_dirty_tracker::{FrameRun, Slot, Subscription};
 use driftline_guest::{
-    CollectionReport, DirtyLog, GuestContents, GuestError, GuestIdentity, Lifecycle,
+    CollectionReport, DirtyLog, GuestContents, GuestError, GuestIdentity, Lifecycle, VmId,
 };
 use driftline_images::PayloadSpec;
 use driftline_images::workload::SLICE_NS;
@@ -16,7 +16,7 @@ use driftline_machine::HostMemory;
 use driftline_machine::config::{
     BackendKind, Boot, CpuConfig, HostConfig, MachineConfig, SerialSink,
 };
-use driftline_machine::machine::{KvmMachine, MachineError};
+use driftline_machine::machine::{BuildOptions, KvmMachine, MachineError};
 use driftline_machine::measure::{FlatSet, FrameSink, ListSet, MeasureOptions, SharedSink};
 use driftline_machine::memory;
 use driftline_machine::tracking::TrackingMode;
@@ -188,7 +188,8 @@ impl MachineBench {
         let host = HostConfig { serial: SerialSink::Null, image, ..HostConfig::default() };
         let measured =
             MeasureOptions { sink: sink.clone(), sparse: touches_little(&cell.guest, available()) };
-        let machine = KvmMachine::launch_measured(config, &host, measured)?;
+        let options = BuildOptions { measured, ..BuildOptions::default() };
+        let machine = KvmMachine::build(VmId::random(), config, &host, options)?;
         let truth = match &cell.guest {
             GuestKind::Payload(spec) => Some(GroundTruth::new(spec, &*machine)?),
             GuestKind::Kernel(_) => None,

@@ -20,7 +20,7 @@ use driftline_guest::{Clock, VmId};
 use driftline_machine::config::{
     BootClock, DeviceConfig, HostConfig, MachineConfig, SerialSink, disks, guest_span,
 };
-use driftline_machine::machine::KvmMachine;
+use driftline_machine::machine::{BuildOptions, FirstContents, KvmMachine};
 use driftline_machine::memory::MemoryOptions;
 use driftline_machine::sandbox::{self, SandboxOptions};
 use driftline_machine::vm::SharedVm;
@@ -82,8 +82,9 @@ impl GuestStarter {
         host.boot_timer = boot_timer;
         let _logged = guest_span(self.vm_id, &config.identity).entered();
         let failed = |e: &dyn ToString| StartFault::Machine(e.to_string());
-        let before_devices = self.close_sandbox(self.restrictions(&config, &host));
-        let vm = KvmMachine::launch_around(self.vm_id, config, &host, before_devices);
+        let before_devices = Some(self.close_sandbox(self.restrictions(&config, &host)));
+        let options = BuildOptions { before_devices, ..BuildOptions::default() };
+        let vm = KvmMachine::build(self.vm_id, config, &host, options);
         let vm: SharedVm = vm.map_err(|e| failed(&e))?;
         let base = SnapshotBase::booted(&vm, tracked).map_err(|e| failed(&e))?;
         let jobs = Jobs::new(vm.clone(), self.state_dir.clone());
@@ -119,8 +120,10 @@ impl GuestStarter {
             load_plan(&self.id, snapshot, own)?;
         let _logged = guest_span(self.vm_id, &config.identity).entered();
         let failed = |e: &dyn ToString| LoadFault::Machine(e.to_string());
-        let before_devices = self.close_sandbox(self.restrictions(&config, &host));
-        let vm = KvmMachine::load_around(self.vm_id, config, &host, memory, before_devices);
+        let before_devices = Some(self.close_sandbox(self.restrictions(&config, &host)));
+        let contents = FirstContents::File(memory);
+        let options = BuildOptions { contents, before_devices, ..BuildOptions::default() };
+        let vm = KvmMachine::build(self.vm_id, config, &host, options);
         let machine = vm.map_err(|e| failed(&e))?;
         let vm: SharedVm = machine.clone();
         let base = SnapshotBase::loaded(&vm, snapshot.track_dirty_pages, backing);

@@ -12,7 +12,7 @@ use kvm_ioctls::{Kvm, VcpuFd};
 #[cfg(all(feature = "broken-source", debug_assertions))]
 use super::dirty_tracking::broken;
 use super::dirty_tracking::{self, DirtyTracking};
-use super::early::{EarlyVm, EmptyVm};
+use super::early::{BuiltVm, EarlyVm, EmptyVm};
 use super::error::step;
 use super::status::MachineStatus;
 use super::supervisor::{EndReporter, Peer, Supervisor};
@@ -32,19 +32,39 @@ use crate::measure::MeasureOptions;
 use crate::memory::{Memory, PrivateFile};
 use crate::vcpu::{StateContext, cpu_compat, cpuid, msrs, tsc};
 
-/// Inputs of a build other than the configuration.
+/// The first contents of a machine's memory.
 #[derive(Default)]
-pub(super) struct BuildInputs {
-    /// Whether a new guest is loaded.
-    pub(super) load: bool,
-    /// A VM whose creation began earlier.
-    pub(super) early: Option<EarlyVm>,
+pub enum FirstContents {
+    /// A kernel, or what else the configuration boots: the guest is new, and has acquired its
+    /// disks.
+    #[default]
+    Boot,
+    /// Zeros: memory and state are restored into the machine. The guest has acquired nothing: call
+    /// `acquire`, then `resume`.
+    Zeros,
+    /// Those of a file, which belong to a state that is restored. Otherwise as
+    /// [`Zeros`](Self::Zeros).
+    File(PrivateFile),
+}
+
+/// Options of a build. By default the guest is new.
+#[derive(Default)]
+pub struct BuildOptions {
+    /// The first contents of memory.
+    pub contents: FirstContents,
+    /// A VM whose creation began before the configuration was known.
+    pub early: Option<EarlyVm>,
+    /// What is done between the memory and the first device.
+    pub before_devices: Option<BeforeDevices>,
     /// Options of a machine that exists to be measured.
-    pub(super) measured: MeasureOptions,
-    /// The first contents of memory; zeros if there is none.
-    pub(super) memory: Option<PrivateFile>,
-    /// What is done before the first device.
-    pub(super) before_devices: Option<BeforeDevices>,
+    pub measured: MeasureOptions,
+}
+
+impl BuildOptions {
+    /// Returns the options of a machine with zeroed memory, into which a state is restored.
+    pub fn empty() -> Self {
+        Self { contents: FirstContents::Zeros, ..Self::default() }
+    }
 }
 
 /// What a caller does once a guest's memory and a new guest's kernel are loaded, before the machine
@@ -65,130 +85,43 @@ struct MachineParts {
 }
 
 impl KvmMachine {
-    /// Boots the guest that `config` describes, paused at its first instruction.
+    /// Boots the guest that `config` describes, paused at its first instruction, with a new id.
     ///
     /// # Errors
     ///
-    /// See [`MachineError`]: a lacking host, an invalid configuration, or a failed step.
+    /// As [`build`](Self::build).
     pub fn launch(config: MachineConfig, host: &HostConfig) -> Result<Arc<Self>, MachineError> {
-        Self::launch_as(VmId::random(), config, host)
+        Self::build(VmId::random(), config, host, BuildOptions::default())
     }
 
-    /// Does as [`launch`](Self::launch), with this id.
+    /// Builds the machine that `config` describes, paused. [`MachineFactory`] builds one for a
+    /// received guest.
     ///
     /// # Errors
     ///
-    /// As [`launch`](Self::launch).
-    pub fn launch_as(
-        vm_id: VmId,
-        config: MachineConfig,
-        host: &HostConfig,
-    ) -> Result<Arc<Self>, MachineError> {
-        Self::build(vm_id, config, host, BuildInputs { load: true, ..BuildInputs::default() })
-    }
-
-    /// Does as [`launch_as`](Self::launch_as), and calls `before_devices` in between.
-    ///
-    /// # Errors
-    ///
-    /// As [`launch`](Self::launch), and those of `before_devices`.
-    pub fn launch_around(
-        vm_id: VmId,
-        config: MachineConfig,
-        host: &HostConfig,
-        before_devices: BeforeDevices,
-    ) -> Result<Arc<Self>, MachineError> {
-        let before_devices = Some(before_devices);
-        let inputs = BuildInputs { load: true, before_devices, ..BuildInputs::default() };
-        Self::build(vm_id, config, host, inputs)
-    }
-
-    /// Builds a machine whose memory has the contents of `memory`, into which the state of the same
-    /// snapshot is restored. Calls `before_devices` in between. The guest is paused, and has
-    /// acquired nothing: call `acquire`, then `resume`.
-    ///
-    /// # Errors
-    ///
-    /// As [`launch`](Self::launch), and those of `before_devices`.
-    pub fn load_around(
-        vm_id: VmId,
-        config: MachineConfig,
-        host: &HostConfig,
-        memory: PrivateFile,
-        before_devices: BeforeDevices,
-    ) -> Result<Arc<Self>, MachineError> {
-        let (memory, before_devices) = (Some(memory), Some(before_devices));
-        let inputs = BuildInputs { memory, before_devices, ..BuildInputs::default() };
-        Self::build(vm_id, config, host, inputs)
-    }
-
-    /// Builds a machine with zeroed memory, into which a state is restored. [`MachineFactory`]
-    /// builds the same machine; here the error tells a lacking host from other failures.
-    ///
-    /// # Errors
-    ///
-    /// As [`launch`](Self::launch).
+    /// See [`MachineError`]: a lacking host, an invalid configuration, a failed step or a failure
+    /// of one of the options.
     ///
     /// [`MachineFactory`]: super::MachineFactory
-    pub fn empty(
+    pub fn build(
         vm_id: VmId,
         config: MachineConfig,
         host: &HostConfig,
-    ) -> Result<Arc<Self>, MachineError> {
-        Self::build(vm_id, config, host, BuildInputs::default())
-    }
-
-    /// Does as [`empty`](Self::empty), in a VM whose creation began before the configuration was
-    /// known.
-    ///
-    /// # Errors
-    ///
-    /// As [`launch`](Self::launch), including a failure of the early creation.
-    pub fn empty_in(
-        early: EarlyVm,
-        vm_id: VmId,
-        config: MachineConfig,
-        host: &HostConfig,
-    ) -> Result<Arc<Self>, MachineError> {
-        Self::build(
-            vm_id,
-            config,
-            host,
-            BuildInputs { early: Some(early), ..BuildInputs::default() },
-        )
-    }
-
-    pub(super) fn build(
-        vm_id: VmId,
-        config: MachineConfig,
-        host: &HostConfig,
-        inputs: BuildInputs,
+        options: BuildOptions,
     ) -> Result<Arc<Self>, MachineError> {
         let devices = |config: &MachineConfig, memory: &Memory, guest: VmId, acquire: bool| {
             DeviceSet::build(config, memory, guest, acquire, host)
         };
-        Self::assemble(vm_id, config, host, devices, inputs)
-    }
-
-    /// Does as [`build`](Self::build), with the devices that `devices` creates.
-    #[cfg(test)]
-    pub(super) fn build_around(
-        vm_id: VmId,
-        config: MachineConfig,
-        host: &HostConfig,
-        load: bool,
-        devices: impl FnOnce(&MachineConfig, &Memory, VmId, bool) -> Result<DeviceSet, DeviceError>,
-    ) -> Result<Arc<Self>, MachineError> {
-        Self::assemble(vm_id, config, host, devices, BuildInputs { load, ..BuildInputs::default() })
+        Self::assemble(vm_id, config, host, devices, options)
     }
 
     /// Builds all parts, in the order that KVM requires, and starts the threads.
-    fn assemble(
+    pub(super) fn assemble(
         vm_id: VmId,
         mut config: MachineConfig,
         host: &HostConfig,
         devices: impl FnOnce(&MachineConfig, &Memory, VmId, bool) -> Result<DeviceSet, DeviceError>,
-        BuildInputs { load, early, measured, memory, before_devices }: BuildInputs,
+        BuildOptions { contents, early, before_devices, measured }: BuildOptions,
     ) -> Result<Arc<Self>, MachineError> {
         check(&config)?;
         let empty = early.map_or_else(EmptyVm::new, EarlyVm::wait)?;
@@ -196,28 +129,29 @@ impl KvmMachine {
         let offered = offered_cpuid(&empty.kvm, &empty.supported, &config.cpu)?;
         register_kick_handler().map_err(MachineError::system("installing a signal handler"))?;
         step("memory")?;
-        let memory = Arc::new(match memory {
-            Some(file) => Memory::of_file(config.mem_bytes, &host.memory, &file)?,
-            None if measured.sparse => Memory::sparse(config.mem_bytes, &host.memory)?,
-            None => Memory::new(config.mem_bytes, &host.memory)?,
+        let memory = Arc::new(match &contents {
+            FirstContents::File(file) => Memory::of_file(config.mem_bytes, &host.memory, file)?,
+            _ if measured.sparse => Memory::sparse(config.mem_bytes, &host.memory)?,
+            _ => Memory::new(config.mem_bytes, &host.memory)?,
         });
         step("kernel")?;
+        let is_new = matches!(contents, FirstContents::Boot);
         let boot = || boot::load(&config, host, &memory, &placements(config.devices.len()));
-        let entry = load.then(boot).transpose()?;
+        let entry = is_new.then(boot).transpose()?;
         if let Some(before_devices) = before_devices {
             before_devices().map_err(MachineError::system("restricting the process"))?;
         }
         let (sink, serial_thread) = open_serial_output(&host.serial)?;
-        let devices = devices(&config, &memory, vm_id, load)?;
+        let devices = devices(&config, &memory, vm_id, is_new)?;
         devices.note_disks(&mut config.devices);
 
-        let (vm, kvm, capabilities, supported) = empty.finish(&memory)?;
+        let BuiltVm { vm, kvm, capabilities, supported } = empty.finish(&memory)?;
         step("tracking mode")?;
         dirty_tracking::enable(&vm, &capabilities, &config)?;
         let vm = Arc::new(vm);
         let vcpus = create_vcpus(&kvm, &capabilities, &offered, &vm, &config, entry)?;
         if let Some((fd, cpuid)) = vcpus.first() {
-            match load {
+            match is_new {
                 true => record_exposed_features(&mut config.cpu, fd, cpuid)?,
                 false => check_tsc(&config.cpu, fd, &capabilities)?,
             }
@@ -235,7 +169,7 @@ impl KvmMachine {
         let com1 = com1.map_err(MachineError::system("creating an event file descriptor"))?;
         devices.connect(&vm).map_err(MachineError::system("connecting virtio devices"))?;
         // A new guest locks its disks before it runs; an arriving guest locks them on `acquire`.
-        let holds = load || config.devices.is_empty();
+        let holds = is_new || config.devices.is_empty();
         let parts =
             MachineParts { vm, vcpus, tracking, context, com1, devices, holds, serial_thread };
         Self::start(vm_id, config, host, parts)

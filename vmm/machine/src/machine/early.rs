@@ -34,6 +34,15 @@ pub(super) struct EmptyVm {
     fd: VmFd,
 }
 
+/// A VM with memory and interrupt controllers, and what its vCPUs are created with.
+pub(super) struct BuiltVm {
+    pub(super) vm: KvmVm,
+    pub(super) kvm: Kvm,
+    pub(super) capabilities: Capabilities,
+    /// The CPUID that KVM supports.
+    pub(super) supported: CpuId,
+}
+
 impl EmptyVm {
     pub(super) fn new() -> Result<Self, MachineError> {
         let (kvm, capabilities) = kvm::open()?;
@@ -49,12 +58,8 @@ impl EmptyVm {
         Ok(Self { kvm, capabilities, supported, fd })
     }
 
-    /// Adds memory, interrupt controllers and timer to the VM, in the fastest order. Returns the VM
-    /// and the remaining parts.
-    pub(super) fn finish(
-        self,
-        memory: &Arc<Memory>,
-    ) -> Result<(KvmVm, Kvm, Capabilities, CpuId), MachineError> {
+    /// Adds memory, interrupt controllers and timer to the VM, in the fastest order.
+    pub(super) fn finish(self, memory: &Arc<Memory>) -> Result<BuiltVm, MachineError> {
         let Self { kvm, capabilities, supported, fd } = self;
         step("memory slots")?;
         let vm = KvmVm::new(fd, memory.clone());
@@ -69,7 +74,7 @@ impl EmptyVm {
         fd.create_irq_chip().map_err(MachineError::system("KVM_CREATE_IRQCHIP"))?;
         let pit = kvm_pit_config { flags: KVM_PIT_SPEAKER_DUMMY, ..Default::default() };
         fd.create_pit2(pit).map_err(MachineError::system("KVM_CREATE_PIT2"))?;
-        Ok((vm, kvm, capabilities, supported))
+        Ok(BuiltVm { vm, kvm, capabilities, supported })
     }
 }
 

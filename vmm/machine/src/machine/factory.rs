@@ -5,7 +5,7 @@ use std::sync::Arc;
 use driftline_guest::{DriveHead, GuestError, GuestFactory, GuestWithCopies, Origin, VmId};
 use parking_lot::Mutex;
 
-use super::{EarlyVm, KvmMachine};
+use super::{BuildOptions, EarlyVm, KvmMachine};
 use crate::config::{HostConfig, MachineConfig, guest_span};
 use crate::devices::{ParentGuest, make_copies, open_drives};
 
@@ -37,10 +37,8 @@ impl MachineFactory {
     ) -> Result<Arc<KvmMachine>, GuestError> {
         let _logged = guest_span(vm_id, &config.identity).entered();
         let early = self.early.lock().take();
-        Ok(match early {
-            Some(early) => KvmMachine::empty_in(early, vm_id, config, host)?,
-            None => KvmMachine::empty(vm_id, config, host)?,
-        })
+        let options = BuildOptions { early, ..BuildOptions::empty() };
+        Ok(KvmMachine::build(vm_id, config, host, options)?)
     }
 }
 

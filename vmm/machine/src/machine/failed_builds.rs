@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use driftline_guest::testing::threads;
 use driftline_guest::{DriveHead, GuestError, GuestFactory, VmId};
 
-use super::{EarlyVm, KvmMachine, MachineFactory};
+use super::{BuildOptions, EarlyVm, KvmMachine, MachineFactory};
 use crate::config::{
     BalloonConfig, DeviceConfig, HostConfig, MacAddr, MachineConfig, NetConfig, RngConfig,
     SerialSink, VsockConfig,
@@ -148,14 +148,18 @@ fn cases() -> [BuildCase; 4] {
             tracking: TrackingMode::DirtyBitmap,
             memory: memfd,
             build: |config, host| {
-                Ok(KvmMachine::empty_in(EarlyVm::begin(), VmId::random(), config, host)?)
+                let early = Some(EarlyVm::begin());
+                let options = BuildOptions { early, ..BuildOptions::empty() };
+                Ok(KvmMachine::build(VmId::random(), config, host, options)?)
             },
         },
         BuildCase {
             name: "a guest to be restored",
             tracking: TrackingMode::UserfaultWp,
             memory: MemoryOptions::default(),
-            build: |config, host| Ok(KvmMachine::empty(VmId::random(), config, host)?),
+            build: |config, host| {
+                Ok(KvmMachine::build(VmId::random(), config, host, BuildOptions::empty())?)
+            },
         },
     ]
 }

@@ -11,8 +11,8 @@ use driftline_guest::{
 };
 use driftline_store::StoreError;
 
-use super::KvmMachine;
 use super::tests::{LONG, wait_until};
+use super::{BuildOptions, KvmMachine};
 use crate::boot;
 use crate::config::{HostConfig, SerialSink};
 use crate::testing::{Elf, kernel_config, kvm_or_skip, skip};
@@ -83,9 +83,9 @@ fn restoring(test: &str, damaged: Option<Gfn>) -> Option<(Arc<KvmMachine>, Sende
         return None;
     }
     let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
-    let machine =
-        KvmMachine::empty(VmId::random(), kernel_config(std::path::Path::new("none")), &host)
-            .unwrap();
+    let config = kernel_config(std::path::Path::new("none"));
+    let built = KvmMachine::build(VmId::random(), config, &host, BuildOptions::empty());
+    let machine = built.unwrap();
     let (open, gate) = mpsc::channel();
     let frames = [CLOCK_FRAME, boot::generation_frame()];
     let frames = frames.into_iter().map(|start| FrameRun { start, count: 1 }).collect();

@@ -6,10 +6,11 @@ use std::time::{Duration, Instant};
 
 use driftline_guest::{HandOver, Lifecycle, RunState, Stateful, VmId};
 
-use super::KvmMachine;
 use super::supervisor::Supervisor;
+use super::{BuildOptions, KvmMachine};
 use crate::config::{HostConfig, SerialSink};
 use crate::devices::{DeviceLimits, DeviceSet, fake};
+use crate::memory::Memory;
 use crate::terminal::Stdin;
 use crate::testing::{Elf, kernel_config, kvm_or_skip, run_in_child};
 use crate::vm::{EndReason, Vm};
@@ -33,12 +34,13 @@ impl FakeDeviceMachine {
         let host = HostConfig { serial, ..Default::default() };
         let script = Arc::new(fake::Script::default());
         let device = Box::new(fake::FakeDevice(script.clone()));
-        let build =
-            KvmMachine::build_around(VmId::random(), config, &host, true, |_, memory, _, _| {
-                let fake = fake::spawn("fake", device, memory.ram().clone()).unwrap();
-                Ok(DeviceSet::of(vec![fake], DeviceLimits { stall, ..DeviceLimits::default() }))
-            });
-        Self { machine: build.unwrap(), script, dir }
+        let devices = |_: &_, memory: &Memory, _, _| {
+            let fake = fake::spawn("fake", device, memory.ram().clone()).unwrap();
+            Ok(DeviceSet::of(vec![fake], DeviceLimits { stall, ..DeviceLimits::default() }))
+        };
+        let options = BuildOptions::default();
+        let built = KvmMachine::assemble(VmId::random(), config, &host, devices, options);
+        Self { machine: built.unwrap(), script, dir }
     }
 
     fn printed(&self) -> String {
