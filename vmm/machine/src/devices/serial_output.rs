@@ -148,7 +148,7 @@ pub fn open(sink: &SerialSink) -> Result<(SerialWriter, SerialOutputThread), Ser
 fn write_out(shared: &OutputBuffer, mut to: Box<dyn Write + Send>) {
     let mut broken = false;
     loop {
-        let (bytes, dropped, closed) = next(shared);
+        let PendingOutput { bytes, dropped, is_last } = next(shared);
         if dropped > 0 {
             tracing::warn!(
                 "{dropped} bytes of serial output were dropped: its reader does not keep up"
@@ -160,14 +160,22 @@ fn write_out(shared: &OutputBuffer, mut to: Box<dyn Write + Send>) {
         }
         shared.lock().writing = false;
         shared.changed.notify_all();
-        if closed {
+        if is_last {
             return;
         }
     }
 }
 
+/// Output to be written.
+struct PendingOutput {
+    bytes: Vec<u8>,
+    /// Bytes that were dropped after the previous output.
+    dropped: u64,
+    is_last: bool,
+}
+
 /// Waits for bytes and returns them: whole lines, or whatever is buffered when the time limit ends.
-fn next(shared: &OutputBuffer) -> (Vec<u8>, u64, bool) {
+fn next(shared: &OutputBuffer) -> PendingOutput {
     let mut state = shared.lock();
     while state.bytes.is_empty() && !state.closed {
         shared.changed.wait(&mut state);
@@ -176,7 +184,11 @@ fn next(shared: &OutputBuffer) -> (Vec<u8>, u64, bool) {
         |p: &mut OutputState| !p.closed && !p.flush_now && p.bytes.last() != Some(&b'\n');
     shared.changed.wait_while_for(&mut state, unfinished, LINE_TIMEOUT);
     state.writing = true;
-    (std::mem::take(&mut state.bytes), std::mem::take(&mut state.dropped), state.closed)
+    PendingOutput {
+        bytes: std::mem::take(&mut state.bytes),
+        dropped: std::mem::take(&mut state.dropped),
+        is_last: state.closed,
+    }
 }
 
 impl Drop for SerialOutputThread {

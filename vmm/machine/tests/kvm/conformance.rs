@@ -275,13 +275,26 @@ fn source_that_loses_frames_is_detected() {
     }
 }
 
-/// Returns the loss rate (one frame in this many), the guest's run time between two moves, and the
-/// limit. In the long form many moves lose nothing: only a frame's last report before the pause
-/// matters.
-fn lost_to_the_payload() -> (u64, Duration, Duration) {
-    match full() {
-        true => (1_000_000, Duration::from_millis(5), Duration::from_secs(1800)),
-        false => (50, Duration::from_millis(300), LONG),
+/// Moves of a guest to machines that lose frames.
+#[derive(Clone, Copy)]
+struct LossyMoves {
+    /// One frame in this many is lost.
+    one_in: u64,
+    /// The guest's run time between two moves.
+    between: Duration,
+    /// Limit on finding the loss.
+    limit: Duration,
+}
+
+impl LossyMoves {
+    /// In the long form many moves lose nothing: only a frame's last report before the pause
+    /// matters.
+    fn of_the_payload() -> Self {
+        let (one_in, between, limit) = match full() {
+            true => (1_000_000, Duration::from_millis(5), Duration::from_secs(1800)),
+            false => (50, Duration::from_millis(300), LONG),
+        };
+        Self { one_in, between, limit }
     }
 }
 
@@ -291,14 +304,14 @@ fn payload_detects_lost_frames() {
     if !can_lose(TEST) || !kvm_or_skip(TEST) {
         return;
     }
-    let (one_in, between, limit) = lost_to_the_payload();
+    let moves = LossyMoves::of_the_payload();
     let spec = match full() {
         true => "payload,ws=24M,rate=max,pattern=random",
         false => "payload,ws=4M,rate=64M,pattern=random",
     };
     for mode in modes() {
         let begun = Instant::now();
-        while !loss_is_found(mode, spec, (one_in, between), begun + limit) {}
+        while !loss_is_found(mode, spec, moves, begun + moves.limit) {}
         println!("{mode}: found after {:?}", begun.elapsed());
     }
 }
@@ -312,7 +325,7 @@ const HUNG: Duration = Duration::from_secs(20);
 fn loss_is_found(
     mode: TrackingMode,
     spec: &str,
-    (one_in, between): (u64, Duration),
+    LossyMoves { one_in, between, .. }: LossyMoves,
     end: Instant,
 ) -> bool {
     let console = SerialLog::new();

@@ -36,7 +36,7 @@ impl ApiCounts {
     pub(crate) fn count(&self, call: &CountedCall<'_>, is_parsed: bool, is_deprecated: bool) {
         let mut counts = self.counts.lock();
         let mut add = |name| *counts.entry(name).or_insert(0) += 1;
-        if let Some((group, count, fails)) = call.names() {
+        if let Some(CallMetrics { group, count, fails }) = call.metrics() {
             add((group, count));
             if let Some(fails) = fails.filter(|_| !is_parsed) {
                 add((group, fails));
@@ -140,10 +140,18 @@ pub(crate) struct CountedCall<'a> {
     pub(crate) has_body: bool,
 }
 
+/// The names of the metrics that a request is counted in.
+struct CallMetrics {
+    group: &'static str,
+    /// The number of requests.
+    count: &'static str,
+    /// The number of those which cannot be parsed.
+    fails: Option<&'static str>,
+}
+
 impl CountedCall<'_> {
-    /// Returns the group, the name of the number of requests, and that of those which cannot be
-    /// parsed.
-    fn names(&self) -> Option<(&'static str, &'static str, Option<&'static str>)> {
+    /// Returns the metrics that the request is counted in, if there are any.
+    fn metrics(&self) -> Option<CallMetrics> {
         let mut parts = self.path.trim_start_matches('/').split_terminator('/');
         let first = parts.next().unwrap_or_default();
         let is_hotplug = first == "hotplug" && parts.next() == Some("memory");
@@ -177,6 +185,6 @@ impl CountedCall<'_> {
             "PUT" => "put_api_requests",
             _ => "patch_api_requests",
         };
-        Some((group, count, fails))
+        Some(CallMetrics { group, count, fails })
     }
 }

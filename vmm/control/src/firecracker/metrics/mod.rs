@@ -77,7 +77,7 @@ impl FirecrackerMetrics {
             line.add("logger", name, new);
         }
         for device in devices {
-            let (kind, id, counts) = device_counts(device);
+            let DeviceCounts { kind, id, counts } = DeviceCounts::of(device);
             let group = format!("{}_{id}", kind.name);
             line.add_group(&group, kind);
             for (name, count) in counts {
@@ -118,52 +118,62 @@ impl MetricsLine {
     }
 }
 
-/// Returns the group of a device, its name, and what it has counted.
-fn device_counts(device: &DeviceStats) -> (&'static MetricsGroup, &str, Vec<(&'static str, u64)>) {
-    match device {
-        DeviceStats::Disk {
-            id,
-            reads,
-            read_bytes,
-            writes,
-            written_bytes,
-            flushes,
-            errors,
-            stalls,
-        } => (
-            &BLOCK,
-            id,
-            vec![
-                ("read_count", *reads),
-                ("read_bytes", *read_bytes),
-                ("write_count", *writes),
-                ("write_bytes", *written_bytes),
-                ("flush_count", *flushes),
-                ("execute_fails", *errors),
-                ("io_engine_throttled_events", *stalls),
-            ],
-        ),
-        DeviceStats::Net {
-            id,
-            received_frames,
-            received_bytes,
-            sent_frames,
-            sent_bytes,
-            stalls,
-            ..
-        } => (
-            &NET,
-            id,
-            vec![
-                ("rx_packets_count", *received_frames),
-                ("rx_count", *received_frames),
-                ("rx_bytes_count", *received_bytes),
-                ("tx_packets_count", *sent_frames),
-                ("tx_count", *sent_frames),
-                ("tx_bytes_count", *sent_bytes),
-                ("no_rx_avail_buffer", *stalls),
-            ],
-        ),
+/// What a device has counted.
+struct DeviceCounts<'d> {
+    kind: &'static MetricsGroup,
+    /// The device's name.
+    id: &'d str,
+    /// Names and values.
+    counts: Vec<(&'static str, u64)>,
+}
+
+impl<'d> DeviceCounts<'d> {
+    fn of(device: &'d DeviceStats) -> Self {
+        match device {
+            DeviceStats::Disk {
+                id,
+                reads,
+                read_bytes,
+                writes,
+                written_bytes,
+                flushes,
+                errors,
+                stalls,
+            } => Self {
+                kind: &BLOCK,
+                id,
+                counts: vec![
+                    ("read_count", *reads),
+                    ("read_bytes", *read_bytes),
+                    ("write_count", *writes),
+                    ("write_bytes", *written_bytes),
+                    ("flush_count", *flushes),
+                    ("execute_fails", *errors),
+                    ("io_engine_throttled_events", *stalls),
+                ],
+            },
+            DeviceStats::Net {
+                id,
+                received_frames,
+                received_bytes,
+                sent_frames,
+                sent_bytes,
+                stalls,
+                ..
+            } => Self {
+                kind: &NET,
+                id,
+                counts: vec![
+                    ("rx_packets_count", *received_frames),
+                    ("rx_count", *received_frames),
+                    ("rx_bytes_count", *received_bytes),
+                    ("tx_packets_count", *sent_frames),
+                    ("tx_count", *sent_frames),
+                    ("tx_bytes_count", *sent_bytes),
+                    ("no_rx_avail_buffer", *stalls),
+                ],
+            },
+        }
     }
 }
 

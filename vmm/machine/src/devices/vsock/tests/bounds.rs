@@ -117,18 +117,26 @@ impl Device for MeasuredVsock {
     }
 }
 
-/// Returns a guest whose device is measured, its maximum number of connections, the largest sizes
-/// so far and the current sizes.
-fn watched(
-    sockets: &TestSockets,
-) -> (VsockGuest, usize, Arc<Mutex<CollectionSizes>>, Arc<Mutex<CollectionSizes>>) {
+/// A guest whose device is measured.
+struct WatchedGuest {
+    guest: VsockGuest,
+    /// The device's maximum number of connections.
+    connections: usize,
+    /// The largest sizes so far.
+    most: Arc<Mutex<CollectionSizes>>,
+    /// The current sizes.
+    now: Arc<Mutex<CollectionSizes>>,
+}
+
+fn watched(sockets: &TestSockets) -> WatchedGuest {
     let mut vsock = sockets.vsock();
     vsock.acquire().unwrap();
     let (most, now) =
         (Arc::<Mutex<CollectionSizes>>::default(), Arc::<Mutex<CollectionSizes>>::default());
     let connections = vsock.max_connections;
     let device = MeasuredVsock { vsock, most: most.clone(), now: now.clone() };
-    (VsockGuest::new(Driver::started(Box::new(device))), connections, most, now)
+    let guest = VsockGuest::new(Driver::started(Box::new(device)));
+    WatchedGuest { guest, connections, most, now }
 }
 
 #[test]
@@ -154,7 +162,7 @@ fn connections_reset_by_the_guest_leave_nothing() {
     let listener = sockets.listen(52);
     // The programs' ends are accepted and closed, so that the listen queue never fills.
     std::thread::spawn(move || while listener.accept().is_ok() {});
-    let (mut guest, _, most, now) = watched(&sockets);
+    let WatchedGuest { mut guest, most, now, .. } = watched(&sockets);
     let count = if crate::testing::full() { 50_000 } else { 2_000 };
     // The guest has no buffer for a packet, so none of these connections sends one.
     for port in 0..count {
@@ -171,7 +179,7 @@ fn connections_reset_by_the_guest_leave_nothing() {
 #[test]
 fn programs_that_leave_cause_bounded_refusals() {
     let sockets = TestSockets::new();
-    let (mut guest, connections, most, now) = watched(&sockets);
+    let WatchedGuest { mut guest, connections, most, now } = watched(&sockets);
     let (end, cap) = (Instant::now() + attack(), Instant::now() + 10 * TIMEOUT);
     let mut calls = 0;
     // The guest has no buffer for a packet, so it sees none of these connections, and each is
