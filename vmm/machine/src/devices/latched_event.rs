@@ -1,32 +1,45 @@
-//! An event that one thread signals and another thread polls like any file.
+//! An event that one thread, or the kernel, signals and another one polls like any file.
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 
-use rustix::event::{EventfdFlags, eventfd};
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 /// Event that stays readable from a signal until it is cleared.
 #[derive(Debug)]
-pub(super) struct LatchedEvent(OwnedFd);
+pub(crate) struct LatchedEvent(EventFd);
 
 impl LatchedEvent {
     pub(super) fn new() -> io::Result<Self> {
-        Ok(Self(eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?))
+        Ok(Self(EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?))
     }
 
     pub(super) fn signal(&self) {
         // Fails only if the counter is at its maximum: then the event is readable already.
-        let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
+        let _ = self.0.write(1);
     }
 
-    pub(super) fn clear(&self) {
+    /// Clears the event. Returns whether it was signaled.
+    pub(super) fn clear(&self) -> bool {
         // Fails only if the event is not readable.
-        let _ = rustix::io::read(&self.0, &mut [0; 8]);
+        self.0.read().is_ok()
+    }
+
+    /// Returns the descriptor, which KVM signals or waits for.
+    pub(super) fn descriptor(&self) -> &EventFd {
+        &self.0
+    }
+}
+
+impl AsRawFd for LatchedEvent {
+    fn as_raw_fd(&self) -> RawFd {
+        self.0.as_raw_fd()
     }
 }
 
 impl AsFd for LatchedEvent {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.0.as_fd()
+        // SAFETY: the descriptor is open for as long as the event that is borrowed.
+        unsafe { BorrowedFd::borrow_raw(self.0.as_raw_fd()) }
     }
 }

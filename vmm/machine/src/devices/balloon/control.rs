@@ -6,12 +6,12 @@ use std::sync::mpsc::{self, Receiver};
 use std::time::Duration;
 
 use driftline_dirty_tracker::{FrameSet, PAGE_SIZE};
-use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::Balloon;
 use super::sizes::BalloonSizes;
 use crate::actor::{self, Handle};
 use crate::config::BalloonConfig;
+use crate::devices::latched_event::LatchedEvent;
 use crate::memory::ProtectedFrames;
 
 /// Extra time that the device gets after the caller's limit to return the hints so far.
@@ -43,10 +43,9 @@ pub(in crate::devices) fn open(
     protected: Arc<ProtectedFrames>,
 ) -> io::Result<(Balloon, BalloonControl)> {
     let (balloon, inbox) = actor::inbox("the balloon");
-    let wake = Arc::new(EventFd::new(EFD_NONBLOCK)?);
+    let wake = Arc::new(LatchedEvent::new()?);
     let waker = wake.clone();
-    // Fails only at 2^64 - 1 jobs.
-    let balloon = balloon.woken_by(move || drop(waker.write(1)));
+    let balloon = balloon.woken_by(move || waker.signal());
     let sizes = Arc::<BalloonSizes>::default();
     sizes.set_target(frames(config.bytes));
     let device = Balloon::new(config, protected, sizes.clone(), inbox, wake)?;

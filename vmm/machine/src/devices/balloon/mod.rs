@@ -27,9 +27,9 @@ use driftline_guest::GuestRam;
 use serde::{Deserialize, Serialize};
 use vm_memory::{GuestAddress, GuestMemoryBackend};
 use vmm_sys_util::epoll::EventSet;
-use vmm_sys_util::eventfd::EventFd;
 
 use super::error::DeviceError;
+use super::latched_event::LatchedEvent;
 use super::virtio::{
     Buffer, Chain, Device, DeviceIo, DeviceKind, QuiesceError, SharedDeviceState, Violation,
     Watcher, decode_state, encode_state,
@@ -78,7 +78,7 @@ pub(super) struct Balloon {
     runs: Vec<FrameRun>,
     sizes: Arc<BalloonSizes>,
     inbox: Inbox<Self>,
-    wake: Arc<EventFd>,
+    wake: Arc<LatchedEvent>,
     failures: u64,
     /// Whether a job has changed the configuration space, which the driver has not been told.
     config_changed: bool,
@@ -102,7 +102,7 @@ impl Balloon {
         protected: Arc<ProtectedFrames>,
         sizes: Arc<BalloonSizes>,
         inbox: Inbox<Self>,
-        wake: Arc<EventFd>,
+        wake: Arc<LatchedEvent>,
     ) -> io::Result<Self> {
         Ok(Self {
             config: config.clone(),
@@ -342,7 +342,7 @@ impl Device for Balloon {
     ) -> Result<(), Violation> {
         // Reset the event before reading the inbox. A job is sent before its event is written, so
         // none is missed.
-        let _ = self.wake.read();
+        self.wake.clear();
         while let Next::Job(job) = self.inbox.try_recv() {
             job(self);
             self.publish_changes(io.shared);

@@ -172,7 +172,7 @@ fn large_frame_waits_for_enough_buffers() {
         assert_eq!(moved.save().unwrap(), state);
         let mut driver = driver.moved_to(moved);
         let more: Vec<u16> = rooms[1..].iter().map(|room| driver.post(0, &[*room])).collect();
-        let _ = driver.transport.line().read();
+        driver.transport.line().clear();
         driver.transport.resume();
         let heads = [&[first][..], &more].concat();
         let lens: Vec<u32> = heads.iter().map(|head| driver.wait_used(0, *head)).collect();
@@ -180,7 +180,7 @@ fn large_frame_waits_for_enough_buffers() {
         let bytes: Vec<u8> = rooms.iter().flat_map(|room| driver.bytes(*room)).collect();
         assert_eq!(num_buffers(&bytes), 3);
         assert_eq!(bytes[HEADER..HEADER + 5000], large);
-        assert_ne!(driver.transport.line().read().unwrap(), 0, "the driver was told");
+        assert!(driver.transport.line().clear(), "the driver was told");
         driver.quiesce();
     }
 }

@@ -244,10 +244,10 @@ impl DeviceSet {
         for (i, device) in self.devices.iter().enumerate() {
             let place = placement(i).ok_or_else(|| io::Error::other("no interrupt is left"))?;
             fail_point::pass("irqfd")?;
-            vm.fd().register_irqfd(device.line(), place.irq)?;
+            vm.fd().register_irqfd(device.line().descriptor(), place.irq)?;
             let notify = IoEventAddress::Mmio(place.base + QUEUE_NOTIFY);
             for (kick, queue) in device.kicks().zip(0u32..) {
-                vm.fd().register_ioevent(kick, &notify, queue)?;
+                vm.fd().register_ioevent(kick.descriptor(), &notify, queue)?;
             }
         }
         Ok(())

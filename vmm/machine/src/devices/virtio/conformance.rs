@@ -155,7 +155,7 @@ fn reset_forgets_the_driver(tested: &TestedDevice<'_>) {
     let mut driver = Driver::started((tested.make)());
     check_answer(&mut driver, tested, 0);
     assert_ne!(driver.read(VIRTIO_MMIO_INTERRUPT_STATUS), 0);
-    assert_ne!(driver.transport.line().read().unwrap(), 0, "the interrupt was raised");
+    assert!(driver.transport.line().clear(), "the interrupt was raised");
     driver.write(VIRTIO_MMIO_STATUS, 0);
     assert_eq!(driver.read(VIRTIO_MMIO_STATUS), 0);
     assert_eq!(driver.read(VIRTIO_MMIO_INTERRUPT_STATUS), 0);

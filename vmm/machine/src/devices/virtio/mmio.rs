@@ -11,13 +11,13 @@ use std::sync::Arc;
 use parking_lot::{Mutex, MutexGuard};
 use virtio_bindings::virtio_config::{VIRTIO_CONFIG_S_ACKNOWLEDGE, VIRTIO_CONFIG_S_NEEDS_RESET};
 use virtio_bindings::virtio_mmio::*;
-use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::messages::{DriverCommand, ReadyRing, RestoredWorkerState, SavedWorkerState};
 use super::registers::{RegisterEffect, RegisterState, Registers};
 use super::request::RequestError;
 use super::{Device, DeviceKind, REGISTERS_LEN, SharedDeviceState, Violation, VirtioState};
 use crate::devices::error::DeviceError;
+use crate::devices::latched_event::LatchedEvent;
 
 /// A device's registers, configuration space and notifications; see the module.
 #[derive(Debug)]
@@ -26,7 +26,7 @@ pub(super) struct MmioInterface {
     label: String,
     registers: Mutex<Registers>,
     pub(super) shared: Arc<SharedDeviceState>,
-    pub(super) kicks: Vec<Arc<EventFd>>,
+    pub(super) kicks: Vec<Arc<LatchedEvent>>,
 }
 
 impl MmioInterface {
@@ -34,7 +34,7 @@ impl MmioInterface {
     pub(super) fn new(id: &str, device: &dyn Device) -> io::Result<Self> {
         let kind = device.kind();
         let sizes = device.queue_sizes();
-        let event = || Ok::<_, io::Error>(Arc::new(EventFd::new(EFD_NONBLOCK)?));
+        let event = || Ok::<_, io::Error>(Arc::new(LatchedEvent::new()?));
         Ok(Self {
             kind,
             label: format!("{kind} \"{id}\""),
@@ -109,7 +109,7 @@ impl MmioInterface {
     fn notify(&self, queue: u32, send: impl FnOnce(DriverCommand)) {
         match self.kicks.get(queue as usize) {
             // Fails only at 2^64 - 1 notifications.
-            Some(kick) => drop(kick.write(1)),
+            Some(kick) => kick.signal(),
             None => {
                 let why = format!("its driver notifies queue {queue}, which does not exist");
                 send(DriverCommand::Stop(Violation::Registers(why)));

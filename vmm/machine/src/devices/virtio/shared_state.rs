@@ -6,7 +6,8 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use parking_lot::{Mutex, MutexGuard};
 use virtio_bindings::virtio_mmio::{VIRTIO_MMIO_INT_CONFIG, VIRTIO_MMIO_INT_VRING};
-use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use crate::devices::latched_event::LatchedEvent;
 
 /// State shared by a device's registers and its thread; see the module.
 #[derive(Debug)]
@@ -15,7 +16,7 @@ pub(crate) struct SharedDeviceState {
     /// lost on its way (to a saved interrupt controller) therefore leaves its bit behind.
     interrupt_status: AtomicU32,
     /// The event that raises the interrupt.
-    line: EventFd,
+    line: LatchedEvent,
     needs_reset: AtomicBool,
     /// Number of resets that the driver has begun and the thread has not done.
     resets: AtomicU32,
@@ -32,7 +33,7 @@ impl SharedDeviceState {
     pub(super) fn new(config: Vec<u8>) -> io::Result<Self> {
         Ok(Self {
             interrupt_status: AtomicU32::new(0),
-            line: EventFd::new(EFD_NONBLOCK)?,
+            line: LatchedEvent::new()?,
             needs_reset: AtomicBool::new(false),
             resets: AtomicU32::new(0),
             config: Mutex::new(ConfigSpace { generation: 0, bytes: config }),
@@ -40,7 +41,7 @@ impl SharedDeviceState {
     }
 
     /// Returns the event that raises the interrupt, for connection to an interrupt controller.
-    pub(crate) fn line(&self) -> &EventFd {
+    pub(crate) fn line(&self) -> &LatchedEvent {
         &self.line
     }
 
@@ -59,7 +60,7 @@ impl SharedDeviceState {
         // interrupt.
         self.interrupt_status.fetch_or(bit, Ordering::SeqCst);
         // Fails only if 2^64 - 1 interrupts are pending; another one would change nothing.
-        let _ = self.line.write(1);
+        self.line.signal();
     }
 
     pub(crate) fn interrupt_status(&self) -> u32 {

@@ -7,12 +7,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use driftline_guest::GuestRam;
-use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::mmio::MmioInterface;
 use super::worker::DeviceWorker;
 use super::{Device, RequestError, VirtioState};
 use crate::actor::{self, Handle};
+use crate::devices::latched_event::LatchedEvent;
 
 /// A timeout longer than any request of a test takes.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
@@ -30,7 +30,7 @@ impl ThreadlessDevice {
     pub(crate) fn new(id: &str, device: Box<dyn Device>, ram: GuestRam) -> io::Result<Self> {
         let mmio = MmioInterface::new(id, &*device)?;
         let (handle, inbox) = actor::inbox(mmio.label());
-        let wake = Arc::new(EventFd::new(EFD_NONBLOCK)?);
+        let wake = Arc::new(LatchedEvent::new()?);
         let worker = RefCell::new(DeviceWorker::new(&mmio, device, ram, inbox, wake)?);
         Ok(Self { mmio, worker, _handle: handle })
     }

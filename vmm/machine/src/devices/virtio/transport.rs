@@ -14,7 +14,6 @@ use std::time::{Duration, Instant};
 
 use driftline_guest::GuestRam;
 use parking_lot::Mutex;
-use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::messages::DriverCommand;
 use super::mmio::MmioInterface;
@@ -23,6 +22,7 @@ use super::request::RequestError;
 use super::worker::DeviceWorker;
 use super::{Completion, Device, VirtioState};
 use crate::actor::{self, Handle, PendingCall};
+use crate::devices::latched_event::LatchedEvent;
 use crate::sandbox;
 #[cfg(test)]
 use crate::testing::soon;
@@ -98,7 +98,7 @@ impl Transport {
     pub(crate) fn spawn(id: &str, device: Box<dyn Device>, ram: GuestRam) -> io::Result<Self> {
         let class = device.kind().class();
         let mmio = MmioInterface::new(id, &*device)?;
-        let wake = Arc::new(EventFd::new(EFD_NONBLOCK)?);
+        let wake = Arc::new(LatchedEvent::new()?);
         let (handle, inbox) = actor::inbox(mmio.label());
         let worker = DeviceWorker::new(&mmio, device, ram, inbox, wake.clone())?;
         let (end, ended) = mpsc::channel();
@@ -108,8 +108,7 @@ impl Transport {
             let _ = end.send(());
         })?;
         let thread = WorkerThread {
-            // Fails only at 2^64 - 1 jobs.
-            worker: handle.woken_by(move || drop(wake.write(1))),
+            worker: handle.woken_by(move || wake.signal()),
             ended: Mutex::new(ended),
             quit_at: OnceLock::new(),
             thread: Some(thread),
@@ -129,13 +128,13 @@ impl Transport {
     }
 
     /// Returns the interrupt line, for connection to an interrupt controller.
-    pub(crate) fn line(&self) -> &EventFd {
+    pub(crate) fn line(&self) -> &LatchedEvent {
         self.mmio.shared.line()
     }
 
     /// Returns the queues' notifications. A write of a queue's number to `QueueNotify` triggers
     /// one.
-    pub(crate) fn kicks(&self) -> impl Iterator<Item = &EventFd> {
+    pub(crate) fn kicks(&self) -> impl Iterator<Item = &LatchedEvent> {
         self.mmio.kicks.iter().map(|k| &**k)
     }
 

@@ -16,7 +16,6 @@ use std::time::{Duration, Instant};
 
 use driftline_guest::GuestRam;
 use virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
-use vmm_sys_util::eventfd::EventFd;
 
 use super::device::QuiesceError;
 use super::messages::{DriverCommand, ReadyRing, RestoredWorkerState, SavedWorkerState};
@@ -27,6 +26,7 @@ use super::watcher::Event;
 use super::{Device, DeviceIo, DeviceRing, Limiters, SharedDeviceState, Violation, Watcher};
 use crate::actor::{Inbox, Next};
 use crate::config::{LimitsChange, RateLimits};
+use crate::devices::latched_event::LatchedEvent;
 
 /// Everything that the thread owns.
 pub(super) struct DeviceWorker {
@@ -36,13 +36,13 @@ pub(super) struct DeviceWorker {
     ram: GuestRam,
     rings: Vec<DeviceRing>,
     /// The queues' notifications.
-    kicks: Vec<Arc<EventFd>>,
+    kicks: Vec<Arc<LatchedEvent>>,
     shared: Arc<SharedDeviceState>,
     watcher: Watcher,
     limiters: Limiters,
     inbox: Inbox<Self>,
     /// Signals that there are jobs.
-    wake: Arc<EventFd>,
+    wake: Arc<LatchedEvent>,
     /// Whether a driver is ready and has not broken the rules.
     active: bool,
     paused: bool,
@@ -61,7 +61,7 @@ impl DeviceWorker {
         mut device: Box<dyn Device>,
         ram: GuestRam,
         inbox: Inbox<Self>,
-        wake: Arc<EventFd>,
+        wake: Arc<LatchedEvent>,
     ) -> io::Result<Self> {
         let sizes = device.queue_sizes();
         let rings = sizes.iter().zip(0..).map(|(size, i)| DeviceRing::idle(i, *size));
@@ -129,7 +129,7 @@ impl DeviceWorker {
             match event {
                 Event::Job => {
                     // The count that is read here covers the jobs in the inbox, or more.
-                    let _ = self.wake.read();
+                    self.wake.clear();
                     if !self.run_jobs() {
                         return false;
                     }
@@ -141,7 +141,7 @@ impl DeviceWorker {
                 Event::Queue(queue) => {
                     if let Some(kick) = self.kicks.get(queue) {
                         // The notification is empty if a job overtook the event.
-                        let _ = kick.read();
+                        kick.clear();
                     }
                     self.call_active_device(|device, io| device.process(queue, io));
                 }
@@ -266,7 +266,7 @@ impl DeviceWorker {
             }
             if ring.needs_round() {
                 // Brings the thread back after other queues have had their round.
-                let _ = kick.write(1);
+                kick.signal();
             }
         }
         if interrupt {
@@ -395,7 +395,7 @@ impl DeviceWorker {
         }
         self.limiters.resume();
         // The inbox may have more jobs, whose signal was read together with that of the quiesce.
-        let _ = self.wake.write(1);
+        self.wake.signal();
         let moved = std::mem::take(&mut self.moved);
         self.call_device(|device, io| device.resume(moved, io));
         self.process_all_queues();

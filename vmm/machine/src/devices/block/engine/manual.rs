@@ -4,14 +4,13 @@ use std::io;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
-
 use crate::devices::block::operation::DiskOperation;
+use crate::devices::latched_event::LatchedEvent;
 
 /// The engine, and the handle by which a test controls it.
 #[derive(Clone)]
 pub(in crate::devices::block) struct ManualEngine {
-    completion_event: Arc<EventFd>,
+    completion_event: Arc<LatchedEvent>,
     inner: Arc<Mutex<ManualEngineState>>,
 }
 
@@ -31,7 +30,7 @@ struct ManualEngineState {
 
 impl ManualEngine {
     pub(in crate::devices::block) fn new() -> Self {
-        let completion_event = Arc::new(EventFd::new(EFD_NONBLOCK).unwrap());
+        let completion_event = Arc::new(LatchedEvent::new().unwrap());
         Self { completion_event, inner: Arc::default() }
     }
 
@@ -54,7 +53,7 @@ impl ManualEngine {
     /// Ends all pending operations, and those that are submitted later.
     pub(in crate::devices::block) fn complete_all(&self) {
         self.inner().completes = true;
-        self.completion_event.write(1).unwrap();
+        self.completion_event.signal();
     }
 
     /// Returns whether the device waits, or has waited, for the end of an operation.
@@ -72,7 +71,7 @@ impl ManualEngine {
         self.inner().submitted.clone()
     }
 
-    pub(in crate::devices::block) fn completion_event(&self) -> &EventFd {
+    pub(in crate::devices::block) fn completion_event(&self) -> &LatchedEvent {
         &self.completion_event
     }
 
@@ -93,13 +92,13 @@ impl ManualEngine {
         }
         inner.pending.push(token);
         if inner.completes {
-            self.completion_event.write(1).unwrap();
+            self.completion_event.signal();
         }
         None
     }
 
     pub(in crate::devices::block) fn completions(&self) -> Vec<(u64, io::Result<()>)> {
-        let _ = self.completion_event.read();
+        self.completion_event.clear();
         let mut inner = self.inner();
         let ended = if inner.completes { std::mem::take(&mut inner.pending) } else { Vec::new() };
         ended.into_iter().map(|token| (token, Ok(()))).collect()

@@ -11,12 +11,12 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use driftline_guest::GuestRam;
-use vmm_sys_util::eventfd::EventFd;
 
 use super::error::DiskError;
 use super::file::DiskFile;
 use super::operation::DiskOperation;
 use crate::config::DiskEngine;
+use crate::devices::latched_event::LatchedEvent;
 use uring::Uring;
 
 /// An engine; see the module.
@@ -59,7 +59,7 @@ impl Engine {
 
     /// Returns the event that becomes readable when operations have ended; `None` for an engine
     /// that has done its work when `submit` returns.
-    pub(super) fn completion_event(&self) -> Option<&EventFd> {
+    pub(super) fn completion_event(&self) -> Option<&LatchedEvent> {
         match self {
             Self::Uring(uring) => Some(uring.completion_event()),
             Self::Sync(_) => None,

@@ -15,10 +15,10 @@ use io_uring::register::Restriction;
 use io_uring::{IoUring, Probe, opcode, squeue, types};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use vm_memory::GuestMemoryBackend;
-use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use crate::devices::block::file::DiskFile;
 use crate::devices::block::operation::{DiskOperation, DiskWork};
+use crate::devices::latched_event::LatchedEvent;
 use crate::devices::virtio::Buffers;
 
 /// Submission queue entries. The kernel takes them at each submit, so few are enough.
@@ -32,7 +32,7 @@ const RETRY: Duration = Duration::from_millis(1);
 pub(crate) struct Uring {
     ring: IoUring,
     file: Arc<DiskFile>,
-    completion_event: EventFd,
+    completion_event: LatchedEvent,
     in_flight: HashMap<u64, UringOperation>,
     /// Keeps the mapping that the kernel writes to. The first operation sets it.
     ram: Option<GuestRam>,
@@ -71,7 +71,7 @@ impl Uring {
         if let Some(code) = OPERATIONS.iter().find(|code| !probe.is_supported(**code)) {
             return Err(io::Error::other(format!("its operation {code} is missing")));
         }
-        let completion_event = EventFd::new(EFD_NONBLOCK)?;
+        let completion_event = LatchedEvent::new()?;
         ring.submitter().register_eventfd(completion_event.as_raw_fd())?;
         // No filter of system calls sees what a ring does, so the ring itself is restricted to
         // these operations. It could be restricted to this file, too. But it would then hold the
@@ -95,7 +95,7 @@ impl Uring {
         &self.file
     }
 
-    pub(super) fn completion_event(&self) -> &EventFd {
+    pub(super) fn completion_event(&self) -> &LatchedEvent {
         &self.completion_event
     }
 
@@ -176,7 +176,7 @@ impl Uring {
                         tracing::warn!("io_uring takes no requests for now: {e}");
                     }
                     // Brings the device's thread back to these entries.
-                    let _ = self.completion_event.write(1);
+                    self.completion_event.signal();
                     return;
                 }
             }
@@ -195,7 +195,7 @@ impl Uring {
     /// Takes the operations that have ended, and marks what the kernel wrote to guest memory.
     pub(super) fn completions(&mut self, ram: &GuestRam) -> Vec<(u64, io::Result<()>)> {
         // Comes before the completions are read: else one could be missed.
-        let _ = self.completion_event.read();
+        self.completion_event.clear();
         let ended: Vec<(u64, i32)> =
             self.ring.completion().map(|entry| (entry.user_data(), entry.result())).collect();
         let ended: Vec<_> = ended
