@@ -331,6 +331,18 @@ pub(crate) const BASELINE: &[&str] = &[
     "kvmclock_stable",
 ];
 
+/// Returns the names of all features.
+pub(crate) fn names() -> impl Iterator<Item = &'static str> {
+    NAMES.iter().flat_map(|(.., names)| names.iter().map(|(_, name)| *name))
+}
+
+/// Returns the name that `name` probably stands for: the one with the fewest edits, if they change
+/// at most a third of it.
+pub(crate) fn nearest(name: &str) -> Option<&'static str> {
+    let edits = |known: &&str| strsim::damerau_levenshtein(name, known);
+    names().min_by_key(edits).filter(|known| edits(known) * 3 <= known.len())
+}
+
 /// Returns the place of the feature called `name`.
 pub fn find(name: &str) -> Option<FeatureBit> {
     NAMES.iter().find_map(|&(function, index, register, names)| {
@@ -394,7 +406,7 @@ mod tests {
 
     #[test]
     fn no_name_and_no_bit_is_there_twice() {
-        let all: Vec<&str> = NAMES.iter().flat_map(|n| n.3.iter().map(|(_, name)| *name)).collect();
+        let all: Vec<&str> = names().collect();
         assert_eq!(all.iter().collect::<HashSet<_>>().len(), all.len());
         for (.., names) in NAMES {
             let bits: HashSet<u8> = names.iter().map(|(bit, _)| *bit).collect();
@@ -411,5 +423,16 @@ mod tests {
         assert_eq!(describe(FeatureBit { bit: 2, ..place }), "CPUID leaf 0x7 EBX bit 2");
         assert_eq!(describe(find("avx_vnni").unwrap()), "avx_vnni (CPUID leaf 0x7.1 EAX bit 4)");
         assert_eq!(find("warp_drive"), None);
+    }
+
+    #[test]
+    fn misspelled_feature_has_a_nearest_name() {
+        for (given, meant) in [("avx5l2f", "avx512f"), ("sse4.2", "sse4_2"), ("popcount", "popcnt")]
+        {
+            assert_eq!(nearest(given), Some(meant));
+        }
+        for strange in ["", "warp", "a-long-name-that-means-nothing"] {
+            assert_eq!(nearest(strange), None, "{strange}");
+        }
     }
 }

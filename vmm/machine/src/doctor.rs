@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use kvm_bindings::KVM_MAX_CPUID_ENTRIES;
+use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES};
 use kvm_ioctls::Kvm;
 use serde::Serialize;
 
@@ -107,7 +107,17 @@ fn kvm_findings(kvm: &Kvm, findings: &mut Vec<Finding>) {
         None => missing("dirty ring", "--tracking dirty-ring is refused; dirty-bitmap remains"),
     };
     findings.push(ring.of(Group::Migration));
-    findings.push(baseline_processor(kvm).of(Group::Migration));
+    match kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES) {
+        Err(e) => findings.push(
+            missing(BASELINE, &format!("KVM_GET_SUPPORTED_CPUID failed: {e}")).of(Group::Migration),
+        ),
+        Ok(supported) => {
+            findings.push(baseline_processor(&supported).of(Group::Migration));
+            let features = baseline::features(&supported).join(" ");
+            let note = "--cpu MODEL,-NAME removes one";
+            findings.push(present("processor features", features, note).of(Group::Capability));
+        }
+    }
     for c in capabilities.iter() {
         let name = format!("KVM_CAP_{}", c.name);
         findings.push(match (c.value, c.need) {
@@ -118,22 +128,17 @@ fn kvm_findings(kvm: &Kvm, findings: &mut Vec<Finding>) {
     }
 }
 
-fn baseline_processor(kvm: &Kvm) -> Finding {
-    const NAME: &str = "baseline processor";
-    match kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES) {
-        Err(e) => missing(NAME, &format!("KVM_GET_SUPPORTED_CPUID failed: {e}")),
-        Ok(supported) => {
-            let lacks = baseline::lacks(&supported);
-            if lacks.is_empty() {
-                return present(NAME, "offered".into(), "");
-            }
-            let (want, without) = (lacks.join(", "), lacks.join(",-"));
-            let cost = format!(
-                "--cpu baseline is refused: {want} is missing; --cpu baseline,-{without} works"
-            );
-            missing(NAME, &cost)
-        }
+const BASELINE: &str = "baseline processor";
+
+fn baseline_processor(supported: &CpuId) -> Finding {
+    let lacks = baseline::lacks(supported);
+    if lacks.is_empty() {
+        return present(BASELINE, "offered".into(), "");
     }
+    let (want, without) = (lacks.join(", "), lacks.join(",-"));
+    let cost =
+        format!("--cpu baseline is refused: {want} is missing; --cpu baseline,-{without} works");
+    missing(BASELINE, &cost)
 }
 
 fn hypervisor() -> Finding {

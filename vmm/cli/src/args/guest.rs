@@ -127,6 +127,7 @@ pub(crate) struct RunArgs {
     /// CPU model: host or baseline, minus features: host,-cx16 [default: host]
     ///
     /// With baseline (x86-64-v2) a guest can migrate between different processors of one vendor.
+    /// `driftline doctor -v` lists the features of this host.
     #[arg(long, value_name = "MODEL", help_heading = headings::PROCESSORS)]
     pub(crate) cpu: Option<CpuConfig>,
     /// Backend of the vCPUs: kvm or threads [default: kvm]

@@ -77,7 +77,10 @@ impl CpuConfig {
         }
         match self.without.iter().find(|name| cpu_model::find(name).is_none()) {
             None => Ok(()),
-            Some(name) => Err(ConfigError::unknown("processor feature", name, "")),
+            Some(name) => {
+                let nearest = cpu_model::nearest(name);
+                Err(ConfigError::UnknownFeature { name: name.clone(), nearest })
+            }
         }
     }
 }
@@ -134,7 +137,12 @@ mod tests {
             refused("host,cx16"),
             "\"cx16\" is not a valid feature to remove: write -NAME, such as -cx16"
         );
-        assert_eq!(refused("host,-warp"), "unknown processor feature \"warp\"");
+        let list = "`driftline doctor -v` lists those of this host";
+        assert_eq!(refused("host,-warp"), format!("unknown processor feature \"warp\"; {list}"));
+        assert_eq!(
+            refused("host,-avx521f"),
+            format!("unknown processor feature \"avx521f\": did you mean avx512f?; {list}")
+        );
         let many = format!("host{}", ",-cx16".repeat(65));
         assert!(refused(&many).contains("65 features"));
     }

@@ -20,14 +20,26 @@ pub enum ConfigError {
         form: String,
     },
     /// No part has this name.
-    #[error("unknown {what} {}{}", quoted(name), alternatives(choices))]
+    #[error("unknown {what} {}: use {choices}", quoted(name))]
     Unknown {
         /// The kind of part.
         what: &'static str,
         /// The name.
         name: String,
-        /// The valid names; empty if there are too many to list.
+        /// The valid names.
         choices: &'static str,
+    },
+    /// No processor feature has this name.
+    #[error(
+        "unknown processor feature {}{}; `driftline doctor -v` lists those of this host",
+        quoted(name),
+        nearest.map_or(String::new(), |nearest| format!(": did you mean {nearest}?"))
+    )]
+    UnknownFeature {
+        /// The name.
+        name: String,
+        /// The feature that has a similar name.
+        nearest: Option<&'static str>,
     },
     /// A number is outside its range.
     #[error("{value} {what}, not {least} to {most}")]
@@ -107,8 +119,4 @@ fn quoted(value: &str) -> String {
     }
     let begins: String = value.chars().take(MAX_QUOTED).collect();
     format!("\"{}\"... of {} bytes", begins.escape_debug(), value.len())
-}
-
-fn alternatives(choices: &str) -> String {
-    if choices.is_empty() { String::new() } else { format!(": use {choices}") }
 }

@@ -50,12 +50,18 @@ pub(super) fn baseline(supported: &CpuId, without: &[String]) -> Result<CpuId, M
 /// Returns the names of the baseline features that `supported` lacks.
 pub fn lacks(supported: &CpuId) -> Vec<&'static str> {
     let names = cpu_model::BASELINE.iter().copied();
-    let lacks = names.filter(|name| {
-        cpu_model::find(name).is_some_and(|p| {
-            find(supported.as_slice(), p.function, p.index)[p.register] & 1 << p.bit == 0
-        })
-    });
-    lacks.collect()
+    names.filter(|name| !offers(supported, name)).collect()
+}
+
+/// Returns the names of all features that `supported` has.
+pub fn features(supported: &CpuId) -> Vec<&'static str> {
+    cpu_model::names().filter(|name| offers(supported, name)).collect()
+}
+
+fn offers(supported: &CpuId, name: &str) -> bool {
+    cpu_model::find(name).is_some_and(|p| {
+        find(supported.as_slice(), p.function, p.index)[p.register] & 1 << p.bit != 0
+    })
 }
 
 /// Returns the baseline's version of one leaf; `None` if the baseline does not have it.
