@@ -4,12 +4,11 @@ use std::fs;
 use std::path::Path;
 
 use crate::common::{TestDir, Vmm, fail, output, succeed, text};
+use driftline_dirty_tracker::PAGE_SIZE;
 use serde_json::Value;
 
 const GUEST: &[&str] =
     &["--mem", "64M", "--guest", "payload,ws=1M,pattern=random,report=200", "--backend", "threads"];
-
-const PAGE_BYTES: usize = 4096;
 
 /// Creates a store with two checkpoints. Returns its path, and the pages of the first checkpoint.
 fn stored(tmp: &TestDir) -> (String, Vec<u8>) {
@@ -31,8 +30,8 @@ fn stored(tmp: &TestDir) -> (String, Vec<u8>) {
 fn damage_second(store: &Path, first: &[u8]) {
     let pages = store.join("pages-1");
     let mut bytes = fs::read(&pages).unwrap();
-    for (n, page) in bytes.chunks_mut(PAGE_BYTES).enumerate() {
-        let at = n * PAGE_BYTES;
+    for (n, page) in bytes.chunks_mut(PAGE_SIZE as usize).enumerate() {
+        let at = n * PAGE_SIZE as usize;
         if first.get(at..at + page.len()) != Some(&*page) {
             page[0] ^= 1;
         }

@@ -12,10 +12,10 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 
 use crate::common::{TestDir, Vmm, wait_for};
+use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_machine::testing::{Elf, kvm_or_skip};
 use kvm_ioctls::Kvm;
 
-const PAGE: u64 = 4096;
 /// Offset of the mark that identifies a page. KVM and the VMM use only bytes below it.
 const MARK_AT: u64 = 0x800;
 
@@ -42,7 +42,7 @@ fn shared_pages() -> Vec<SharedPage> {
     let leaf = cpuid.as_slice().iter().find(|entry| entry.function == 0x4000_0001).unwrap();
     let offered = |bits: &[u32]| bits.iter().all(|bit| leaf.eax >> bit & 1 == 1);
     let mut pages = vec![SharedPage { name: "the generation ID", gpa: 0xf_f000, msrs: Vec::new() }];
-    let at = |i: u32| 0x20_0000 + i * PAGE as u32;
+    let at = |i: u32| 0x20_0000 + i * PAGE_SIZE as u32;
     let features: [Feature; 4] = [
         ("kvmclock", &[3], vec![(0x4b56_4d01, at(0) | 1)]),
         ("steal time", &[5], vec![(0x4b56_4d03, at(1) | 1)]),
@@ -84,13 +84,14 @@ fn kernel(pages: &[SharedPage]) -> Vec<u8> {
 /// Returns the offsets of `page`'s mark in the page file. There are several if the page changed
 /// while the guest's memory was copied.
 fn marks(file: &File, page: &SharedPage) -> Vec<u64> {
-    let slots = file.metadata().unwrap().len() / PAGE;
+    let slots = file.metadata().unwrap().len() / PAGE_SIZE;
     let is_there = |at: &u64| {
         let mut mark = [0; 4];
         file.read_exact_at(&mut mark, *at).unwrap();
         mark == page.mark().to_le_bytes()
     };
-    let found: Vec<u64> = (0..slots).map(|slot| slot * PAGE + MARK_AT).filter(is_there).collect();
+    let found: Vec<u64> =
+        (0..slots).map(|slot| slot * PAGE_SIZE + MARK_AT).filter(is_there).collect();
     assert!(!found.is_empty(), "the checkpoint has no page of {}", page.name);
     found
 }

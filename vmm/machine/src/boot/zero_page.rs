@@ -8,6 +8,7 @@
 //! +0x7100   command line
 //! ```
 
+use driftline_dirty_tracker::PAGE_SIZE;
 use linux_loader::loader::bootparam::{CAN_USE_HEAP, boot_e820_entry, boot_params, setup_header};
 use vm_memory::{ByteValued, Bytes, GuestAddress};
 
@@ -26,7 +27,6 @@ const E820_RESERVED: u32 = 2;
 const LOADER_UNDEFINED: u8 = 0xff;
 const VID_MODE_NORMAL: u16 = 0xffff;
 
-const PAGE: u64 = 4096;
 const DIRECTORIES: u64 = 4;
 /// End of the identity-mapped addresses. A kernel's entry must lie below.
 pub(super) const MAPPED_END: u64 = DIRECTORIES << 30;
@@ -121,10 +121,10 @@ fn params(memory: &Memory, block: u64, inputs: &BootInputs) -> boot_params {
 
 /// Returns the PML4, PDPT and page directories for tables at address `at`.
 fn page_tables(at: u64) -> Vec<u8> {
-    let mut entries = vec![0u64; ((2 + DIRECTORIES) * PAGE / 8) as usize];
-    entries[0] = (at + PAGE) | PRESENT_WRITABLE;
+    let mut entries = vec![0u64; ((2 + DIRECTORIES) * PAGE_SIZE / 8) as usize];
+    entries[0] = (at + PAGE_SIZE) | PRESENT_WRITABLE;
     for i in 0..DIRECTORIES {
-        entries[512 + i as usize] = (at + (2 + i) * PAGE) | PRESENT_WRITABLE;
+        entries[512 + i as usize] = (at + (2 + i) * PAGE_SIZE) | PRESENT_WRITABLE;
     }
     for (i, entry) in entries[1024..].iter_mut().enumerate() {
         *entry = (i as u64) << 21 | HUGE | PRESENT_WRITABLE;

@@ -16,8 +16,6 @@ use super::error::FrameError;
 use super::userfault::Userfault;
 use crate::HostMemory;
 
-const PAGE: usize = PAGE_SIZE as usize;
-
 /// A guest's memory that is being filled. Dropping it unregisters the memory.
 #[derive(Debug)]
 pub(super) struct MemoryFill {
@@ -52,7 +50,9 @@ impl MemoryFill {
         }
         // A page was present already, or this call has filled some of them. Go page by page: a
         // write to a missing page would wait for ever.
-        for (offset, page) in (0..).step_by(PAGE).zip(contents.chunks_exact(PAGE)) {
+        let page_bytes = PAGE_SIZE as usize;
+        let pages = contents.chunks_exact(page_bytes);
+        for (offset, page) in (0..).step_by(page_bytes).zip(pages) {
             match self.userfault.copy(address + offset as u64, page) {
                 Err(e) if e.raw_os_error() == Some(libc::EEXIST) => {
                     place.write_slice(page, offset).map_err(io::Error::other)?;
@@ -101,10 +101,10 @@ mod tests {
             let memory =
                 Memory::new(5 << 30, &MemoryOptions { backing, huge_pages, prefault: false });
             let memory = memory.unwrap();
-            let page = |gfn: u64| vec![gfn as u8 | 1; PAGE];
+            let page = |gfn: u64| vec![gfn as u8 | 1; PAGE_SIZE as usize];
             // No caller touches memory before filling it, but if one has, the content is
             // overwritten.
-            let mut found = vec![0; PAGE];
+            let mut found = vec![0; PAGE_SIZE as usize];
             memory.ram().write_slice(&page(90), GuestAddress(Gfn(4).gpa())).unwrap();
             memory.ram().read_slice(&mut found, GuestAddress(Gfn(0x10_0001).gpa())).unwrap();
             let Some(fill) = memory.memory_loader() else {
@@ -125,7 +125,7 @@ mod tests {
             let expected = |gfn: u64| match gfn {
                 5..=8 => page(gfn + 100),
                 3 | 4 | 0xbffff | 0x10_0000 | 0x10_0001 => page(gfn),
-                _ => vec![0; PAGE],
+                _ => vec![0; PAGE_SIZE as usize],
             };
             for gfn in (0..12).chain(0xbfffe..=0xbffff).chain(0x10_0000..0x10_0004) {
                 memory.ram().read_slice(&mut found, GuestAddress(Gfn(gfn).gpa())).unwrap();
@@ -140,7 +140,7 @@ mod tests {
         let Ok(fill) = MemoryFill::open(memory.ram()) else {
             return skip("filling what is no memory", "this host has no userfaultfd for it");
         };
-        let e = fill.fill(frames(4095, 2), &[1; 2 * PAGE]).unwrap_err().to_string();
+        let e = fill.fill(frames(4095, 2), &[1; 2 * PAGE_SIZE as usize]).unwrap_err().to_string();
         assert!(e.contains("placing frames in memory"), "{e}");
     }
 }

@@ -9,6 +9,7 @@ use std::io;
 use std::os::fd::{AsFd, FromRawFd, OwnedFd};
 use std::time::Duration;
 
+use driftline_dirty_tracker::PAGE_SIZE;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::mm::{UserfaultfdFlags, userfaultfd};
 use vmm_sys_util::ioctl::{ioctl_with_mut_ref, ioctl_with_val};
@@ -73,8 +74,6 @@ ioctl_iowr_nr!(UFFDIO_ZEROPAGE, UFFD, 0x04, UffdioFill);
 ioctl_iowr_nr!(UFFDIO_POISON, UFFD, 0x08, UffdioFill);
 ioctl_iowr_nr!(UFFDIO_WRITEPROTECT, UFFD, 0x06, UffdioWriteprotect);
 
-/// Bytes of the smallest unit.
-const PAGE: u64 = driftline_dirty_tracker::PAGE_SIZE;
 /// `UFFD_API`, the version.
 const API: u64 = 0xaa;
 /// Fault messages tell write protection faults from others (5.7).
@@ -277,8 +276,8 @@ impl Userfault {
             done += u64::try_from(filled).unwrap_or(0).min(len - done);
             match result {
                 Err(e) if may_be_present && e.raw_os_error() == Some(libc::EEXIST) => {
-                    self.wake(start + done, PAGE)?;
-                    done += PAGE;
+                    self.wake(start + done, PAGE_SIZE)?;
+                    done += PAGE_SIZE;
                 }
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => std::thread::yield_now(),
                 other => other?,
