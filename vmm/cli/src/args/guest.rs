@@ -73,7 +73,7 @@ pub(crate) struct HostArgs {
     /// A guest that escapes into the VMM can then reach all files of the VMM's user.
     #[arg(long, conflicts_with = "allow_path", help_heading = headings::SANDBOX)]
     pub(crate) no_landlock: bool,
-    /// End at once when the process that started this one ends
+    /// End immediately when the process that started this one ends
     #[arg(long, hide = true, help_heading = headings::SANDBOX)]
     pub(crate) die_with_parent: bool,
 }
@@ -257,7 +257,7 @@ pub(crate) struct RestoreArgs {
     #[arg(long, value_name = "N", value_parser = values::checkpoint,
           help_heading = headings::CHECKPOINT)]
     pub(crate) checkpoint: Option<u64>,
-    /// Run the guest at once and read its memory on demand
+    /// Run the guest immediately and read its memory on demand
     ///
     /// A background copy reads the rest of the memory. An archive does not support this option.
     #[arg(long, help_heading = headings::CHECKPOINT)]

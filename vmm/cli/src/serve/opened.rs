@@ -1,5 +1,5 @@
 //! The files that a client of Firecracker's API names. Each is opened when it is named, so that a
-//! wrong path is refused at once, and stays open for the guest's start.
+//! wrong path is refused immediately, and stays open for the guest's start.
 
 use std::collections::HashMap;
 use std::fs::{self, File, FileType, OpenOptions};

@@ -41,7 +41,7 @@ fn second_signal_kills_a_stuck_process() {
         has_ended(vmm.pid()).then_some(())
     });
     let log = tmp.read("log");
-    assert!(log.contains("interrupted by SIGTERM again: the process ends at once"), "{log}");
+    assert!(log.contains("interrupted by SIGTERM again: the process ends immediately"), "{log}");
     // A thread that waits for the flush cannot be killed.
     drop(storage);
     let (status, stderr) = vmm.wait_status();

@@ -309,7 +309,7 @@ fn abandoned_requests_keep_no_operator_out() {
         sent += 1;
         most = most.max(vmm.resources().threads);
     }
-    assert!(refused, "{sent} pauses were under way at once");
+    assert!(refused, "{sent} pauses were under way simultaneously");
     assert!(most <= before + ANSWERING, "{most} threads, {before} before");
     // A request for the guest's state is answered despite the pauses.
     assert_eq!(vmm.state(), "running");

@@ -311,7 +311,7 @@ async fn forward(mut signals: Signals, app: Arc<App>) {
         }
         let refused = refusals.load(Ordering::SeqCst);
         if last_request.is_some() && (refused == before || refused > 1) {
-            app.span().in_scope(|| tracing::warn!("{why} again: the process ends at once"));
+            app.span().in_scope(|| tracing::warn!("{why} again: the process ends immediately"));
             exit::now(1);
         }
         app.span().in_scope(|| tracing::info!("{why}"));

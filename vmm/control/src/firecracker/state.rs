@@ -120,7 +120,7 @@ pub struct MicroVm<C> {
     /// The task under way and the caller that waits for it.
     under_way: Option<(C, Task)>,
     /// Requests that wait for the task under way. The server bounds how many requests are under way
-    /// at once.
+    /// simultaneously.
     waiting: VecDeque<(C, Operation)>,
 }
 

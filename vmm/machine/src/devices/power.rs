@@ -108,10 +108,10 @@ mod tests {
         let power = PowerManagement::default();
         assert!(!power.write(2, &0x0120u16.to_le_bytes()));
         assert_eq!(read(&power, 0), [0, 0, 0x20, 0x01], "status, enable");
-        assert!(!power.write(0, &[0xff, 0xff, 0x21, 0x01]), "status and enable at once");
+        assert!(!power.write(0, &[0xff, 0xff, 0x21, 0x01]), "status and enable together");
         assert_eq!(read(&power, 0), [0, 0, 0x21, 0x01]);
         assert_eq!(read(&power, 4), [1, 0], "ACPI is on");
-        assert_eq!(read(&power, 5), [0, 0xff], "nothing lies behind");
+        assert_eq!(read(&power, 5), [0, 0xff], "nothing follows");
     }
 
     #[test]

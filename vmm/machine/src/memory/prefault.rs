@@ -176,7 +176,7 @@ mod tests {
         huge_of(&mut costs, 1000, 4000, 700);
         // Huge pages are cheap again: all are huge after the next trial at the latest.
         assert!(huge_of(&mut costs, 1000, 120, 700) >= 1000 - MAX_TRIAL_INTERVAL as usize - 1);
-        // Huge pages become expensive again: the choice changes at once.
+        // Huge pages become expensive again: the choice changes immediately.
         assert!(huge_of(&mut costs, 100, 4000, 700) < 10);
     }
 

@@ -4,7 +4,7 @@
 //!
 //! A thread that writes to a protected frame waits in the kernel: a vCPU in `KVM_RUN`, a device in
 //! its store or in its `readv`, KVM on behalf of a vCPU. All of them can be interrupted or killed.
-//! Discarding a frame is not a write and would empty it at once: the balloon therefore checks
+//! Discarding a frame is not a write and would empty it immediately: the balloon therefore checks
 //! [`ProtectedFrames`] first, and waits there.
 
 use std::collections::VecDeque;

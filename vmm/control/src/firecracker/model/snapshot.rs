@@ -93,7 +93,7 @@ pub struct LoadSnapshotConfig {
     /// Whether writes are tracked.
     #[serde(default)]
     pub track_dirty_pages: bool,
-    /// Whether the guest runs at once.
+    /// Whether the guest runs immediately.
     #[serde(default)]
     pub resume_vm: bool,
     /// Other taps.
@@ -118,7 +118,7 @@ pub struct LoadSnapshotParams {
     pub mem_backend: MemBackendConfig,
     /// Whether writes are tracked.
     pub track_dirty_pages: bool,
-    /// Whether the guest runs at once.
+    /// Whether the guest runs immediately.
     pub resume_vm: bool,
     /// Other taps.
     pub network_overrides: Vec<NetworkOverride>,

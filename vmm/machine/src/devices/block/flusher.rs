@@ -289,7 +289,7 @@ impl Flusher {
 }
 
 /// Starts a disk's flush thread. While idle the thread has no open file, so that dropping a disk
-/// closes its file at once.
+/// closes its file immediately.
 fn start(disk: &str) -> io::Result<Sender<FlushJob>> {
     let (jobs, taken) = mpsc::channel::<FlushJob>();
     sandbox::spawn(Class::Block, format!("flush-{disk}"), move || {

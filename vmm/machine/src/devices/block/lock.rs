@@ -12,7 +12,7 @@
 //! +-------------------------------------+---+-----------------------------------------------+
 //! ```
 //!
-//! The byte that is not locked lies far behind any data and identifies the guest. On the
+//! The byte that is not locked lies far after any data and identifies the guest. On the
 //! destination host the disk may still be locked by the host that the guest comes from, but by
 //! no other guest.
 

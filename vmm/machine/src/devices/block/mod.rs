@@ -235,7 +235,7 @@ impl BlockDevice {
         self.file.identity()
     }
 
-    /// Starts a request, or completes it at once.
+    /// Starts a request, or completes it immediately.
     fn start_request(
         &mut self,
         queue: usize,

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::devices::timer::Timer;
 
-/// For each announcement after the first one, which is sent at once: the wait before it, and
+/// For each announcement after the first one, which is sent immediately: the wait before it, and
 /// whether the driver is asked to announce itself too.
 ///
 /// The driver is not asked at first. It has packets to answer that waited for the move, and the

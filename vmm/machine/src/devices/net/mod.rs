@@ -296,7 +296,7 @@ impl Net {
             return Some(frame.len());
         }
         // Continues past bad frames, because the edge-triggered watch does not report the frames
-        // behind them again.
+        // after them again.
         for _ in 0..MAX_BAD_FRAMES {
             match self.tap.as_ref()?.read(pair, &mut self.buffer).transpose()? {
                 Ok(len) if len >= HEADER => return Some(len),

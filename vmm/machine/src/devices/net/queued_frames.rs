@@ -59,7 +59,7 @@ impl QueuedFrames {
                             self.0.push_back((pair, buffer[..len].to_vec()));
                         }
                     }
-                    // The kernel has dropped a frame. There may be others behind it.
+                    // The kernel has dropped a frame. Others may follow it.
                     Err(_) => more = true,
                 }
             }

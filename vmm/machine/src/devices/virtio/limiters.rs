@@ -1,8 +1,8 @@
 //! The rate limiters of a device: which queue waits for tokens, and the timer that wakes the
 //! device's thread for it.
 //!
-//! Queues that share a limiter take turns. While one waits, the others wait behind it: a request
-//! that needs many tokens could otherwise be overtaken for ever by small ones.
+//! Queues that share a limiter take turns. While one waits, the others wait for their turn: a
+//! request that needs many tokens could otherwise be overtaken for ever by small ones.
 
 use std::collections::VecDeque;
 use std::io;

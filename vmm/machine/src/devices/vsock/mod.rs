@@ -376,13 +376,13 @@ impl Vsock {
         if let Some(header) = self.refusals.pop_front() {
             return Some(header);
         }
-        // Each connection is asked once. One that has no packet now goes behind the others.
+        // Each connection is asked once. One that has no packet now goes to the end.
         for _ in 0..self.send_order.len() {
             let Some(token) = self.send_order.pop_front() else { break };
             let Some(connection) = self.connections.get_mut(&token) else { continue };
             connection.queued = false;
             let packet = connection.next_packet(&mut self.buffer[..room]);
-            // Queued again behind the others.
+            // Queued again at the end.
             self.queue_for_sending(token);
             if packet.is_some() {
                 return packet;

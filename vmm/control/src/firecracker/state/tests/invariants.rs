@@ -101,7 +101,7 @@ impl History {
                 prop_assert!(self.open.remove(&caller), "a second answer");
             }
             MicroVmAction::Perform(task) => {
-                prop_assert!(!self.is_under_way, "two tasks at once");
+                prop_assert!(!self.is_under_way, "two simultaneous tasks");
                 self.is_under_way = true;
                 prop_assert!(vm.vm.stage == MicroVmStage::Configuring);
                 if let Task::Start(config) = task {

@@ -68,7 +68,7 @@ impl Engine {
         }
     }
 
-    /// Begins an operation. Returns its outcome if the operation has ended at once.
+    /// Begins an operation. Returns its outcome if the operation has ended already.
     pub(super) fn submit(
         &mut self,
         operation: DiskOperation,
