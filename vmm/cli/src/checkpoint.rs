@@ -46,7 +46,7 @@ async fn stop(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
     let job = page_of(&client).await?.job;
     client.call::<()>(Method::DELETE, &format!("/checkpoint?job={job}"), None::<&()>).await?;
     // Wait until the checkpoint in progress is durable, or has failed, and the store is released.
-    match client.get::<()>(&format!("/checkpoint/hold?job={job}")).await {
+    match client.get::<()>(&format!("/checkpoint/attach?job={job}")).await {
         Ok(()) => {}
         Err(ClientError::Silent { .. }) => {
             return Err(Failure::error(format_args!(
@@ -125,9 +125,9 @@ async fn start_and_follow(args: &CheckpointArgs, store: &Path) -> Result<ExitCod
         return Ok(ExitCode::SUCCESS);
     }
     // The connection stays open for as long as this process exists, whatever it waits for.
-    let holding = client.clone().with_timeout(Duration::MAX);
+    let attached = client.clone().with_timeout(Duration::MAX);
     tokio::spawn(async move {
-        let _ = holding.get::<()>(&format!("/checkpoint/hold?job={job}")).await;
+        let _ = attached.get::<()>(&format!("/checkpoint/attach?job={job}")).await;
     });
     follow(args, &client, job).await
 }

@@ -103,10 +103,10 @@ fn requests_that_wait_leave_room_for_an_operator() {
     let store = tmp.text("store");
     let checkpoints = ["checkpoint", "--store", &store, "--every", "1s", "--detach"];
     vmm.tell(&checkpoints);
-    let hold = "GET /checkpoint/hold HTTP/1.1\r\nHost: x\r\n\r\n";
-    let mut waiting: Vec<UnixStream> = (0..64).map(|_| client(&vmm, hold)).collect();
+    let attach = "GET /checkpoint/attach HTTP/1.1\r\nHost: x\r\n\r\n";
+    let mut waiting: Vec<UnixStream> = (0..64).map(|_| client(&vmm, attach)).collect();
     let mut refused = wait_for("a refusal", || {
-        let mut more = client(&vmm, hold);
+        let mut more = client(&vmm, attach);
         more.set_read_timeout(Some(Duration::from_millis(200))).unwrap();
         let mut begin = [0; 12];
         match more.read_exact(&mut begin) {
@@ -142,18 +142,18 @@ fn requests_that_wait_end_with_their_clients() {
     let mut vmm = Vmm::run(&tmp, "vmm", GUEST);
     let store = tmp.text("store");
     vmm.tell(&["checkpoint", "--store", &store, "--every", "1s", "--detach"]);
-    for hold in [
-        "GET /checkpoint/hold HTTP/1.1\r\nHost: x\r\n\r\n",
-        "HEAD /checkpoint/hold HTTP/1.1\r\nHost: x\r\n\r\n",
+    for attach in [
+        "GET /checkpoint/attach HTTP/1.1\r\nHost: x\r\n\r\n",
+        "HEAD /checkpoint/attach HTTP/1.1\r\nHost: x\r\n\r\n",
         // The byte after the request hides the end of the connection from a server that reads no
         // further.
-        "GET /checkpoint/hold HTTP/1.1\r\nHost: x\r\n\r\nX",
+        "GET /checkpoint/attach HTTP/1.1\r\nHost: x\r\n\r\nX",
     ] {
-        let mut waiting: Vec<UnixStream> = (0..64).map(|_| client(&vmm, hold)).collect();
+        let mut waiting: Vec<UnixStream> = (0..64).map(|_| client(&vmm, attach)).collect();
         wait_for("a refusal", || {
             let full = is_full(&vmm);
             // Connections that the server had not read yet may have been displaced.
-            waiting.extend((!full).then(|| client(&vmm, hold)));
+            waiting.extend((!full).then(|| client(&vmm, attach)));
             full.then_some(())
         });
         drop(waiting);

@@ -108,7 +108,7 @@ impl RequestClass {
         // Dropping either request changes nothing, except that dropping the first one ends an
         // attached run.
         let waits =
-            path == "/checkpoint/hold" || uri.query().is_some_and(|q| q.contains("wait_ms="));
+            path == "/checkpoint/attach" || uri.query().is_some_and(|q| q.contains("wait_ms="));
         match path {
             "/" | "/info" | "/metrics" if reads => Self::Status,
             "/stop" => Self::Stop,

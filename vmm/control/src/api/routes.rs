@@ -52,7 +52,7 @@ fn own() -> Router<Arc<App>> {
         .route_layer(middleware::from_fn(refuse_query));
     Router::new()
         .route("/checkpoint", post(start_checkpoints).get(checkpoints).delete(stop_checkpoints))
-        .route("/checkpoint/hold", get(hold_checkpoints))
+        .route("/checkpoint/attach", get(attach_to_checkpoints))
         .route("/migration", post(start_migration).get(migration).delete(cancel_migration))
         .route(
             "/dirty/watch",
@@ -190,13 +190,13 @@ async fn start_checkpoints(
 }
 
 /// Answers when the run has ended. An attached run ends when this connection does.
-async fn hold_checkpoints(
+async fn attach_to_checkpoints(
     State(app): AppState,
     query: Result<Query<JobQuery>, QueryRejection>,
 ) -> Result<StatusCode, Fault> {
     let Query(JobQuery { job, .. }) = query.map_err(|e| Fault::new(e.body_text()))?;
     let jobs = app.jobs()?;
-    jobs.hold_checkpoints(job).await?;
+    jobs.attach_to_checkpoints(job).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 

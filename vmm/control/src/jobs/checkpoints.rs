@@ -18,7 +18,7 @@ use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::watch;
 
 use super::error::JobError;
-use super::holds::{JobRole, PauseHolds};
+use super::pause_count::{JobRole, PauseCount};
 use super::totals::CheckpointTotals;
 use crate::model::{
     CheckpointPage, CheckpointRequest, CheckpointSummary, DisksPolicy, EpochLine, EpochOutcome,
@@ -44,8 +44,8 @@ pub(super) struct CheckpointJob {
     attached: bool,
     /// Whether the run has ever had a client.
     had_client: AtomicBool,
-    /// Number of clients that hold the run now.
-    holders: AtomicU64,
+    /// Number of clients that are attached to the run now.
+    clients: AtomicU64,
     cancel: AtomicBool,
     /// Totals of all runs.
     totals: Arc<CheckpointTotals>,
@@ -80,7 +80,7 @@ impl CheckpointJob {
     /// Opens the store and starts the run.
     pub(super) fn start(
         number: u64,
-        holds: &Arc<PauseHolds>,
+        pauses: &Arc<PauseCount>,
         totals: Arc<CheckpointTotals>,
         request: &CheckpointRequest,
     ) -> Result<Arc<Self>, JobError> {
@@ -93,7 +93,7 @@ impl CheckpointJob {
             false => Store::create_or_open,
         };
         let store = open(&request.store)?;
-        let guest = holds.guest_for(JobRole::Checkpoint);
+        let guest = pauses.guest_for(JobRole::Checkpoint);
         let mut checkpointer = Checkpointer::new(guest, store)?;
         checkpointer.keep(request.keep.map(NonZeroU64::get));
         if request.disks == Some(DisksPolicy::External) {
@@ -106,7 +106,7 @@ impl CheckpointJob {
             keep: request.keep,
             attached: request.attached,
             had_client: AtomicBool::new(false),
-            holders: AtomicU64::new(0),
+            clients: AtomicU64::new(0),
             cancel: AtomicBool::new(false),
             totals,
             log: Mutex::default(),
@@ -162,16 +162,16 @@ impl CheckpointJob {
         self.cancel.store(true, Ordering::Relaxed);
     }
 
-    /// Holds the run until it is over. An attached run ends when the last of these futures is
-    /// dropped, which happens with its client's connection, however that ends.
-    pub(super) async fn hold(&self) {
-        self.holders.fetch_add(1, Ordering::SeqCst);
+    /// Attaches a client until the run is over. An attached run ends when the last of these futures
+    /// is dropped, which happens with its client's connection, however that ends.
+    pub(super) async fn attach(&self) {
+        self.clients.fetch_add(1, Ordering::SeqCst);
         self.had_client.store(true, Ordering::SeqCst);
-        let _hold = ClientHold(self);
+        let _attached = AttachedClient(self);
         self.news_since(u64::MAX).await;
     }
 
-    /// Ends an attached run if no client ever holds it. Counts its own waits instead of time,
+    /// Ends an attached run if no client ever attaches. Counts its own waits instead of time,
     /// because this process may have been stopped for a while.
     pub(super) async fn expect_client(&self) {
         for _ in 0..CLIENT_WAITS {
@@ -261,12 +261,12 @@ impl CheckpointJob {
     }
 }
 
-/// A client's hold on a run.
-struct ClientHold<'j>(&'j CheckpointJob);
+/// A client that is attached to a run.
+struct AttachedClient<'j>(&'j CheckpointJob);
 
-impl Drop for ClientHold<'_> {
+impl Drop for AttachedClient<'_> {
     fn drop(&mut self) {
-        if self.0.holders.fetch_sub(1, Ordering::SeqCst) == 1 {
+        if self.0.clients.fetch_sub(1, Ordering::SeqCst) == 1 {
             self.0.client_has_left();
         }
     }

@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 use tokio::sync::watch;
 
 use super::error::JobError;
-use super::holds::{JobRole, PauseHolds};
+use super::pause_count::{JobRole, PauseCount};
 use crate::model::{
     GuestLocation, MigrationFailure, MigrationPage, MigrationRequest, MigrationState,
 };
@@ -37,7 +37,7 @@ impl MigrationJob {
     /// Starts the migration. `records` is the directory of this host's hand-over records.
     pub(super) fn start(
         number: u64,
-        holds: &Arc<PauseHolds>,
+        pauses: &Arc<PauseCount>,
         records: PathBuf,
         request: &MigrationRequest,
     ) -> Result<Arc<Self>, JobError> {
@@ -62,16 +62,16 @@ impl MigrationJob {
             throttle: request.throttle,
             ..SendOptions::new(records)
         };
-        let (worker, held) = (job.clone(), holds.clone());
-        holds.begin_migration();
+        let (worker, counted) = (job.clone(), pauses.clone());
+        pauses.begin_migration();
         let spawned = log::spawn("migration", move || {
-            let _end = MigrationEndGuard { job: &worker, holds: &held };
-            let guest = held.guest_for(JobRole::Migration);
+            let _end = MigrationEndGuard { job: &worker, pauses: &counted };
+            let guest = counted.guest_for(JobRole::Migration);
             let sent = driftline_migrate::send(&*guest, &worker.to, &options, &worker.control);
             worker.conclude(sent.map_err(|e| failure(&e)));
         });
         if let Err(cause) = spawned {
-            holds.end_migration();
+            pauses.end_migration();
             return Err(JobError::Thread { purpose: "for the migration", cause });
         }
         Ok(job)
@@ -94,9 +94,9 @@ impl MigrationJob {
     }
 
     /// Ends a lost migration, after the operator has resolved it.
-    pub(super) fn end_lost(&self, holds: &PauseHolds) {
+    pub(super) fn end_lost(&self, pauses: &PauseCount) {
         self.lost.store(false, Ordering::Relaxed);
-        holds.end_migration();
+        pauses.end_migration();
         self.over.send_replace(true);
     }
 
@@ -180,7 +180,7 @@ fn panicked() -> MigrationFailure {
 /// the guest to the operator.
 struct MigrationEndGuard<'j> {
     job: &'j MigrationJob,
-    holds: &'j PauseHolds,
+    pauses: &'j PauseCount,
 }
 
 impl Drop for MigrationEndGuard<'_> {
@@ -191,7 +191,7 @@ impl Drop for MigrationEndGuard<'_> {
             self.job.lost.store(true, Ordering::Relaxed);
             return;
         }
-        self.holds.end_migration();
+        self.pauses.end_migration();
         self.job.over.send_replace(true);
     }
 }

@@ -7,8 +7,8 @@ mod checkpoints;
 mod dirty_watch;
 mod error;
 mod history;
-mod holds;
 mod migration;
+mod pause_count;
 mod sampling;
 mod shadow;
 mod snapshots;
@@ -34,9 +34,9 @@ use crate::model::{
 use checkpoints::CheckpointJob;
 pub use error::JobError;
 use history::JobHistory;
-pub(crate) use holds::OperatorError;
-use holds::{JobRole, PauseHolds};
 use migration::MigrationJob;
+pub(crate) use pause_count::OperatorError;
+use pause_count::{JobRole, PauseCount};
 pub use sampling::{WindowSummary, WriteProfile};
 use shadow::Shadow;
 pub use shadow::{ShadowError, ShadowMode, ShadowReport};
@@ -54,7 +54,7 @@ pub struct Jobs {
     vm: SharedVm,
     /// The guest's logging span.
     span: Span,
-    holds: Arc<PauseHolds>,
+    pauses: Arc<PauseCount>,
     /// Directory of this host's hand-over records.
     records: PathBuf,
     /// Held while a job is started, so that there is at most one of each kind. Reading a job never
@@ -85,7 +85,7 @@ impl Jobs {
     pub fn new(vm: SharedVm, records: PathBuf) -> Arc<Self> {
         Arc::new(Self {
             span: guest_span(vm.vm_id(), &vm.machine_config().identity),
-            holds: PauseHolds::new(vm.clone()),
+            pauses: PauseCount::new(vm.clone()),
             vm,
             records,
             starting: Mutex::default(),
@@ -121,7 +121,7 @@ impl Jobs {
     /// Returns the guest's figures, with the state that results from its jobs.
     pub(crate) fn info(&self) -> Info {
         let migration = self.migration_job().filter(|job| !job.is_over());
-        let state = match (self.holds.operator_state(), &migration) {
+        let state = match (self.pauses.operator_state(), &migration) {
             (RunState::Stopped, _) => GuestState::Stopped,
             (_, Some(job)) if job.is_in_doubt() => GuestState::InDoubt,
             (_, Some(_)) => GuestState::Migrating,
@@ -141,7 +141,7 @@ impl Jobs {
     ///
     /// An [`OperatorError`] if a migration controls the guest, or the guest refuses.
     pub(crate) fn pause(&self) -> Result<(), OperatorError> {
-        self.holds.operator_pause()
+        self.pauses.operator_pause()
     }
 
     /// Resumes the vCPUs for the operator.
@@ -150,7 +150,7 @@ impl Jobs {
     ///
     /// As for [`pause`](Self::pause).
     pub(crate) fn resume(&self) -> Result<(), OperatorError> {
-        self.holds.operator_resume()
+        self.pauses.operator_resume()
     }
 
     /// Keeps what snapshots of the guest build on. The caller makes it before the guest runs.
@@ -168,7 +168,7 @@ impl Jobs {
         &self,
         order: SnapshotOrder<'_>,
     ) -> Result<SnapshotReport, SnapshotFailure> {
-        snapshots::take(&*self.vm, &self.holds, &mut self.snapshots.lock(), order)
+        snapshots::take(&*self.vm, &self.pauses, &mut self.snapshots.lock(), order)
     }
 
     /// Starts to verify the guest's tracking by a second method, until
@@ -178,7 +178,7 @@ impl Jobs {
     ///
     /// A [`ShadowError`] if the host lacks the method, or the guest cannot be read.
     pub fn start_shadow(&self, mode: ShadowMode) -> Result<(), ShadowError> {
-        let shadow = Shadow::start(self.holds.guest_for(JobRole::Checkpoint), mode)?;
+        let shadow = Shadow::start(self.pauses.guest_for(JobRole::Checkpoint), mode)?;
         *self.shadow.lock() = Some(shadow);
         Ok(())
     }
@@ -205,7 +205,7 @@ impl Jobs {
         }
         let number = self.next_number();
         let totals = self.checkpoint_totals.clone();
-        let job = CheckpointJob::start(number, &self.holds, totals, request)?;
+        let job = CheckpointJob::start(number, &self.pauses, totals, request)?;
         self.checkpoint.add(number, job);
         Ok(number)
     }
@@ -221,17 +221,17 @@ impl Jobs {
         Ok(())
     }
 
-    /// Holds checkpoint run `number`, or the latest one, until it is over.
+    /// Attaches a client to checkpoint run `number`, or to the latest one, until it is over.
     ///
     /// # Errors
     ///
     /// That run does not exist.
-    pub(crate) async fn hold_checkpoints(&self, number: Option<u64>) -> Result<(), JobError> {
-        find_job(&self.checkpoint, number)?.ok_or(JobError::NoCheckpoints)?.hold().await;
+    pub(crate) async fn attach_to_checkpoints(&self, number: Option<u64>) -> Result<(), JobError> {
+        find_job(&self.checkpoint, number)?.ok_or(JobError::NoCheckpoints)?.attach().await;
         Ok(())
     }
 
-    /// Ends run `number` if its client does not hold it in time.
+    /// Ends run `number` if its client does not attach in time.
     pub(crate) async fn expect_client(&self, number: u64) {
         if let Some(job) = self.checkpoint.find(number) {
             job.expect_client().await;
@@ -270,7 +270,7 @@ impl Jobs {
             return Err(JobError::MigrationUnderWay { to });
         }
         let number = self.next_number();
-        let job = MigrationJob::start(number, &self.holds, self.records.clone(), request)?;
+        let job = MigrationJob::start(number, &self.pauses, self.records.clone(), request)?;
         let mut earlier = self.earlier_migrations.lock();
         if let Some(before) = self.migration.latest() {
             earlier.add(&before.snapshot());
@@ -315,14 +315,14 @@ impl Jobs {
             return Ok(job.resolve(how)?);
         }
         self.resolve_lost(how)?;
-        job.end_lost(&self.holds);
+        job.end_lost(&self.pauses);
         Ok(())
     }
 
     /// Performs the steps that the migration's thread would have performed had it not panicked.
     fn resolve_lost(&self, how: Resolution) -> Result<(), JobError> {
         match how {
-            Resolution::Run => self.holds.take_back()?,
+            Resolution::Run => self.pauses.take_back()?,
             Resolution::Discard => self.vm.stop("the operator resolved that it ends here"),
         }
         let records = Records::open(&self.records)?;

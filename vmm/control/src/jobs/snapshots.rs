@@ -15,7 +15,7 @@ use driftline_store::StoreError;
 use vm_memory::bitmap::Bitmap;
 use vm_memory::{GuestAddress, GuestMemoryBackend};
 
-use super::holds::{OperatorError, PauseHolds};
+use super::pause_count::{OperatorError, PauseCount};
 
 /// Limit on making the guest's writes to its drives durable.
 const FLUSH_LIMIT: Duration = Duration::from_secs(60);
@@ -119,14 +119,14 @@ pub(crate) enum SnapshotFailure {
     Other(SnapshotError),
 }
 
-/// Takes a snapshot of the guest of `holds`.
+/// Takes a snapshot of the guest of `pauses`.
 pub(super) fn take(
     vm: &dyn Vm,
-    holds: &PauseHolds,
+    pauses: &PauseCount,
     base: &mut SnapshotBase,
     order: SnapshotOrder<'_>,
 ) -> Result<SnapshotReport, SnapshotFailure> {
-    let _kept = holds.keep_paused().map_err(SnapshotFailure::Paused)?;
+    let _kept = pauses.keep_paused().map_err(SnapshotFailure::Paused)?;
     for path in [order.state, order.memory] {
         sandbox::check_allowed(&std::path::absolute(path).unwrap_or_else(|_| path.to_owned()))?;
     }

@@ -29,7 +29,7 @@ pub struct CheckpointRequest {
     /// Whether memory is written past the host's page cache.
     #[serde(default)]
     pub direct_io: bool,
-    /// Whether the run ends when no client holds it (`GET /checkpoint/hold`) any more.
+    /// Whether the run ends when its last client (`GET /checkpoint/attach`) disconnects.
     #[serde(default)]
     pub attached: bool,
     /// Whether there must be no store yet: the directory does not exist, or is empty.

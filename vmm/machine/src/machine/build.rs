@@ -79,8 +79,8 @@ struct MachineParts {
     context: Arc<StateContext>,
     com1: Com1,
     devices: DeviceSet,
-    /// Whether the machine holds what only one host may hold.
-    holds: bool,
+    /// Whether the machine has acquired what only one host may have.
+    acquired: bool,
     serial_thread: SerialOutputThread,
 }
 
@@ -169,9 +169,9 @@ impl KvmMachine {
         let com1 = com1.map_err(MachineError::system("creating an event file descriptor"))?;
         devices.connect(&vm).map_err(MachineError::system("connecting virtio devices"))?;
         // A new guest locks its disks before it runs; an arriving guest locks them on `acquire`.
-        let holds = is_new || config.devices.is_empty();
+        let acquired = is_new || config.devices.is_empty();
         let parts =
-            MachineParts { vm, vcpus, tracking, context, com1, devices, holds, serial_thread };
+            MachineParts { vm, vcpus, tracking, context, com1, devices, acquired, serial_thread };
         Self::start(vm_id, config, host, parts)
     }
 
@@ -182,7 +182,7 @@ impl KvmMachine {
         host: &HostConfig,
         parts: MachineParts,
     ) -> Result<Arc<Self>, MachineError> {
-        let MachineParts { vm, vcpus, tracking, context, com1, devices, holds, serial_thread } =
+        let MachineParts { vm, vcpus, tracking, context, com1, devices, acquired, serial_thread } =
             parts;
         let DirtyTracking { source, ring_full } = tracking;
         let (drives, sources) = (devices.drives().to_vec(), devices.sources().to_vec());
@@ -194,7 +194,7 @@ impl KvmMachine {
         bus.set_keyboard(host.keyboard.then(Keyboard::default));
         let collector_inbox = collector::inbox();
         let (to_collector, status) =
-            (collector_inbox.0.clone(), Arc::new(MachineStatus::new(holds)));
+            (collector_inbox.0.clone(), Arc::new(MachineStatus::new(acquired)));
         let (requests, inbox) = actor::inbox("the supervisor");
         let end = EndReporter { status: status.clone(), supervisor: requests.clone() };
         let peer = || Peer { end: end.clone(), collector: to_collector.clone() };

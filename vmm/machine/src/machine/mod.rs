@@ -332,10 +332,10 @@ impl HandOver for KvmMachine {
     }
 
     fn release(&self) -> Result<(), GuestError> {
-        // Without devices the guest holds only the right to run, so `MachineStatus` alone decides;
+        // A guest without devices releases only the right to run, so `MachineStatus` alone decides;
         // no round trip to the supervisor is needed while the guest is paused.
         if self.config.devices.is_empty() {
-            return Ok(self.status.set_holds("release", false)?);
+            return Ok(self.status.set_acquired("release", false)?);
         }
         self.ask("release the devices", Supervisor::release)
     }
@@ -348,17 +348,17 @@ impl HandOver for KvmMachine {
         self.ask("detach the devices", Supervisor::detach)
     }
 
-    fn attach(&self, in_flight: &[u8]) -> Result<(), GuestError> {
-        if self.config.devices.is_empty() && in_flight.is_empty() {
+    fn attach(&self, queued_packets: &[u8]) -> Result<(), GuestError> {
+        if self.config.devices.is_empty() && queued_packets.is_empty() {
             return self.require_paused("attach");
         }
-        let in_flight = in_flight.to_vec();
-        self.ask("attach the devices", move |supervisor| supervisor.attach(&in_flight))
+        let queued_packets = queued_packets.to_vec();
+        self.ask("attach the devices", move |supervisor| supervisor.attach(&queued_packets))
     }
 
     fn acquire(&self) -> Result<(), GuestError> {
         if self.config.devices.is_empty() {
-            return Ok(self.status.set_holds("acquire", true)?);
+            return Ok(self.status.set_acquired("acquire", true)?);
         }
         self.ask("acquire the devices", Supervisor::acquire)
     }

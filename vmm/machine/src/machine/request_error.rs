@@ -16,9 +16,9 @@ pub(super) enum SupervisorError {
     /// The request does not fit the guest's state.
     #[error("cannot {request} a guest that is {state}")]
     State { request: &'static str, state: RunState },
-    /// This machine does not hold the guest.
+    /// This machine has not acquired the guest, or has released it.
     #[error("it was released, or not acquired yet: another host may run it")]
-    NotHeld,
+    NotAcquired,
     /// An earlier restore has failed.
     #[error("restoring it failed half-way, so it cannot run")]
     HalfRestored,
@@ -94,7 +94,7 @@ impl From<SupervisorError> for GuestError {
         const GENERATION_ID: &str = "writing the generation ID";
         match e {
             SupervisorError::State { request, state } => Self::State { request, state },
-            SupervisorError::NotHeld => Self::unsupported("the guest", e),
+            SupervisorError::NotAcquired => Self::unsupported("the guest", e),
             SupervisorError::HalfRestored => Self::unsupported("the guest's state", e),
             SupervisorError::HasRun => Self::unsupported("a state", e),
             SupervisorError::NoKeyboard => Self::unsupported("Ctrl-Alt-Del", e),

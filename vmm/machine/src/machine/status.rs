@@ -28,16 +28,16 @@ pub(super) struct MachineStatus {
 struct StatusFields {
     state: RunState,
     end: Option<EndReason>,
-    /// Whether the machine holds what only one host may hold; without devices, that is the right to
-    /// run. One lock covers this flag and the state that it permits, so that a released guest never
-    /// runs (I7).
-    holds: bool,
+    /// Whether the machine has acquired what only one host may have; without devices, that is the
+    /// right to run. One lock covers this flag and the state that it permits, so that a released
+    /// guest never runs (I7).
+    acquired: bool,
 }
 
 impl MachineStatus {
     /// Returns the status of a paused guest.
-    pub(super) fn new(holds: bool) -> Self {
-        let fields = StatusFields { state: RunState::Paused, end: None, holds };
+    pub(super) fn new(acquired: bool) -> Self {
+        let fields = StatusFields { state: RunState::Paused, end: None, acquired };
         Self {
             fields: Mutex::new(fields),
             changed: Condvar::new(),
@@ -96,25 +96,25 @@ impl MachineStatus {
         self.lock().require(request, needed)
     }
 
-    /// Records whether the machine holds what only one host may hold. Refuses `request` unless the
-    /// guest is paused.
-    pub(super) fn set_holds(
+    /// Records whether the machine has acquired what only one host may have. Refuses `request`
+    /// unless the guest is paused.
+    pub(super) fn set_acquired(
         &self,
         request: &'static str,
-        holds: bool,
+        acquired: bool,
     ) -> Result<(), SupervisorError> {
         let mut fields = self.lock();
         fields.require(request, RunState::Paused)?;
-        fields.holds = holds;
+        fields.acquired = acquired;
         Ok(())
     }
 
-    /// Marks the guest as running if it is paused and the machine holds it.
+    /// Marks the guest as running if it is paused and acquired.
     pub(super) fn run(&self) -> Result<(), SupervisorError> {
         let mut fields = self.lock();
         fields.require("resume", RunState::Paused)?;
-        if !fields.holds {
-            return Err(SupervisorError::NotHeld);
+        if !fields.acquired {
+            return Err(SupervisorError::NotAcquired);
         }
         fields.state = RunState::Running;
         Ok(())

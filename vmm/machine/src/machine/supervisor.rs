@@ -315,30 +315,30 @@ impl Supervisor {
         }
     }
 
-    /// Releases what only one host may hold.
+    /// Releases what only one host may have.
     pub(super) fn release(&mut self) -> Result<(), SupervisorError> {
         // Comes first: if the release fails, part of it may be done.
-        self.status.set_holds("release", false)?;
+        self.status.set_acquired("release", false)?;
         device_result("releasing a device", self.bus.virtio().release())
     }
 
     /// Detaches the channels through which peers reach the guest, after `release`.
     pub(super) fn detach(&mut self) -> Result<Vec<u8>, SupervisorError> {
-        self.status.set_holds("detach", false)?;
+        self.status.set_acquired("detach", false)?;
         device_result("detaching a device", self.bus.virtio().detach())
     }
 
     /// Attaches the channels through which peers reach the guest on this host.
-    pub(super) fn attach(&self, in_flight: &[u8]) -> Result<(), SupervisorError> {
+    pub(super) fn attach(&self, queued_packets: &[u8]) -> Result<(), SupervisorError> {
         self.require("attach", RunState::Paused)?;
-        device_result("attaching a device", self.bus.virtio().attach(in_flight))
+        device_result("attaching a device", self.bus.virtio().attach(queued_packets))
     }
 
-    /// Acquires what only one host may hold.
+    /// Acquires what only one host may have.
     pub(super) fn acquire(&mut self) -> Result<(), SupervisorError> {
         self.require("acquire", RunState::Paused)?;
         device_result("acquiring a device", self.bus.virtio().acquire())?;
-        self.status.set_holds("acquire", true)
+        self.status.set_acquired("acquire", true)
     }
 
     /// Restores a state. vCPUs precede interrupt controllers: restoring the local APIC would

@@ -377,8 +377,8 @@ fn devices() {
         set.quiesce().unwrap();
         set.release().unwrap();
         assert!(!uds.exists(), "another host may listen there");
-        let in_flight = set.detach().unwrap();
-        set.attach(&in_flight).unwrap();
+        let queued_packets = set.detach().unwrap();
+        set.attach(&queued_packets).unwrap();
         set.detach().unwrap();
         set.acquire().unwrap();
     }

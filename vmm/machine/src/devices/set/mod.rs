@@ -43,8 +43,8 @@ const RELEASE_LIMIT: Duration = Duration::from_secs(10);
 pub const ACQUIRE_LIMIT: Duration = RELEASE_LIMIT.saturating_add(REPLY_GRACE);
 /// Limit on any other request to one device. None of these requests waits for a backend.
 const ASK_LIMIT: Duration = Duration::from_secs(5);
-/// Bytes reserved per device for encoding data that arrived after the save: device index, length,
-/// and the total count.
+/// Bytes reserved per device for encoding its queued packets: device index, length, and the total
+/// count.
 const QUEUED_PACKETS_HEADER: usize = 8;
 /// Offset of the `QueueNotify` register, where ioeventfds listen.
 const QUEUE_NOTIFY: u64 = virtio_bindings::virtio_mmio::VIRTIO_MMIO_QUEUE_NOTIFY as u64;
@@ -132,8 +132,8 @@ impl DeviceSet {
     }
 
     /// Builds the devices of `config`, the configuration of `guest`. They start paused. With
-    /// `acquire`, they acquire the resources that only one host may hold. Without it, nothing else
-    /// may hold them, except the host that the guest comes from. The files of the disks in
+    /// `acquire`, they acquire the resources that only one host may have. Without it, nothing else
+    /// may have them, except the host that the guest comes from. The files of the disks in
     /// `created_here` are copies that were made for this guest.
     pub(crate) fn build(
         config: &MachineConfig,
@@ -342,7 +342,7 @@ impl DeviceSet {
         Instant::now() + self.limits.ask
     }
 
-    /// Acquires the resources that only one host may hold. If one device fails, all devices release
+    /// Acquires the resources that only one host may have. If one device fails, all devices release
     /// their resources, and no peer reaches the guest here. Exception: a disk of a guest that has
     /// run here stays locked if the guest's writes cannot be made durable. A stuck device releases
     /// its resources as soon as its backend responds; this function does not wait for it.
@@ -373,7 +373,7 @@ impl DeviceSet {
         }
     }
 
-    /// Makes the guest's writes durable and releases the resources that only one host may hold. All
+    /// Makes the guest's writes durable and releases the resources that only one host may have. All
     /// devices are tried. If one fails, the caller must acquire again what the others have
     /// released.
     pub(crate) fn release(&self) -> Result<(), RequestError> {
@@ -383,9 +383,9 @@ impl DeviceSet {
         requests.into_iter().map(PendingRequest::wait).fold(Ok(()), Result::and)
     }
 
-    /// Detaches the guest's peers (taps, sockets). Returns the data that arrived for the guest
-    /// after the save, by device, encoded in at most [`MAX_QUEUED_PACKETS`] bytes. All devices are
-    /// tried; the error is the first one.
+    /// Detaches the guest's peers (taps, sockets). Returns the packets that are queued for the
+    /// guest since the save, by device, encoded in at most [`MAX_QUEUED_PACKETS`] bytes. All
+    /// devices are tried; the error is the first one.
     pub(crate) fn detach(&self) -> Result<Vec<u8>, RequestError> {
         let mut room = MAX_QUEUED_PACKETS - QUEUED_PACKETS_HEADER * self.devices.len();
         let mut queued_packets = BTreeMap::new();

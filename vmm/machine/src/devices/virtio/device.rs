@@ -154,10 +154,10 @@ pub(crate) trait Device: Send {
     /// bytes are hostile.
     fn restore(&mut self, state: &[u8]) -> Result<(), DeviceError>;
 
-    /// Acquires what only one host may hold.
+    /// Acquires what only one host may have.
     fn acquire(&mut self) -> Result<(), DeviceError>;
 
-    /// Makes the guest's writes durable, then releases what only one host may hold. The device is
+    /// Makes the guest's writes durable, then releases what only one host may have. The device is
     /// paused. A tap is not released: frames that arrive can wait in it.
     ///
     /// # Errors

@@ -55,16 +55,13 @@ pub(crate) enum RequestError {
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum QueuedPacketsError {
     /// They cannot be encoded.
-    #[error("the data that arrived during the move cannot be encoded: {0}")]
+    #[error("the packets that are queued for the guest cannot be encoded: {0}")]
     Encode(postcard::Error),
     /// The bytes are not a list of packets by device.
-    #[error("the data that arrived during the move is malformed: {0}")]
+    #[error("the packets that are queued for the guest are malformed: {0}")]
     Decode(#[from] DecodeError),
     /// The list names a device that the guest does not have.
-    #[error(
-        "the data that arrived during the move is malformed: it is for device {0}, which does not \
-         exist"
-    )]
+    #[error("the packets that are queued for the guest are malformed: device {0} does not exist")]
     NoDevice(u16),
 }
 

@@ -204,12 +204,12 @@ impl Transport {
         self.thread.worker.tell(DeviceWorker::resume);
     }
 
-    /// Begins to acquire what only one host may hold.
+    /// Begins to acquire what only one host may have.
     pub(crate) fn begin_acquire(&self, deadline: Instant) -> PendingRequest<()> {
         self.ask("acquire its files", deadline, DeviceWorker::acquire)
     }
 
-    /// Begins to make the guest's writes durable, and to release what only one host may hold.
+    /// Begins to make the guest's writes durable, and to release what only one host may have.
     pub(crate) fn begin_release(&self, deadline: Instant) -> PendingRequest<()> {
         self.ask("release its files", deadline, move |worker| worker.release(deadline))
     }

@@ -1,8 +1,8 @@
-//! Owns the holders of the guest's pause. Checkpoints, a migration and the operator pause the guest
+//! Owns the count of the guest's pauses. Checkpoints, a migration and the operator pause the guest
 //! independently. The guest runs only while none of them wants it paused.
 //!
 //! Each job sees the guest through a [`JobGuest`], which delegates everything to the guest except
-//! its lifecycle: pause and resume count holders. Without the count, the end of a checkpoint's
+//! its lifecycle: pause and resume count the jobs. Without the count, the end of a checkpoint's
 //! pause would resume a guest whose last frame a migration has already copied.
 
 use std::ops::{Deref, DerefMut};
@@ -15,49 +15,49 @@ use driftline_guest::{
 use driftline_machine::vm::SharedVm;
 use parking_lot::{Mutex, MutexGuard};
 
-/// The guest, and the count of its holders.
-pub(super) struct PauseHolds {
+/// The guest, and the count of the jobs that have paused it.
+pub(super) struct PauseCount {
     vm: SharedVm,
     /// Held while the guest is paused or resumed, for as long as a stuck device delays that.
-    state: Mutex<HoldState>,
+    state: Mutex<CountedPause>,
     /// The state shown to the operator in place of the guest's own, while that state is being
-    /// changed or a job holds the guest. Never locked for long.
+    /// changed or a job has paused the guest. Never locked for long.
     displayed: Mutex<Option<RunState>>,
 }
 
 /// The locked state. Dropping it updates what the operator is shown.
-struct HoldGuard<'h> {
-    holds: &'h PauseHolds,
-    state: MutexGuard<'h, HoldState>,
+struct PauseGuard<'h> {
+    pauses: &'h PauseCount,
+    state: MutexGuard<'h, CountedPause>,
 }
 
-impl Deref for HoldGuard<'_> {
-    type Target = HoldState;
+impl Deref for PauseGuard<'_> {
+    type Target = CountedPause;
 
-    fn deref(&self) -> &HoldState {
+    fn deref(&self) -> &CountedPause {
         &self.state
     }
 }
 
-impl DerefMut for HoldGuard<'_> {
-    fn deref_mut(&mut self) -> &mut HoldState {
+impl DerefMut for PauseGuard<'_> {
+    fn deref_mut(&mut self) -> &mut CountedPause {
         &mut self.state
     }
 }
 
-impl Drop for HoldGuard<'_> {
+impl Drop for PauseGuard<'_> {
     fn drop(&mut self) {
-        *self.holds.displayed.lock() = (self.state.holders > 0).then_some(self.state.wanted);
+        *self.pauses.displayed.lock() = (self.state.jobs > 0).then_some(self.state.wanted);
     }
 }
 
-struct HoldState {
-    /// Number of jobs that hold the guest paused.
-    holders: u32,
+struct CountedPause {
+    /// Number of jobs that have paused the guest.
+    jobs: u32,
     /// Whether one of these jobs is the migration.
-    migration_holds: bool,
-    /// The state that the operator wants when no job holds the guest; meaningful only while one
-    /// does.
+    migration_pauses: bool,
+    /// The state that the operator wants when no job has paused the guest; meaningful only while
+    /// one has.
     wanted: RunState,
     /// Whether a migration decides the guest's state, so that the operator must not change it.
     migrating: bool,
@@ -65,25 +65,25 @@ struct HoldState {
     snapshotting: bool,
 }
 
-impl HoldState {
-    /// Adds a holder. Returns the state that the holder receives: the guest ran, in which case it
-    /// must end its hold, or the guest was paused, in which case it has none.
-    fn add_holder(&mut self, role: JobRole) -> RunState {
+impl CountedPause {
+    /// Counts a job. Returns the state that the job receives: the guest ran, in which case the job
+    /// must resume it, or the guest was paused, in which case the job is not counted.
+    fn add_job(&mut self, role: JobRole) -> RunState {
         if role == JobRole::Migration && self.wanted == RunState::Paused {
             // For the migration the guest was paused, so it will not resume it. The operator
             // cannot resume it during the migration either.
             return RunState::Paused;
         }
-        self.holders += 1;
-        self.migration_holds |= role == JobRole::Migration;
+        self.jobs += 1;
+        self.migration_pauses |= role == JobRole::Migration;
         RunState::Running
     }
 
-    /// Drops the migration's hold, if it has one, and leaves the guest paused. A checkpoint that is
-    /// copying keeps its hold and leaves the guest paused when it ends.
-    fn drop_migrations_hold(&mut self) {
-        if std::mem::take(&mut self.migration_holds) {
-            self.holders = self.holders.saturating_sub(1);
+    /// Ends the migration's pause, if it has one, and leaves the guest paused. A checkpoint that is
+    /// copying keeps its pause and leaves the guest paused when it ends.
+    fn drop_migrations_pause(&mut self) {
+        if std::mem::take(&mut self.migration_pauses) {
+            self.jobs = self.jobs.saturating_sub(1);
             self.wanted = RunState::Paused;
         }
     }
@@ -106,11 +106,11 @@ pub(crate) enum OperatorError {
     Guest(#[from] GuestError),
 }
 
-impl PauseHolds {
+impl PauseCount {
     pub(super) fn new(vm: SharedVm) -> Arc<Self> {
-        let state = HoldState {
-            holders: 0,
-            migration_holds: false,
+        let state = CountedPause {
+            jobs: 0,
+            migration_pauses: false,
             wanted: RunState::Paused,
             migrating: false,
             snapshotting: false,
@@ -118,7 +118,7 @@ impl PauseHolds {
         Arc::new(Self { vm, state: Mutex::new(state), displayed: Mutex::default() })
     }
 
-    /// Returns the guest's state as the operator sees it. That excludes a job's short hold, and a
+    /// Returns the guest's state as the operator sees it. That excludes a job's short pause, and a
     /// pause that has not completed yet. Does not wait for a pause.
     pub(super) fn operator_state(&self) -> RunState {
         let displayed = self.displayed.lock();
@@ -136,14 +136,14 @@ impl PauseHolds {
         if state.migrating {
             return Err(OperatorError::Migrating("pause"));
         }
-        if state.holders == 0 {
+        if state.jobs == 0 {
             self.vm.pause()?;
         }
         state.wanted = RunState::Paused;
         Ok(())
     }
 
-    /// Resumes the guest for the operator: now, or when the last holder releases it. Does nothing
+    /// Resumes the guest for the operator: now, or when the last job resumes it. Does nothing
     /// if the guest already runs.
     pub(super) fn operator_resume(&self) -> Result<(), OperatorError> {
         let mut state = self.lock();
@@ -153,7 +153,7 @@ impl PauseHolds {
         if state.snapshotting {
             return Err(OperatorError::Snapshotting("resume"));
         }
-        if state.holders == 0 {
+        if state.jobs == 0 {
             match self.vm.run_state() {
                 RunState::Running => return Ok(()),
                 // A migration may have released the drives and failed to acquire them again.
@@ -176,7 +176,7 @@ impl PauseHolds {
         if state.snapshotting {
             return Err(OperatorError::Snapshotting("take a snapshot of"));
         }
-        let wanted = if state.holders > 0 { state.wanted } else { self.vm.run_state() };
+        let wanted = if state.jobs > 0 { state.wanted } else { self.vm.run_state() };
         if wanted != RunState::Paused {
             return Err(OperatorError::NotPaused(wanted));
         }
@@ -189,12 +189,12 @@ impl PauseHolds {
         self.lock().migrating = true;
     }
 
-    /// Marks the end of a migration. If the migration still holds the guest, it failed to resume
-    /// it. The guest then stays paused, and the operator may resume it.
+    /// Marks the end of a migration. If the guest is still paused for the migration, that failed to
+    /// resume it. The guest then stays paused, and the operator may resume it.
     pub(super) fn end_migration(&self) {
         let mut state = self.lock();
         state.migrating = false;
-        state.drop_migrations_hold();
+        state.drop_migrations_pause();
     }
 
     /// Takes the guest of a migration whose thread has panicked back to this host. The guest is
@@ -202,35 +202,35 @@ impl PauseHolds {
     pub(super) fn take_back(&self) -> Result<(), GuestError> {
         let mut state = self.lock();
         self.vm.acquire()?;
-        state.drop_migrations_hold();
+        state.drop_migrations_pause();
         state.wanted = RunState::Paused;
         Ok(())
     }
 
     /// Returns the guest as a job sees it.
     pub(super) fn guest_for(self: &Arc<Self>, role: JobRole) -> Arc<JobGuest> {
-        Arc::new(JobGuest { holds: self.clone(), role })
+        Arc::new(JobGuest { pauses: self.clone(), role })
     }
 
-    fn lock(&self) -> HoldGuard<'_> {
+    fn lock(&self) -> PauseGuard<'_> {
         let state = self.state.lock();
         let mut displayed = self.displayed.lock();
         displayed.get_or_insert_with(|| self.vm.run_state());
         drop(displayed);
-        HoldGuard { holds: self, state }
+        PauseGuard { pauses: self, state }
     }
 
-    fn hold(&self, role: JobRole) -> Result<RunState, GuestError> {
+    fn pause_for(&self, role: JobRole) -> Result<RunState, GuestError> {
         let mut state = self.lock();
-        if state.holders == 0 {
+        if state.jobs == 0 {
             state.wanted = self.vm.pause()?;
         }
-        Ok(state.add_holder(role))
+        Ok(state.add_job(role))
     }
 
-    fn hold_and_save(&self, role: JobRole) -> Result<(RunState, SavedState), GuestError> {
+    fn pause_and_save_for(&self, role: JobRole) -> Result<(RunState, SavedState), GuestError> {
         let mut state = self.lock();
-        let saved = match state.holders {
+        let saved = match state.jobs {
             0 => {
                 let (before, saved) = self.vm.pause_and_save()?;
                 state.wanted = before;
@@ -238,25 +238,25 @@ impl PauseHolds {
             }
             _ => self.vm.save_state(),
         };
-        Ok((state.add_holder(role), saved))
+        Ok((state.add_job(role), saved))
     }
 
-    fn release_hold(&self, role: JobRole) -> Result<(), GuestError> {
+    fn resume_for(&self, role: JobRole) -> Result<(), GuestError> {
         let mut state = self.lock();
-        state.migration_holds &= role != JobRole::Migration;
-        if state.holders > 1 || state.wanted == RunState::Paused {
-            state.holders = state.holders.saturating_sub(1);
+        state.migration_pauses &= role != JobRole::Migration;
+        if state.jobs > 1 || state.wanted == RunState::Paused {
+            state.jobs = state.jobs.saturating_sub(1);
             return Ok(());
         }
-        // The holder does not retry: if the guest refuses, it stays paused for the operator to
+        // The job does not retry: if the guest refuses, it stays paused for the operator to
         // resume.
-        state.holders = 0;
+        state.jobs = 0;
         self.vm.resume().inspect_err(|_| state.wanted = RunState::Paused)
     }
 }
 
 /// The operator's pause, which lasts at least until this is dropped.
-pub(super) struct KeptPause<'h>(&'h PauseHolds);
+pub(super) struct KeptPause<'h>(&'h PauseCount);
 
 impl Drop for KeptPause<'_> {
     fn drop(&mut self) {
@@ -267,7 +267,7 @@ impl Drop for KeptPause<'_> {
 /// The job that uses a [`JobGuest`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum JobRole {
-    /// For a checkpoint the guest always ran, so that it ends each hold that it begins.
+    /// For a checkpoint the guest always ran, so that it ends each pause that it begins.
     Checkpoint,
     /// A migration receives the guest's state, because the destination must continue in the same
     /// state.
@@ -276,39 +276,39 @@ pub(super) enum JobRole {
 
 /// The guest as one job sees it.
 pub(super) struct JobGuest {
-    holds: Arc<PauseHolds>,
+    pauses: Arc<PauseCount>,
     role: JobRole,
 }
 
 // A job's guest differs from the guest only in its lifecycle.
 driftline_guest::delegate!(
-    JobGuest as guest => *guest.holds.vm;
+    JobGuest as guest => *guest.pauses.vm;
     GuestIdentity, GuestContents, Populate, DirtyLog, WriteThrottle, Stateful, HandOver,
 );
 
 impl Lifecycle for JobGuest {
     fn run_state(&self) -> RunState {
-        self.holds.vm.run_state()
+        self.pauses.vm.run_state()
     }
 
     fn pause(&self) -> Result<RunState, GuestError> {
-        self.holds.hold(self.role)
+        self.pauses.pause_for(self.role)
     }
 
     fn pause_and_save(&self) -> Result<(RunState, SavedState), GuestError> {
-        self.holds.hold_and_save(self.role)
+        self.pauses.pause_and_save_for(self.role)
     }
 
     fn resume(&self) -> Result<(), GuestError> {
-        self.holds.release_hold(self.role)
+        self.pauses.resume_for(self.role)
     }
 
     fn stop(&self, why: &str) {
-        self.holds.vm.stop(why);
+        self.pauses.vm.stop(why);
     }
 
     fn vcpu_pauses(&self) -> Vec<VcpuPauses> {
-        self.holds.vm.vcpu_pauses()
+        self.pauses.vm.vcpu_pauses()
     }
 }
 
@@ -321,44 +321,44 @@ mod tests {
     };
     use driftline_machine::testing::{kvm_or_skip, payload_config};
 
-    fn running() -> (SharedVm, Arc<PauseHolds>) {
+    fn running() -> (SharedVm, Arc<PauseCount>) {
         launch(BackendKind::Threads, Vec::new())
     }
 
-    fn launch(backend: BackendKind, devices: Vec<DeviceConfig>) -> (SharedVm, Arc<PauseHolds>) {
+    fn launch(backend: BackendKind, devices: Vec<DeviceConfig>) -> (SharedVm, Arc<PauseCount>) {
         let config = MachineConfig { devices, ..payload_config(backend) };
         let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
         let vm = driftline_backends::launch(config, &host).unwrap();
         vm.resume().unwrap();
-        (vm.clone(), PauseHolds::new(vm))
+        (vm.clone(), PauseCount::new(vm))
     }
 
     #[test]
-    fn end_of_one_hold_keeps_another() {
-        let (vm, holds) = running();
+    fn end_of_one_pause_keeps_another() {
+        let (vm, pauses) = running();
         let (checkpoint, migration) =
-            (holds.guest_for(JobRole::Checkpoint), holds.guest_for(JobRole::Migration));
+            (pauses.guest_for(JobRole::Checkpoint), pauses.guest_for(JobRole::Migration));
         checkpoint.pause().unwrap();
-        assert_eq!(migration.pause().unwrap(), Running, "the guest ran before the first hold");
+        assert_eq!(migration.pause().unwrap(), Running, "the guest ran before the first pause");
         checkpoint.resume().unwrap();
-        assert_eq!(vm.run_state(), Paused, "the migration still holds it");
+        assert_eq!(vm.run_state(), Paused, "the migration has not resumed it");
         checkpoint.pause().unwrap();
         migration.resume().unwrap();
-        assert_eq!((vm.run_state(), holds.operator_state()), (Paused, Running));
+        assert_eq!((vm.run_state(), pauses.operator_state()), (Paused, Running));
         checkpoint.resume().unwrap();
         assert_eq!(vm.run_state(), Running);
     }
 
     #[test]
-    fn operators_pause_outlives_a_hold() {
-        let (vm, holds) = running();
-        let checkpoint = holds.guest_for(JobRole::Checkpoint);
+    fn operators_pause_outlives_that_of_a_job() {
+        let (vm, pauses) = running();
+        let checkpoint = pauses.guest_for(JobRole::Checkpoint);
         checkpoint.pause().unwrap();
-        holds.operator_pause().unwrap();
+        pauses.operator_pause().unwrap();
         checkpoint.resume().unwrap();
         assert_eq!(vm.run_state(), Paused, "the operator has paused it");
         checkpoint.pause().unwrap();
-        (0..2).for_each(|_| holds.operator_resume().unwrap());
+        (0..2).for_each(|_| pauses.operator_resume().unwrap());
         assert_eq!(vm.run_state(), Paused, "the checkpoint still copies");
         checkpoint.resume().unwrap();
         assert_eq!(vm.run_state(), Running, "the operator has resumed it");
@@ -366,47 +366,47 @@ mod tests {
 
     #[test]
     fn pause_and_resume_may_be_repeated() {
-        let (vm, holds) = running();
-        (0..2).for_each(|_| holds.operator_resume().unwrap());
+        let (vm, pauses) = running();
+        (0..2).for_each(|_| pauses.operator_resume().unwrap());
         assert_eq!(vm.run_state(), Running);
-        (0..2).for_each(|_| holds.operator_pause().unwrap());
+        (0..2).for_each(|_| pauses.operator_pause().unwrap());
         assert_eq!(vm.run_state(), Paused);
         vm.stop("the test is over");
-        holds.operator_resume().unwrap_err();
-        holds.operator_pause().unwrap_err();
+        pauses.operator_resume().unwrap_err();
+        pauses.operator_pause().unwrap_err();
     }
 
     #[test]
     fn kept_pause_is_not_resumed() {
-        let (vm, holds) = running();
-        let refused = |holds: &PauseHolds| holds.keep_paused().err().unwrap().to_string();
-        assert!(refused(&holds).contains("this one is running"));
-        let checkpoint = holds.guest_for(JobRole::Checkpoint);
+        let (vm, pauses) = running();
+        let refused = |pauses: &PauseCount| pauses.keep_paused().err().unwrap().to_string();
+        assert!(refused(&pauses).contains("this one is running"));
+        let checkpoint = pauses.guest_for(JobRole::Checkpoint);
         checkpoint.pause().unwrap();
-        assert!(refused(&holds).contains("this one is running"), "only a job holds it");
-        holds.operator_pause().unwrap();
-        let kept = holds.keep_paused().unwrap();
-        assert!(refused(&holds).contains("whose snapshot is being written"));
+        assert!(refused(&pauses).contains("this one is running"), "only a job has paused it");
+        pauses.operator_pause().unwrap();
+        let kept = pauses.keep_paused().unwrap();
+        assert!(refused(&pauses).contains("whose snapshot is being written"));
         checkpoint.resume().unwrap();
-        let e = holds.operator_resume().unwrap_err().to_string();
+        let e = pauses.operator_resume().unwrap_err().to_string();
         assert!(e.starts_with("cannot resume a guest whose snapshot is being written"), "{e}");
         assert_eq!(vm.run_state(), Paused);
         drop(kept);
-        holds.operator_resume().unwrap();
+        pauses.operator_resume().unwrap();
         assert_eq!(vm.run_state(), Running);
     }
 
     #[test]
     fn dead_migration_leaves_the_guest_paused() {
-        let (vm, holds) = running();
-        holds.begin_migration();
+        let (vm, pauses) = running();
+        pauses.begin_migration();
         let (checkpoint, migration) =
-            (holds.guest_for(JobRole::Checkpoint), holds.guest_for(JobRole::Migration));
+            (pauses.guest_for(JobRole::Checkpoint), pauses.guest_for(JobRole::Migration));
         migration.pause().unwrap();
         checkpoint.pause().unwrap();
-        holds.take_back().unwrap();
-        holds.end_migration();
-        holds.operator_resume().unwrap();
+        pauses.take_back().unwrap();
+        pauses.end_migration();
+        pauses.operator_resume().unwrap();
         assert_eq!(vm.run_state(), Paused, "the checkpoint still copies");
         checkpoint.resume().unwrap();
         assert_eq!(vm.run_state(), Running);
@@ -414,27 +414,27 @@ mod tests {
 
     #[test]
     fn a_migrating_guest_is_not_the_operators() {
-        let (vm, holds) = running();
-        holds.operator_pause().unwrap();
-        holds.begin_migration();
-        let migration = holds.guest_for(JobRole::Migration);
+        let (vm, pauses) = running();
+        pauses.operator_pause().unwrap();
+        pauses.begin_migration();
+        let migration = pauses.guest_for(JobRole::Migration);
         assert_eq!(migration.pause().unwrap(), Paused, "the guest stays paused at the destination");
-        let e = holds.operator_resume().unwrap_err().to_string();
+        let e = pauses.operator_resume().unwrap_err().to_string();
         assert!(e.starts_with("cannot resume a guest that is being migrated"), "{e}");
-        let checkpoint = holds.guest_for(JobRole::Checkpoint);
+        let checkpoint = pauses.guest_for(JobRole::Checkpoint);
         checkpoint.pause().unwrap();
         checkpoint.resume().unwrap();
         assert_eq!(vm.run_state(), Paused);
-        holds.end_migration();
-        holds.operator_resume().unwrap();
+        pauses.end_migration();
+        pauses.operator_resume().unwrap();
         assert_eq!(vm.run_state(), Running);
     }
 
     #[test]
-    fn pause_and_save_holds_the_guest() {
-        let (vm, holds) = running();
+    fn saving_in_a_pause_counts_the_job() {
+        let (vm, pauses) = running();
         let (checkpoint, migration) =
-            (holds.guest_for(JobRole::Checkpoint), holds.guest_for(JobRole::Migration));
+            (pauses.guest_for(JobRole::Checkpoint), pauses.guest_for(JobRole::Migration));
         let (before, saved) = checkpoint.pause_and_save().unwrap();
         assert_eq!(before, Running);
         // The sections contain the time at which they were saved, so only their tags are compared.
@@ -442,24 +442,24 @@ mod tests {
         let alone = tags(saved);
         assert!(!alone.is_empty());
         let (before, saved) = migration.pause_and_save().unwrap();
-        assert_eq!(before, Running, "the guest ran before the first hold");
+        assert_eq!(before, Running, "the guest ran before the first pause");
         assert_eq!(tags(saved), alone, "the guest is paused already");
         checkpoint.resume().unwrap();
-        assert_eq!(vm.run_state(), Paused, "the migration still holds it");
+        assert_eq!(vm.run_state(), Paused, "the migration has not resumed it");
         migration.resume().unwrap();
         assert_eq!(vm.run_state(), Running);
-        holds.operator_pause().unwrap();
+        pauses.operator_pause().unwrap();
         let (before, saved) = migration.pause_and_save().unwrap();
         assert_eq!(before, Paused, "the guest stays paused at the destination");
         saved.unwrap();
         let (before, _) = checkpoint.pause_and_save().unwrap();
-        assert_eq!(before, Running, "a checkpoint ends each hold that it begins");
+        assert_eq!(before, Running, "a checkpoint ends each pause that it begins");
         checkpoint.resume().unwrap();
         assert_eq!(vm.run_state(), Paused, "the operator paused it");
-        holds.operator_resume().unwrap();
+        pauses.operator_resume().unwrap();
         vm.stop("the test is over");
         assert!(matches!(checkpoint.pause_and_save(), Err(GuestError::State { .. })));
-        assert_eq!(holds.lock().holders, 0, "a failed pause holds nothing");
+        assert_eq!(pauses.lock().jobs, 0, "a failed pause is not counted");
     }
 
     #[test]
@@ -471,20 +471,20 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         file.as_file().set_len(1 << 20).unwrap();
         let disk = driftline_machine::testing::disk("disk0", file.path(), 1 << 20);
-        let (vm, holds) = launch(BackendKind::Kvm, vec![DeviceConfig::Disk(disk)]);
-        holds.begin_migration();
-        let migration = holds.guest_for(JobRole::Migration);
+        let (vm, pauses) = launch(BackendKind::Kvm, vec![DeviceConfig::Disk(disk)]);
+        pauses.begin_migration();
+        let migration = pauses.guest_for(JobRole::Migration);
         assert_eq!(migration.pause().unwrap(), Running);
         migration.release().unwrap();
         let other = file.reopen().unwrap();
         fcntl_lock(&other, FlockOperation::NonBlockingLockExclusive).unwrap();
         migration.acquire().unwrap_err();
-        holds.end_migration();
-        assert_eq!((vm.run_state(), holds.operator_state()), (Paused, Paused));
-        let why = holds.operator_resume().unwrap_err().to_string();
+        pauses.end_migration();
+        assert_eq!((vm.run_state(), pauses.operator_state()), (Paused, Paused));
+        let why = pauses.operator_resume().unwrap_err().to_string();
         assert!(why.contains("in use by another"), "{why}");
         fcntl_lock(&other, FlockOperation::NonBlockingUnlock).unwrap();
-        holds.operator_resume().unwrap();
+        pauses.operator_resume().unwrap();
         assert_eq!(vm.run_state(), Running);
         fcntl_lock(&other, FlockOperation::NonBlockingLockExclusive).unwrap_err();
     }
