@@ -2,10 +2,10 @@
 //!
 //! - *Check*: at each harvest, the collector charges each vCPU the time that its new frames take at
 //!   the allowed rate, counted from the previous check. Unused time is not carried over.
-//! - *Stall*: a vCPU that owes enough time does not enter the guest until it has paid,
-//!   [`MAX_STALL`] at a time. Then it runs for at least [`MIN_SLICE`], however much it owes. So
-//!   interrupts never wait longer than one stall, and the guest has at least 1 % of the time. Debt
-//!   beyond [`MAX_OWED`] is dropped.
+//! - *Stall*: a vCPU that owes enough time does not enter the guest until it has paid, `max_stall`
+//!   of the [`PacingPolicy`] at a time. Then it runs for at least `min_slice`, however much it
+//!   owes. So interrupts never wait longer than one stall, and the guest has at least 1 % of the
+//!   time. Debt beyond `max_owed` is dropped.
 //! - *Slice*: the time until the next check of a running vCPU, chosen so that one stall pays for
 //!   it. After a stall the vCPU itself reports the end of its slice, and waits. A vCPU that has not
 //!   been stalled is checked periodically.
@@ -19,21 +19,36 @@ use std::time::{Duration, Instant};
 use crate::actor::Handle;
 use crate::vcpu::{Counters, Vcpu};
 
-/// The longest stall. A guest's scheduler, timers and peers do not take it for a hang.
-const MAX_STALL: Duration = Duration::from_millis(20);
-/// The shortest stall. Less debt than this is not worth an exit, and stays owed.
-const MIN_STALL: Duration = Duration::from_millis(1);
-/// The shortest time that a vCPU runs between two stalls.
-const MIN_SLICE: Duration = Duration::from_micros(200);
-/// Time after the end of a slice in which the vCPU may report, before it is checked without a
-/// report.
-const SLICE_GRACE: Duration = Duration::from_millis(2);
-/// The longest time between two checks of a running vCPU. A program that writes fast and has just
-/// moved to the vCPU may write unthrottled for this long.
-const MAX_SLICE: Duration = Duration::from_millis(5);
-/// The most time that a vCPU can owe. It bounds the time for which a guest has only its minimum
-/// share after a burst.
-const MAX_OWED: Duration = Duration::from_millis(250);
+/// How long vCPUs stall and run.
+struct PacingPolicy {
+    /// The longest stall. A guest's scheduler, timers and peers do not take it for a hang: it is
+    /// five ticks of a kernel with 250 Hz, and a tenth of the shortest time after which Linux's TCP
+    /// sends again (200 ms).
+    max_stall: Duration,
+    /// The shortest stall. Less debt than this is not worth an exit, and stays owed.
+    min_stall: Duration,
+    /// The shortest time that a vCPU runs between two stalls: 1 % of the time if each of these is
+    /// the longest, 0.2 of 20.2 ms.
+    min_slice: Duration,
+    /// Time after the end of a slice in which the vCPU may report, before it is checked without a
+    /// report: half a tick of a host's kernel with 250 Hz, at which another thread yields to it.
+    slice_grace: Duration,
+    /// The longest time between two checks of a running vCPU. A program that writes fast and has
+    /// just moved to the vCPU may write unthrottled for this long: about 5000 frames at 4 GB/s.
+    max_slice: Duration,
+    /// The most time that a vCPU can owe. It bounds the time for which a guest has only its minimum
+    /// share after a burst: 13 of the longest stalls pay for it.
+    max_owed: Duration,
+}
+
+const POLICY: PacingPolicy = PacingPolicy {
+    max_stall: Duration::from_millis(20),
+    min_stall: Duration::from_millis(1),
+    min_slice: Duration::from_micros(200),
+    slice_grace: Duration::from_millis(2),
+    max_slice: Duration::from_millis(5),
+    max_owed: Duration::from_millis(250),
+};
 
 /// Stalls one vCPU.
 #[derive(Debug)]
@@ -102,8 +117,14 @@ impl<B: StallTarget> Pacing<B> {
     pub(crate) fn new(targets: Vec<B>) -> Self {
         let now = Instant::now();
         let state = PacedState::Runs { since: now, check: now };
-        let paced =
-            |target| Paced { target, dirtied: 0, checked: now, paid: now, slice: MIN_SLICE, state };
+        let paced = |target| Paced {
+            target,
+            dirtied: 0,
+            checked: now,
+            paid: now,
+            slice: POLICY.min_slice,
+            state,
+        };
         Self { vcpus: targets.into_iter().map(paced).collect(), cost: None }
     }
 
@@ -118,8 +139,8 @@ impl<B: StallTarget> Pacing<B> {
             (None, Some(_)) => {
                 for (vcpu, dirtied) in self.vcpus.iter_mut().zip(dirtied) {
                     (vcpu.dirtied, vcpu.checked, vcpu.paid) = (*dirtied, now, now);
-                    vcpu.slice = MIN_SLICE;
-                    vcpu.state = PacedState::Runs { since: now, check: now + MIN_SLICE };
+                    vcpu.slice = POLICY.min_slice;
+                    vcpu.state = PacedState::Runs { since: now, check: now + POLICY.min_slice };
                 }
             }
             (Some(_), None) => self.vcpus.iter().for_each(|vcpu| vcpu.target.end_stall()),
@@ -161,8 +182,8 @@ impl<B: StallTarget> Pacing<B> {
 impl<B: StallTarget> Paced<B> {
     fn check(&mut self, dirtied: u64, cost: Duration, now: Instant) {
         let new = u32::try_from(dirtied.saturating_sub(self.dirtied)).unwrap_or(u32::MAX);
-        let takes = cost.saturating_mul(new).min(MAX_OWED);
-        self.paid = (self.paid.max(self.checked) + takes).min(now + MAX_OWED);
+        let takes = cost.saturating_mul(new).min(POLICY.max_owed);
+        self.paid = (self.paid.max(self.checked) + takes).min(now + POLICY.max_owed);
         (self.dirtied, self.checked) = (dirtied, now);
         let owed = self.paid.saturating_duration_since(now);
         self.state = match self.state {
@@ -170,13 +191,16 @@ impl<B: StallTarget> Paced<B> {
                 // The host has not scheduled the vCPU yet, or the vCPU waits for a device, or
                 // another message caused this harvest early.
                 let delay = now.saturating_duration_since(until);
-                let check = until.max(now + (delay / 2).clamp(MIN_SLICE / 2, MAX_STALL));
+                let check =
+                    until.max(now + (delay / 2).clamp(POLICY.min_slice / 2, POLICY.max_stall));
                 PacedState::Stalled { until, stalls, check }
             }
             PacedState::Stalled { .. } => {
-                PacedState::Runs { since: now, check: now + self.slice + SLICE_GRACE }
+                PacedState::Runs { since: now, check: now + self.slice + POLICY.slice_grace }
             }
-            PacedState::Runs { since, .. } if owed >= MIN_STALL && now >= since + MIN_SLICE => {
+            PacedState::Runs { since, .. }
+                if owed >= POLICY.min_stall && now >= since + POLICY.min_slice =>
+            {
                 self.fit_slice(owed);
                 self.stall(owed, self.target.stalls(), now)
             }
@@ -191,33 +215,33 @@ impl<B: StallTarget> Paced<B> {
     /// Answers a report. A vCPU that owes almost no time after the longest slice needs no timer.
     fn answer(&mut self, stalls: u64, now: Instant) {
         let owed = self.paid.saturating_duration_since(now);
-        let was_longest = self.slice == MAX_SLICE;
+        let was_longest = self.slice == POLICY.max_slice;
         self.fit_slice(owed);
-        self.state = if was_longest && self.slice == MAX_SLICE && owed < MIN_STALL {
+        self.state = if was_longest && self.slice == POLICY.max_slice && owed < POLICY.min_stall {
             self.target.end_stall();
             PacedState::Runs { since: now, check: now + self.slice }
         } else {
-            self.stall(if owed < MIN_STALL { Duration::ZERO } else { owed }, stalls, now)
+            self.stall(if owed < POLICY.min_stall { Duration::ZERO } else { owed }, stalls, now)
         };
     }
 
     /// Stalls the vCPU, after `stalls` other stalls, and gives it a slice.
     fn stall(&self, owed: Duration, stalls: u64, now: Instant) -> PacedState {
-        let until = now + owed.min(MAX_STALL);
+        let until = now + owed.min(POLICY.max_stall);
         // A vCPU that cannot pay in one stall gets the shortest slice.
-        let slice = if owed > MAX_STALL { MIN_SLICE } else { self.slice };
+        let slice = if owed > POLICY.max_stall { POLICY.min_slice } else { self.slice };
         self.target.stall(until, slice);
         // The vCPU reports before this check, if it has a timer and a processor.
-        PacedState::Stalled { until, stalls: stalls + 1, check: until + slice + SLICE_GRACE }
+        PacedState::Stalled { until, stalls: stalls + 1, check: until + slice + POLICY.slice_grace }
     }
 
     /// Shortens slices if one stall does not pay for a slice, and lengthens them if there is little
     /// to pay.
     fn fit_slice(&mut self, owed: Duration) {
-        if owed > MAX_STALL / 2 {
-            self.slice = (self.slice / 2).max(MIN_SLICE);
-        } else if owed < MAX_STALL / 8 {
-            self.slice = (self.slice * 2).min(MAX_SLICE);
+        if owed > POLICY.max_stall / 2 {
+            self.slice = (self.slice / 2).max(POLICY.min_slice);
+        } else if owed < POLICY.max_stall / 8 {
+            self.slice = (self.slice * 2).min(POLICY.max_slice);
         }
     }
 }
@@ -238,7 +262,7 @@ mod tests {
         stalls: Cell<u64>,
     }
 
-    #[derive(Clone, Copy, Default)]
+    #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
     enum FakeVcpuState {
         #[default]
         Unthrottled,
@@ -366,14 +390,14 @@ mod tests {
                 let got = did.frames / time.as_secs_f64();
                 // The least share, and what was written before the first stall.
                 let least = *speed as f64 * 0.025;
-                let first = *speed as f64 * (MIN_SLICE + delay).as_secs_f64() * 4.0;
+                let first = *speed as f64 * (POLICY.min_slice + delay).as_secs_f64() * 4.0;
                 let most = (rate as f64 * 1.05).max(least) + first + 1.0;
                 prop_assert!(got <= most, "{got} of {speed} at {rate}");
-                prop_assert!(did.longest_stall <= MAX_STALL + delay + 8 * STEP, "{did:?}");
-                prop_assert!(did.shortest_run.is_none_or(|run| run >= MIN_SLICE), "{did:?}");
+                prop_assert!(did.longest_stall <= POLICY.max_stall + delay + 8 * STEP, "{did:?}");
+                prop_assert!(did.shortest_run.is_none_or(|run| run >= POLICY.min_slice), "{did:?}");
                 // Between two shortest slices there are a stall and waits for an answer.
-                let cycle = MAX_STALL + MIN_SLICE + delay + 8 * STEP;
-                let share = MIN_SLICE.as_secs_f64() / cycle.as_secs_f64();
+                let cycle = POLICY.max_stall + POLICY.min_slice + delay + 8 * STEP;
+                let share = POLICY.min_slice.as_secs_f64() / cycle.as_secs_f64();
                 prop_assert!(did.ran >= time.mul_f64(0.9 * share), "{did:?}");
                 if *speed <= rate * 9 / 10 {
                     prop_assert!(did.ran >= time * 9 / 10, "{did:?} at {speed} below {rate}");
@@ -391,12 +415,10 @@ mod tests {
         let begun = Instant::now();
         pacing.set_rate(Some(100), &[0], begun);
         // At this rate, 65,536 frames in one harvest take 11 minutes.
-        let mut now = begun + MIN_SLICE;
+        let mut now = begun + POLICY.min_slice;
         pacing.harvested(&[1 << 16], now);
-        let stalled = now + MAX_STALL;
-        assert!(
-            matches!(fake.state.get(), FakeVcpuState::Stalled(until, MIN_SLICE) if until == stalled)
-        );
+        let stalled = now + POLICY.max_stall;
+        assert!(fake.state.get() == FakeVcpuState::Stalled(stalled, POLICY.min_slice));
         let mut checks = 0;
         while now < begun + Duration::from_secs(10) {
             now = pacing.next_check().unwrap();

@@ -49,7 +49,7 @@ pub use state::{Adjust, SavedVcpu};
 pub use state_context::StateContext;
 
 /// Pauses at least this long are reported to the guest. Guests' watchdogs wait much longer than
-/// this.
+/// this: Linux's for soft lockups waits 20 s by default.
 const LONG_PAUSE: Duration = Duration::from_secs(1);
 
 /// The result of a pause.

@@ -7,7 +7,8 @@ use super::leaves::find;
 use crate::cpu_model;
 
 /// Frequencies that differ by at most this many parts in a million count as equal: two measurements
-/// of one clock differ by that much, and time protocols correct it.
+/// of one clock differ by that much, and time protocols correct it. KVM's own tolerance
+/// (`tsc_tolerance_ppm`) is the same by default.
 const TOLERANCE_PPM: u64 = 250;
 
 /// Returns whether a guest that ran at `guest_khz` notices no difference at `host_khz`.
