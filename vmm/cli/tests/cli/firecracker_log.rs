@@ -6,7 +6,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::process::{Command, Stdio};
 
 use driftline_machine::testing::kvm_or_skip;
-use rustix::fs::{CWD, FileType, Mode, OFlags, mknodat};
+use rustix::fs::OFlags;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
@@ -143,8 +143,7 @@ fn fifo_without_reader_loses_whole_lines() {
         return;
     }
     let tmp = TestDir::new();
-    let fifo = tmp.path("fifo");
-    mknodat(CWD, &fifo, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+    let fifo = tmp.fifo("fifo");
     let mut vmm = ServeProcess::start(&tmp, &[]);
     vmm.done("PUT", "/logger", &json!({ "log_path": fifo }).to_string());
     vmm.done("PUT", "/metrics", &json!({ "metrics_path": tmp.text("metrics") }).to_string());

@@ -1,16 +1,13 @@
 //! The metrics that a client of Firecracker's API asks for, by an argument and by `PUT /metrics`.
 
-use std::fs::OpenOptions;
 use std::io::{Read, Write};
-use std::os::unix::fs::OpenOptionsExt;
 
 use driftline_machine::testing::kvm_or_skip;
-use rustix::fs::{CWD, FileType, Mode, OFlags, mknodat};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use crate::common::serving::ServeProcess;
-use crate::common::{TestDir, text, wait_for};
+use crate::common::{TestDir, open_both_ends, text, wait_for};
 use crate::firecracker::{command, serve};
 use crate::serve_guest::{AfterPrint, await_line, configure};
 
@@ -97,11 +94,8 @@ fn full_fifo_of_metrics_delays_no_guest() {
         return;
     }
     let tmp = TestDir::new();
-    let fifo = tmp.path("fifo");
-    mknodat(CWD, &fifo, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
-    let flags = OFlags::NONBLOCK.bits().cast_signed();
-    let both = OpenOptions::new().read(true).write(true).custom_flags(flags).open(&fifo);
-    let mut both = both.unwrap();
+    let fifo = tmp.fifo("fifo");
+    let mut both = open_both_ends(&fifo);
     while both.write(&[b'\n'; 4096]).is_ok() {}
     let mut vmm = ServeProcess::start(&tmp, &[]);
     configure(&vmm, &tmp, AfterPrint::Wait);
@@ -131,11 +125,8 @@ fn partly_written_metrics_are_not_flushed() {
         return;
     }
     let tmp = TestDir::new();
-    let fifo = tmp.path("fifo");
-    mknodat(CWD, &fifo, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
-    let flags = OFlags::NONBLOCK.bits().cast_signed();
-    let both = OpenOptions::new().read(true).write(true).custom_flags(flags).open(&fifo);
-    let mut both = both.unwrap();
+    let fifo = tmp.fifo("fifo");
+    let mut both = open_both_ends(&fifo);
     let mut vmm = ServeProcess::start(&tmp, &[]);
     configure(&vmm, &tmp, AfterPrint::Wait);
     vmm.done("PUT", "/metrics", &json!({ "metrics_path": fifo }).to_string());

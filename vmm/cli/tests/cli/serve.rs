@@ -4,7 +4,6 @@
 use std::io::Write;
 use std::os::unix::net::UnixStream;
 
-use rustix::fs::{CWD, FileType, Mode, mknodat};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
@@ -196,9 +195,9 @@ fn named_files_are_opened_at_once() {
 fn files_are_refused_in_firecrackers_words() {
     let tmp = TestDir::new();
     let vmm = ServeProcess::start(&tmp, &[]);
-    let (none, fifo, file) = (tmp.text("none"), tmp.text("fifo"), tmp.text("file"));
+    let (none, file) = (tmp.text("none"), tmp.text("file"));
+    let fifo = tmp.fifo("fifo").to_str().unwrap().to_owned();
     let dir = tmp.text("");
-    mknodat(CWD, &fifo, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
     std::fs::write(&file, [0; 512]).unwrap();
     let kernel = "Boot source error: The kernel file cannot be opened: ";
     let initrd = "Boot source error: The initrd file cannot be opened due to invalid path or \

@@ -125,14 +125,6 @@ impl DirtySource for ManualSource {
         }
         Ok(out)
     }
-
-    fn dirtied(&self) -> &[u64] {
-        &[]
-    }
-
-    fn harvested(&self) -> &[u64] {
-        &[]
-    }
 }
 
 #[cfg(test)]

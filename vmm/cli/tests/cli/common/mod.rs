@@ -6,16 +6,18 @@ pub mod script;
 pub mod serving;
 pub mod stuck_storage;
 
-use std::fs::DirEntry;
+use std::fs::{DirEntry, File, OpenOptions};
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use driftline_images::{PayloadMessage, PayloadReport};
+use rustix::fs::{CWD, FileType, Mode, OFlags, mknodat};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, getsockname, socket_with};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
@@ -139,6 +141,19 @@ impl TestDir {
     pub fn read(&self, name: &str) -> String {
         std::fs::read_to_string(self.path(name)).unwrap_or_default()
     }
+
+    /// Creates a FIFO.
+    pub fn fifo(&self, name: &str) -> PathBuf {
+        let path = self.path(name);
+        mknodat(CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+        path
+    }
+}
+
+/// Opens both ends of the FIFO at `path`. Neither waits.
+pub fn open_both_ends(path: &Path) -> File {
+    let flags = OFlags::NONBLOCK.bits().cast_signed();
+    OpenOptions::new().read(true).write(true).custom_flags(flags).open(path).unwrap()
 }
 
 /// A TCP address on which nothing listens. It stays bound, so that no other program gets its port.
