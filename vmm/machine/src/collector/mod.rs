@@ -9,26 +9,27 @@
 //! be paused.
 
 mod peaks;
+mod state;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use driftline_dirty_tracker::{NoMemory, PAGE_SIZE, Subscription, Tracker};
-use driftline_guest::{CollectionReport, GuestError};
+use driftline_dirty_tracker::{PAGE_SIZE, Subscription, Tracker};
+use driftline_guest::CollectionReport;
 
-use crate::actor::{self, CallError, Handle, Inbox, Next};
+use crate::actor::{self, Handle, Inbox};
 use crate::histogram::{Distribution, Histogram};
 use crate::sandbox::{self, Class};
-use crate::sources::{DirtySource, SourceError};
+use crate::sources::DirtySource;
 use crate::throttle::{Pacing, ThrottleHandle};
 use crate::tracking::TrackingMode;
 use peaks::Peaks;
+use state::{CaughtWrites, CollectorError, PERIOD_MOST};
 
-/// The shortest and the longest time between two periodic collections.
-const PERIOD_LEAST: Duration = Duration::from_millis(1);
-const PERIOD_MOST: Duration = Duration::from_millis(32);
+pub(crate) use state::CollectorState;
+
 /// Buckets of the time of a collection, in µs. Nearly empty rings take some 10 µs, full ones some
 /// ms; a vCPU that waits for room in its ring waits this long.
 const COLLECTION_US: &[u64] =
@@ -39,26 +40,6 @@ const COLLECTION_US: &[u64] =
 /// memory when it starts: `userfault-wp` takes about 20 ms a GiB.
 const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 const ANSWER_LIMIT_PER_GIB: Duration = Duration::from_millis(100);
-
-/// The reason why the collector has refused or not answered a request.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum CollectorError {
-    /// The source failed.
-    #[error(transparent)]
-    Source(#[from] SourceError),
-    /// There is no room for a dirty tree.
-    #[error(transparent)]
-    NoMemory(#[from] NoMemory),
-    /// The thread did not answer.
-    #[error(transparent)]
-    Call(#[from] CallError),
-}
-
-impl From<CollectorError> for GuestError {
-    fn from(e: CollectorError) -> Self {
-        Self::System { what: "tracking the guest's writes", cause: Box::new(e) }
-    }
-}
 
 /// Creates the inbox of a collector, and the handle of it for the vCPUs.
 pub(crate) fn inbox() -> (Handle<CollectorState>, Inbox<CollectorState>) {
@@ -174,174 +155,15 @@ impl Drop for Collector {
     }
 }
 
-/// The writes that the source catches.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum CaughtWrites {
-    Nothing,
-    Everything,
-    /// Those to some slots: starting or stopping has failed half-way.
-    Partial,
-}
-
-/// The state that the collector's thread owns.
-pub(crate) struct CollectorState {
-    source: Box<dyn DirtySource>,
-    tracker: Arc<Tracker>,
-    many: u64,
-    caught: CaughtWrites,
-    /// Results of collections that were not requested; part of the next reply.
-    unreported: CollectionReport,
-    period: Duration,
-    overruns: Arc<AtomicU64>,
-    /// A copy of the source's counts that other threads can read.
-    dirtied: Arc<[AtomicU64]>,
-    peaks: Peaks,
-    /// The time of each collection.
-    times: Arc<Histogram>,
-    pacing: Pacing<ThrottleHandle>,
-}
-
-impl CollectorState {
-    fn run(mut self, inbox: &Inbox<Self>) {
-        crate::signals::block();
-        let mut last_tick = Instant::now();
-        loop {
-            let next = match self.caught {
-                CaughtWrites::Nothing => {
-                    let next = inbox.recv();
-                    last_tick = Instant::now();
-                    next
-                }
-                // Jobs postpone a tick, but not the end of tracking: vCPUs with full rings and
-                // throttled vCPUs send one job after the other until a tick stops the source.
-                _ if last_tick.elapsed() >= PERIOD_MOST && self.tracker.subscribers() == 0 => {
-                    Next::Nothing
-                }
-                _ => inbox.recv_timeout(self.pause()),
-            };
-            match next {
-                Next::Job(job) => job(&mut self),
-                Next::Nothing => {
-                    self.tick();
-                    last_tick = Instant::now();
-                }
-                Next::End => return,
-            }
-        }
-    }
-
-    /// Returns the time until the next periodic collection or check.
-    fn pause(&self) -> Duration {
-        let check = self.pacing.next_check();
-        let left = check.map(|check| check.saturating_duration_since(Instant::now()));
-        left.unwrap_or(self.period).min(self.period)
-    }
-
-    fn subscribe(&mut self, name: String) -> Result<Subscription, CollectorError> {
-        if self.caught != CaughtWrites::Everything {
-            // Until the start has succeeded no subscriber may rely on any slot, and a tick has to
-            // undo a partial start.
-            self.caught = CaughtWrites::Partial;
-            self.source.start()?;
-            self.caught = CaughtWrites::Everything;
-            self.unreported = CollectionReport::default();
-            self.period = PERIOD_LEAST;
-        }
-        // The source already catches writes, so no write between the two calls is missed.
-        Ok(self.tracker.subscribe(name)?)
-    }
-
-    /// Collects once, and adds the result to the unreported ones. Returns the number of frames
-    /// collected.
-    fn collect(&mut self) -> Result<u64, SourceError> {
-        let collected = self.source.collect(&self.tracker);
-        // Also after an error, so that the next check is not due immediately.
-        self.pacing.harvested(self.source.dirtied(), Instant::now());
-        if self.caught == CaughtWrites::Everything {
-            self.peaks.record(self.source.harvested(), Instant::now());
-        }
-        let now = collected?;
-        let ns = now.harvest_ns + now.reprotect_ns + now.insert_ns;
-        self.times.observe(Duration::from_nanos(ns));
-        self.overruns.fetch_add(now.overruns, Ordering::Relaxed);
-        let sum = &mut self.unreported;
-        sum.frames += now.frames;
-        sum.overruns += now.overruns;
-        sum.marked_all |= now.marked_all;
-        sum.harvest_ns += now.harvest_ns;
-        sum.reprotect_ns += now.reprotect_ns;
-        sum.insert_ns += now.insert_ns;
-        for (shared, frames) in self.dirtied.iter().zip(self.source.dirtied()) {
-            shared.store(*frames, Ordering::Relaxed);
-        }
-        Ok(now.frames)
-    }
-
-    fn report(&mut self) -> Result<CollectionReport, CollectorError> {
-        if self.caught == CaughtWrites::Everything {
-            self.collect()?;
-        }
-        Ok(std::mem::take(&mut self.unreported))
-    }
-
-    /// Collects for a vCPU that waits with a full ring, so that it can continue.
-    pub(crate) fn relieve(&mut self, vcpu: u8) {
-        self.period = PERIOD_LEAST;
-        // Collect also without subscribers: a ring that was overrun stays full after the source was
-        // stopped, until it has been harvested often enough.
-        if let Err(e) = self.collect() {
-            tracing::warn!("vCPU {vcpu} waits for room in its dirty ring, but {e}");
-            // The vCPU finds its ring full again immediately. The sleep keeps this thread from
-            // spinning.
-            std::thread::sleep(PERIOD_LEAST);
-        }
-    }
-
-    /// Answers a vCPU that has run for the slice after a stall, and waits. `stalls` of its stalls
-    /// were complete by then.
-    pub(crate) fn end_slice(&mut self, vcpu: u8, stalls: u64) {
-        if let Err(e) = self.collect() {
-            tracing::warn!("the pages that vCPU {vcpu} has written cannot be counted yet: {e}");
-        }
-        self.pacing.reported(vcpu.into(), stalls, Instant::now());
-    }
-
-    /// Handles a timeout: stops the source if there are no subscribers left, and otherwise keeps
-    /// the rings from filling.
-    fn tick(&mut self) {
-        if self.tracker.subscribers() == 0 {
-            // No subscriber is left that a throttle could serve.
-            self.pacing.set_rate(None, &[], Instant::now());
-            let stopped = self.source.stop();
-            self.peaks.clear();
-            if let Err(e) = &stopped {
-                tracing::warn!("dirty tracking cannot be stopped yet: {e}");
-                self.period = (self.period * 2).min(PERIOD_MOST);
-            }
-            // After a failed stop, the next subscriber must not take a partly started source for a
-            // whole one.
-            self.caught =
-                if stopped.is_ok() { CaughtWrites::Nothing } else { CaughtWrites::Partial };
-            return;
-        }
-        match self.collect() {
-            // Only rings fill. Reading a bitmap more often than requested costs the guest faults.
-            Ok(frames) if frames >= self.many && self.source.mode() == TrackingMode::DirtyRing => {
-                self.period = (self.period / 2).max(PERIOD_LEAST);
-            }
-            Ok(_) => self.period = (self.period * 2).min(PERIOD_MOST),
-            Err(e) => tracing::warn!("dirty pages are not collected for now: {e}"),
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId};
+    use driftline_guest::GuestError;
     use std::process::Stdio;
     use std::sync::{Mutex, mpsc};
 
+    use crate::sources::SourceError;
     use crate::testing::run_in_child;
 
     /// Two slots of 64 frames; the first frame of each is always dirty. A failing call reaches the
@@ -396,14 +218,6 @@ mod tests {
                 out.frames += 1;
             }
             Ok(out)
-        }
-
-        fn dirtied(&self) -> &[u64] {
-            &[]
-        }
-
-        fn harvested(&self) -> &[u64] {
-            &[]
         }
     }
 
