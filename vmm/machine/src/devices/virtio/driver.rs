@@ -273,6 +273,16 @@ impl Driver {
         }
     }
 
+    /// Waits for the interrupt. The device raises it after it has put a chain into the used ring.
+    #[track_caller]
+    pub(crate) fn wait_interrupt(&self) {
+        let end = Instant::now() + TIMEOUT;
+        while !self.transport.line().clear() {
+            assert!(Instant::now() < end, "the driver was not told");
+            std::thread::sleep(Duration::from_micros(200));
+        }
+    }
+
     fn take_used(&mut self, queue: usize) -> Option<(u16, u32)> {
         let DriverQueue { size, rings, used, .. } = self.queues[queue];
         let index = GuestAddress(rings + USED + 2);
