@@ -2,6 +2,7 @@
 
 use std::io;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use driftline_dirty_tracker::{FrameRun, Gfn, LayoutError, PAGE_SIZE};
 use driftline_format::FormatError;
@@ -36,6 +37,7 @@ pub enum StoreError {
         /// Offset at which the damaged record, or the damaged part of one, begins, in bytes.
         offset: u64,
         /// What is wrong there.
+        #[source]
         damage: Damage,
     },
     /// A retained checkpoint is damaged, or one that it builds on, or the record of which
@@ -367,10 +369,20 @@ pub enum Damage {
     #[error("nothing was written here, although later records were")]
     Unwritten,
     /// The disk cannot read the bytes.
-    #[error("it cannot be read: {why}")]
+    #[error("it cannot be read: {cause}")]
     Unreadable {
         /// The system's error.
-        why: String,
+        #[source]
+        cause: io::Error,
+    },
+    /// The bytes were not read, because failed reads of the file have used up their time.
+    #[error(
+        "it cannot be read: not tried, since other reads failed for {} s",
+        failing.as_secs()
+    )]
+    NotTried {
+        /// Total time of the failed reads.
+        failing: Duration,
     },
     /// A frame failed its checksum, and passed it when it was read again.
     #[error("its content changed between two reads: the disk or its cable is failing")]
@@ -412,13 +424,24 @@ pub enum Damage {
         /// Checksum in the log.
         expected: u32,
     },
-    /// Compressed contents that are not those of this number of frames.
-    #[error("the compressed contents of {frames} pages cannot be decompressed: {why}")]
+    /// Compressed contents that the decompressor refuses.
+    #[error("the compressed contents of {frames} pages cannot be decompressed: {cause}")]
     Packed {
         /// Number of frames.
         frames: u64,
-        /// What is wrong with the contents.
-        why: String,
+        /// The decompressor's error.
+        #[source]
+        cause: io::Error,
+    },
+    /// Compressed contents of another number of frames.
+    #[error(
+        "the compressed contents of {frames} pages cannot be decompressed: they are {found} bytes"
+    )]
+    PackedLength {
+        /// Number of frames that they should be.
+        frames: u64,
+        /// Their length in bytes.
+        found: u64,
     },
     /// A record of a kind that is not allowed here, or that this program does not know.
     #[error("a record of tag {tag:#06x} has no place here")]

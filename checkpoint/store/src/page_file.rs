@@ -131,8 +131,8 @@ impl PageReader {
     pub(crate) fn read(&self, slot: u32, buf: &mut [u8]) -> Result<(), StoreError> {
         let offset = u64::from(slot) * PAGE_SIZE;
         let damaged = |damage| StoreError::Damaged { file: self.path.clone(), offset, damage };
-        if let Some(why) = self.known_unreadable(slot, buf.len()) {
-            return Err(damaged(Damage::Unreadable { why }));
+        if let Some(damage) = self.known_unreadable(slot, buf.len()) {
+            return Err(damaged(damage));
         }
         let begun = Instant::now();
         let Err(e) = self.file.read_exact_at(buf, offset) else { return Ok(()) };
@@ -150,19 +150,19 @@ impl PageReader {
                     let read = |n: u64| self.file.read_exact_at(&mut [0; PAGE], n * PAGE_SIZE);
                     unreadable.note(slot.into(), end.into(), &e, read).map_err(|e| self.io(e))?;
                 }
-                damaged(Damage::Unreadable { why: e.to_string() })
+                damaged(Damage::Unreadable { cause: e })
             }
             _ => self.io(e),
         })
     }
 
-    /// Returns the reason why slots are not read: one of them was given up.
-    fn known_unreadable(&self, slot: u32, len: usize) -> Option<String> {
+    /// Returns why slots are not read: one of them was given up.
+    fn known_unreadable(&self, slot: u32, len: usize) -> Option<Damage> {
         let unreadable = self.unreadable.as_ref()?;
         let unreadable = unreadable.lock();
         let (slot, count) = (u64::from(slot), len.div_ceil(PAGE) as u64);
         let next = unreadable.next(slot).filter(|next| *next < slot + count)?;
-        Some(unreadable.why(next))
+        Some(unreadable.damage(next))
     }
 }
 

@@ -331,10 +331,9 @@ impl Sectors {
                 return Err(SectorError::Unwritten(self.path.clone(), offset.min(self.len)));
             }
             Err(StoreError::Io { cause, .. }) if is_media_error(&cause) => {
-                let why = self.unreadable.why(number);
                 return Err(SectorError::Damaged(match self.unreadable.must_end() {
                     true => self.io(cause),
-                    false => self.damaged(offset, Damage::Unreadable { why }),
+                    false => self.damaged(offset, self.unreadable.damage(number)),
                 }));
             }
             raw => raw?,

@@ -14,6 +14,7 @@ use std::time::Duration;
 use rustix::io::Errno;
 
 use crate::backend::is_media_error;
+use crate::error::Damage;
 
 /// Limit of the total time of failing reads of a file, after which units are given up untried.
 pub(super) const FAILED_READ_LIMIT: Duration = Duration::from_secs(60);
@@ -61,11 +62,11 @@ impl UnreadableUnits {
         io::Error::from_raw_os_error(self.errno.unwrap_or(Errno::IO.raw_os_error()))
     }
 
-    /// Returns the reason why `unit` was given up.
-    pub(super) fn why(&self, unit: u64) -> String {
+    /// Returns why `unit` was given up.
+    pub(super) fn damage(&self, unit: u64) -> Damage {
         match self.has(unit) && !self.failed.has(unit) {
-            true => format!("not tried, since other reads failed for {} s", self.spent.as_secs()),
-            false => self.error().to_string(),
+            true => Damage::NotTried { failing: self.spent },
+            false => Damage::Unreadable { cause: self.error() },
         }
     }
 
@@ -230,10 +231,10 @@ mod tests {
             let guessed = failed_read_limit == 0 && guesses;
             assert!((0..200).all(|unit| unreadable.has(unit) == is_bad(unit)) != guessed);
             assert_eq!(unreadable.must_end(), failed_read_limit == 0 && !guesses);
-            assert_eq!(unreadable.why(31), bad().to_string());
+            assert!(matches!(unreadable.damage(31), Damage::Unreadable { .. }));
             if guessed {
-                let why = "not tried, since other reads failed for 7 s";
-                assert_eq!(unreadable.why(32), why);
+                let why = "it cannot be read: not tried, since other reads failed for 7 s";
+                assert_eq!(unreadable.damage(32).to_string(), why);
             }
         }
     }

@@ -322,11 +322,14 @@ impl ContentsPiece {
                 none.insert(new.map_err(|e| reading(&archive.path, e))?)
             }
         };
-        let wrong = |why| archive.damaged(at, Damage::Packed { frames: frames as u64, why });
-        match unpacker.decompress_to_buffer(packed, room) {
-            Ok(found) if found == room.len() => {}
-            Ok(found) => return Err(wrong(format!("they are {found} bytes")).into()),
-            Err(e) => return Err(wrong(e.to_string()).into()),
+        let frames = frames as u64;
+        let damage = match unpacker.decompress_to_buffer(packed, room) {
+            Ok(found) if found == room.len() => None,
+            Ok(found) => Some(Damage::PackedLength { frames, found: found as u64 }),
+            Err(cause) => Some(Damage::Packed { frames, cause }),
+        };
+        if let Some(damage) = damage {
+            return Err(archive.damaged(at, damage).into());
         }
         let frames = runs.iter().flat_map(|run| run.frames());
         for ((gfn, page), crc) in frames.zip(room.chunks_exact(PAGE)).zip(crcs.chunks_exact(4)) {
