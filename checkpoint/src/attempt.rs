@@ -14,7 +14,7 @@ use crate::disk_copy::DiskCopy;
 use crate::guest::Checkpointable;
 use crate::live_copy::LiveCopy;
 use crate::pause::Epoch;
-use crate::report::{EpochFailure, EpochStep, step};
+use crate::report::{EpochStep, FailedStep, step};
 use crate::snapshot::{EpochCopy, Snapshot};
 use crate::staging::Staging;
 
@@ -44,7 +44,7 @@ pub(crate) struct CommittingEpoch {
 
 impl Ready<'_> {
     /// Takes the epoch up to the hand-over to the commit thread.
-    pub(crate) fn attempt(self) -> Result<CommittingEpoch, (EpochStep, EpochFailure)> {
+    pub(crate) fn attempt(self) -> Result<CommittingEpoch, FailedStep> {
         let Self { epoch, guest, drives, store, commit_thread, bounds, staging, .. } = self;
         let CopyPlanner { policy, protection, write_waits, times, ahead: ahead_cost, .. } =
             &mut *self.planner;

@@ -8,7 +8,7 @@ use driftline_guest::DriveHead;
 
 use crate::epoch_drives::EpochDrives;
 use crate::guest::Checkpointable;
-use crate::report::{EpochFailure, EpochStep, step};
+use crate::report::{EpochStep, FailedStep, step};
 
 /// A chain being written by one checkpointer.
 pub(crate) struct EpochChain {
@@ -27,7 +27,7 @@ impl EpochChain {
     pub(crate) fn begin(
         guest: &dyn Checkpointable,
         drives: &[DriveHead],
-    ) -> Result<Self, (EpochStep, EpochFailure)> {
+    ) -> Result<Self, FailedStep> {
         let subscription = step(EpochStep::Subscribe, || guest.subscribe("checkpoint"))?;
         let drives = step(EpochStep::Subscribe, || EpochDrives::track(guest, drives))?;
         Ok(Self { subscription, drives, since: Instant::now(), last: None })

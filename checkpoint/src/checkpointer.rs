@@ -27,7 +27,7 @@ use crate::commit_thread::{CommitAnswer, CommitThread};
 use crate::copy_planner::CopyPlanner;
 use crate::epoch_drives::drives_of;
 use crate::guest::Checkpointable;
-use crate::report::{CheckpointError, EpochFailure, EpochReport, EpochStep};
+use crate::report::{CheckpointError, EpochFailure, EpochReport, EpochStep, FailedStep};
 use crate::staging::{Staging, StagingLimits};
 
 /// Takes epochs of one guest into one store.
@@ -88,7 +88,7 @@ enum PendingState {
     /// Handed over; the commit thread has not answered yet.
     Committing(Box<CommittingEpoch>),
     /// Failed before it was handed over.
-    Failed(EpochStep, EpochFailure),
+    Failed(FailedStep),
 }
 
 /// Consequences of failures, applied when nothing is in flight.
@@ -224,9 +224,9 @@ impl Checkpointer {
                 let answer = committing.commit.recv();
                 self.landed(epoch, *committing, answer)
             }
-            PendingState::Failed(phase, cause) => {
+            PendingState::Failed(failed) => {
                 self.recover_from_failure(None);
-                Err(self.failed(epoch, phase, cause))
+                Err(self.failed(epoch, failed))
             }
         }
     }
@@ -265,13 +265,14 @@ impl Checkpointer {
         self.next = epoch.saturating_add(1).min(MAX_EPOCH + 1);
         let state = match launched {
             Ok(committing) => PendingState::Committing(Box::new(committing)),
-            Err((phase, cause)) => {
+            Err(failed) => {
+                let FailedStep { phase, cause } = &failed;
                 tracing::warn!(full, %phase, %cause, "not stored");
-                self.planner.failed(phase, &cause);
+                self.planner.failed(*phase, cause);
                 // No epoch holds what was copied for a failed full one; the next epoch copies it
                 // again.
-                self.note_failure(&cause, full);
-                PendingState::Failed(phase, cause)
+                self.note_failure(cause, full);
+                PendingState::Failed(failed)
             }
         };
         PendingEpoch { epoch, state }
@@ -285,9 +286,7 @@ impl Checkpointer {
     ) -> Option<Result<EpochReport, CheckpointError>> {
         let PendingEpoch { epoch, state } = self.pending.pop_front()?;
         let committing = match state {
-            PendingState::Failed(phase, cause) => {
-                return Some(Err(self.failed(epoch, phase, cause)));
-            }
+            PendingState::Failed(failed) => return Some(Err(self.failed(epoch, failed))),
             PendingState::Committing(committing) => committing,
         };
         let answer = match limit {
@@ -330,20 +329,20 @@ impl Checkpointer {
             }
             Err(cause) => {
                 drop(changed);
-                let cause = cause.into();
                 tracing::warn!(checkpoint = epoch, full, %cause, "not stored");
                 // After a failed sync, what reached the disk is unknown: the next epoch copies all
                 // of memory.
                 self.note_failure(&cause, full || answer.lost);
                 self.failure.files |= answer.thread_ended;
-                Err(self.failed(epoch, EpochStep::Publish, cause))
+                Err(self.failed(epoch, FailedStep { phase: EpochStep::Publish, cause }))
             }
         };
         self.recover_from_failure(answer.last);
         outcome
     }
 
-    fn failed(&self, epoch: u64, phase: EpochStep, cause: EpochFailure) -> CheckpointError {
+    fn failed(&self, epoch: u64, failed: FailedStep) -> CheckpointError {
+        let FailedStep { phase, cause } = failed;
         CheckpointError { epoch, phase, guest: self.guest.run_state(), cause }
     }
 
@@ -376,8 +375,9 @@ impl Checkpointer {
 
     /// Ensures that the store's files are open and were not replaced, and that an epoch number is
     /// left. Returns what the next epoch needs.
-    fn make_ready(&mut self) -> Result<Ready<'_>, (EpochStep, EpochFailure)> {
-        let begin = |e: StoreError| (EpochStep::Begin, e.into());
+    fn make_ready(&mut self) -> Result<Ready<'_>, FailedStep> {
+        let failed = |cause| FailedStep { phase: EpochStep::Begin, cause };
+        let begin = |e: StoreError| failed(e.into());
         if self.next > MAX_EPOCH {
             let (dir, last) = (self.store.location().to_owned(), self.next - 1);
             return Err(begin(StoreError::Full { dir, last }));
@@ -387,7 +387,7 @@ impl Checkpointer {
             if self.lock_lost {
                 self.lock_again().map_err(begin)?;
             }
-            self.close_replaced().map_err(begin)?;
+            self.close_replaced().map_err(failed)?;
         }
         let Self { guest, drives, store, bounds, staging, planner, chain, next, .. } = self;
         let guest = &**guest;
@@ -420,9 +420,9 @@ impl Checkpointer {
     }
 
     /// Closes the store's files if they were replaced.
-    fn close_replaced(&mut self) -> Result<(), StoreError> {
+    fn close_replaced(&mut self) -> Result<(), EpochFailure> {
         match self.commit_thread.as_ref().map(CommitThread::check) {
-            Some(Err(e @ StoreError::Replaced { .. })) => {
+            Some(Err(EpochFailure::Store(e @ StoreError::Replaced { .. }))) => {
                 tracing::warn!("beginning again with a full checkpoint: {e}");
                 (self.commit_thread, self.chain) = (None, None);
                 Ok(())

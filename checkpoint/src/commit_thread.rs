@@ -1,6 +1,5 @@
 //! The commit thread: makes epochs durable while the next ones are taken.
 
-use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
@@ -8,6 +7,8 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use driftline_store::{Bounds, CommittedEpoch, Committer, PageFile, StoreError, WrittenEpoch};
+
+use crate::report::EpochFailure;
 
 /// A request to the commit thread.
 enum CommitRequest {
@@ -20,7 +21,7 @@ enum CommitRequest {
 /// The outcome of an epoch.
 #[derive(Debug)]
 pub(crate) struct CommitAnswer {
-    pub(crate) result: Result<CommittedEpoch, StoreError>,
+    pub(crate) result: Result<CommittedEpoch, EpochFailure>,
     /// Time at which the outcome was known.
     pub(crate) at: Instant,
     /// Whether a sync failed, so that what was written counts as lost.
@@ -29,6 +30,14 @@ pub(crate) struct CommitAnswer {
     pub(crate) last: Option<u64>,
     /// Whether the commit thread has ended unexpectedly.
     pub(crate) thread_ended: bool,
+}
+
+impl CommitAnswer {
+    /// Returns the outcome of an epoch whose commit thread has ended.
+    fn thread_ended() -> Self {
+        let (result, at) = (Err(thread_ended()), Instant::now());
+        Self { result, at, lost: true, last: None, thread_ended: true }
+    }
 }
 
 /// A [`Committer`] on its own thread. Drop waits until every epoch handed over is durable or has
@@ -60,7 +69,7 @@ impl CommitThread {
                     CommitRequest::Check => drop(to_checks.send(committer.check())),
                     CommitRequest::Commit(written, bounds, answer) => {
                         committer.set_bounds(bounds);
-                        let result = committer.commit(*written);
+                        let result = committer.commit(*written).map_err(EpochFailure::from);
                         let (at, lost, last) =
                             (Instant::now(), committer.has_lost(), committer.last());
                         // Set before the caller receives the answer and sends its next request.
@@ -107,19 +116,19 @@ impl CommitThread {
     /// Checks that the store's files are still the open ones. Waits for everything handed over
     /// before, but not while the log is rewritten: the committer also checks this before it appends
     /// an epoch.
-    pub(crate) fn check(&self) -> Result<(), StoreError> {
+    pub(crate) fn check(&self) -> Result<(), EpochFailure> {
         if self.rotating.load(Ordering::SeqCst) {
             return Ok(());
         }
         self.ask(CommitRequest::Check);
-        self.checks.recv().unwrap_or_else(|_| Err(thread_ended(&self.pages)))
+        Ok(self.checks.recv().map_err(|_| thread_ended())??)
     }
 
     /// Hands an epoch over. Epochs are committed in this order.
     pub(crate) fn commit(&self, written: WrittenEpoch, bounds: Bounds) -> PendingCommit {
         let (to_answer, answer) = mpsc::channel();
         self.ask(CommitRequest::Commit(Box::new(written), bounds, to_answer));
-        PendingCommit { answer, pages: self.pages.clone() }
+        PendingCommit { answer }
     }
 
     fn ask(&self, request: CommitRequest) {
@@ -134,13 +143,12 @@ impl CommitThread {
 #[derive(Debug)]
 pub(crate) struct PendingCommit {
     answer: Receiver<CommitAnswer>,
-    pages: Arc<PageFile>,
 }
 
 impl PendingCommit {
     /// Returns the outcome as soon as it is known.
     pub(crate) fn recv(&self) -> CommitAnswer {
-        self.answer.recv().unwrap_or_else(|_| self.thread_ended())
+        self.answer.recv().unwrap_or_else(|_| CommitAnswer::thread_ended())
     }
 
     /// Returns the outcome, or `None` if it is not known after `limit`.
@@ -148,24 +156,13 @@ impl PendingCommit {
         match self.answer.recv_timeout(limit) {
             Ok(answer) => Some(answer),
             Err(RecvTimeoutError::Timeout) => None,
-            Err(RecvTimeoutError::Disconnected) => Some(self.thread_ended()),
-        }
-    }
-
-    fn thread_ended(&self) -> CommitAnswer {
-        CommitAnswer {
-            result: Err(thread_ended(&self.pages)),
-            at: Instant::now(),
-            lost: true,
-            last: None,
-            thread_ended: true,
+            Err(RecvTimeoutError::Disconnected) => Some(CommitAnswer::thread_ended()),
         }
     }
 }
 
-fn thread_ended(pages: &PageFile) -> StoreError {
-    let cause = io::Error::other("the commit thread has ended");
-    StoreError::Io { what: "committing to", path: pages.path().to_owned(), cause }
+fn thread_ended() -> EpochFailure {
+    EpochFailure::ThreadEnded { thread: "commit" }
 }
 
 impl Drop for CommitThread {

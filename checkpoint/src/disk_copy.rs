@@ -7,7 +7,6 @@
 //! room are copied in the pause, for the next epochs.
 
 use std::fs::File;
-use std::io;
 
 use driftline_dirty_tracker::{DirtySet, FrameRun, PAGE_SIZE};
 use driftline_guest::{
@@ -48,10 +47,10 @@ struct ChangedBlocks {
 }
 
 fn not_copied(id: &str) -> impl Fn(CopyBeforeWriteError) -> EpochFailure {
-    move |why| match why {
+    move |cause| match cause {
         CopyBeforeWriteError::Stalled => EpochFailure::Stalled(WRITE_WAIT_LIMIT),
         CopyBeforeWriteError::Unreadable(cause) => unread(id)(cause),
-        why => EpochFailure::NotCopied { id: id.to_owned(), why },
+        cause => EpochFailure::NotCopied { id: id.to_owned(), cause },
     }
 }
 
@@ -213,8 +212,7 @@ impl ChangedBlocks {
         if copied == changed {
             return Ok(());
         }
-        let why = format!("{copied} blocks were copied of {changed} that changed");
-        Err(unread(&self.id)(io::Error::other(why)))
+        Err(EpochFailure::BlocksMissing { id: self.id.clone(), copied, changed })
     }
 }
 

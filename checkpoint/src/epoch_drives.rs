@@ -11,12 +11,12 @@ use std::sync::Arc;
 
 use driftline_dirty_tracker::{DirtySet, FrameRun, FrameSet, Subscription};
 use driftline_guest::{
-    CopyBeforeWrite, DriveHead, GuestContents, GuestError, data_runs, data_within, read_blocks,
+    CopyBeforeWrite, DriveHead, GuestContents, data_runs, data_within, read_blocks,
 };
 use driftline_store::{EpochWriter, of_object};
 
 use crate::copy_policy::CopyPolicy;
-use crate::report::EpochFailure;
+use crate::report::{DriveRefusal, EpochFailure};
 use crate::staging::{Staging, batches};
 
 /// Returns the drives of `guest` that are part of its epochs: those that it can write to.
@@ -58,19 +58,16 @@ impl EpochDrives {
         let present = guest.drives();
         let mut tracked = Vec::new();
         for (object, head) in (1..).zip(drives) {
-            let unsupported = |why: &str| GuestError::unsupported(head, why);
+            let refused = |cause| EpochFailure::DriveRefused { drive: head.clone(), cause };
             let drive = present.iter().find(|drive| drive.head() == *head);
-            let drive = drive.ok_or_else(|| unsupported("the guest does not have it any more"))?;
+            let drive = drive.ok_or_else(|| refused(DriveRefusal::Gone))?;
             let copy_before_write = drive.copy_before_write();
             let copy_before_write =
-                copy_before_write.ok_or_else(|| unsupported("it has no copy-before-write"))?;
+                copy_before_write.ok_or_else(|| refused(DriveRefusal::NoCopyBeforeWrite))?;
             copy_before_write.reserve();
             let file = drive.open().map_err(unread(&head.id))?;
-            let writes = drive.subscribe("checkpoint").map_err(|e| GuestError::System {
-                what: "tracking a drive's writes",
-                cause: e.into(),
-            })?;
-            let writes = writes.ok_or_else(|| unsupported("its writes are not tracked"))?;
+            let writes = drive.subscribe("checkpoint").map_err(|e| refused(e.into()))?;
+            let writes = writes.ok_or_else(|| refused(DriveRefusal::NotTracked))?;
             let (head, file) = (head.clone(), Arc::new(file));
             tracked.push(TrackedEpochDrive { object, head, file, copy_before_write, writes });
         }

@@ -46,6 +46,8 @@ pub use flat::{
 pub use forecast::{CadenceForecast, cadence_forecast};
 pub use guest::Checkpointable;
 pub use histogram::Percentiles;
-pub use report::{CheckpointError, EpochFailure, EpochReport, EpochStep};
-pub use restore::{RestoreError, RestoreReport, restore, restore_archive, restore_lazily};
+pub use report::{CheckpointError, DriveRefusal, EpochFailure, EpochReport, EpochStep};
+pub use restore::{
+    DriveRestoreError, RestoreError, RestoreReport, restore, restore_archive, restore_lazily,
+};
 pub use staging::StagingLimits;

@@ -9,7 +9,7 @@ use driftline_store::{EpochWriter, PauseGate};
 use crate::copy_policy::CopyPolicy;
 use crate::disk_copy::DiskCopy;
 use crate::guest::Checkpointable;
-use crate::report::{EpochFailure, EpochStep, step};
+use crate::report::{EpochStep, FailedStep, step};
 
 /// An epoch in the making.
 pub(crate) struct Epoch<'e> {
@@ -35,7 +35,7 @@ pub(crate) struct Pause<T> {
 
 impl Epoch<'_> {
     /// Drains what the running guest has changed so far.
-    pub(crate) fn drain(&mut self) -> Result<DirtySet, (EpochStep, EpochFailure)> {
+    pub(crate) fn drain(&mut self) -> Result<DirtySet, FailedStep> {
         step(EpochStep::Drain, || self.guest.collect())?;
         Ok(self.subscription.drain())
     }
@@ -44,8 +44,8 @@ impl Epoch<'_> {
     /// `handle` has copied or protected that.
     pub(crate) fn pause<T>(
         &mut self,
-        handle: impl FnOnce(&DirtySet, &mut EpochWriter) -> Result<T, (EpochStep, EpochFailure)>,
-    ) -> Result<Pause<T>, (EpochStep, EpochFailure)> {
+        handle: impl FnOnce(&DirtySet, &mut EpochWriter) -> Result<T, FailedStep>,
+    ) -> Result<Pause<T>, FailedStep> {
         let Self { guest, pause_gate, subscription, disks, file, .. } = self;
         let _held = pause_gate.hold();
         let since = Instant::now();

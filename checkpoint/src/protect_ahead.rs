@@ -7,7 +7,7 @@ use crate::chunks::spans;
 use crate::copy_policy::CopyPolicy;
 use crate::guest::Checkpointable;
 use crate::protection::EpochProtection;
-use crate::report::{EpochFailure, EpochStep, step};
+use crate::report::{EpochStep, FailedStep, step};
 
 /// Result of protecting frames before a pause.
 pub(crate) struct ProtectedAhead {
@@ -28,7 +28,7 @@ pub(crate) fn protect_ahead(
     released: &ReleasedFrames,
     early: DirtySet,
     subscription: &mut Subscription,
-) -> Result<ProtectedAhead, (EpochStep, EpochFailure)> {
+) -> Result<ProtectedAhead, FailedStep> {
     let layout = guest.layout();
     let again_from = policy.protect_again_from.min(policy.background_from);
     let mut next: FrameSet = early.runs().collect();

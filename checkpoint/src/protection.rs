@@ -1,11 +1,15 @@
 //! The write-protected frames of one epoch, and the writers that wait for them.
 
-use std::io;
 use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::FrameRun;
 use driftline_guest::{GuestError, WriteProtection};
 use parking_lot::Mutex;
+
+use crate::report::EpochFailure;
+
+/// Name of the copy thread in errors.
+pub(crate) const COPY_THREAD: &str = "copy";
 
 /// Write protection for the duration of one epoch. After `end` has unprotected everything, nothing
 /// can be protected any more: otherwise a late caller would protect frames, and their writers would
@@ -20,14 +24,13 @@ impl<'s> EpochProtection<'s> {
         Self { protection, over: Mutex::new(false) }
     }
 
-    pub(crate) fn protect(&self, frames: &[FrameRun]) -> Result<(), GuestError> {
+    pub(crate) fn protect(&self, frames: &[FrameRun]) -> Result<(), EpochFailure> {
         // Held during the call: `end` runs before it, which is noticed, or after it.
         let over = self.over.lock();
         if *over {
-            let cause = io::Error::other("the copy thread has ended").into();
-            return Err(GuestError::System { what: "protecting frames", cause });
+            return Err(EpochFailure::ThreadEnded { thread: COPY_THREAD });
         }
-        self.protection.protect(frames)
+        Ok(self.protection.protect(frames)?)
     }
 
     pub(crate) fn release(&self, frames: FrameRun) -> Result<(), GuestError> {

@@ -4,7 +4,8 @@ use std::fmt;
 use std::io;
 use std::time::{Duration, Instant};
 
-use driftline_guest::{CopyBeforeWriteError, GuestError, RunState};
+use driftline_dirty_tracker::NoMemory;
+use driftline_guest::{CopyBeforeWriteError, DriveHead, GuestError, RunState};
 use driftline_store::StoreError;
 use serde::{Deserialize, Serialize};
 use vm_memory::GuestMemoryError;
@@ -61,14 +62,21 @@ impl fmt::Display for EpochStep {
     }
 }
 
+/// A step that failed, which ends its epoch.
+#[derive(Debug)]
+pub(crate) struct FailedStep {
+    pub(crate) phase: EpochStep,
+    pub(crate) cause: EpochFailure,
+}
+
 /// Runs one step, with an event at its beginning and one at its end.
 pub(crate) fn step<T, E: Into<EpochFailure>>(
     phase: EpochStep,
     act: impl FnOnce() -> Result<T, E>,
-) -> Result<T, (EpochStep, EpochFailure)> {
+) -> Result<T, FailedStep> {
     tracing::debug!(?phase, "begin");
     let since = Instant::now();
-    let result = act().map_err(|e| (phase, e.into()));
+    let result = act().map_err(|e| FailedStep { phase, cause: e.into() });
     tracing::debug!(?phase, ok = result.is_ok(), us = since.elapsed().as_micros() as u64, "end");
     result
 }
@@ -96,12 +104,48 @@ pub enum EpochFailure {
         cause: io::Error,
     },
     /// Changed blocks of a drive could not be preserved until they were copied.
-    #[error("the changed blocks of disk \"{id}\" cannot be copied: {why}")]
+    #[error("the changed blocks of disk \"{id}\" cannot be copied: {cause}")]
     NotCopied {
         /// Its name.
         id: String,
         /// The reason.
-        why: CopyBeforeWriteError,
+        #[source]
+        cause: CopyBeforeWriteError,
+    },
+    /// The changes of a drive cannot be followed.
+    #[error("{drive} cannot be in checkpoints: {cause}")]
+    DriveRefused {
+        /// The drive.
+        drive: DriveHead,
+        /// The reason.
+        #[source]
+        cause: DriveRefusal,
+    },
+    /// Fewer blocks of a drive were copied than changed. The others would have the content of the
+    /// previous epoch.
+    #[error("{copied} blocks of disk \"{id}\" were copied of {changed} that changed")]
+    BlocksMissing {
+        /// Its name.
+        id: String,
+        /// Number of blocks copied.
+        copied: u64,
+        /// Number of blocks that changed.
+        changed: u64,
+    },
+    /// A thread could not be started.
+    #[error("starting the {thread} thread failed: {cause}")]
+    NoThread {
+        /// Its job.
+        thread: &'static str,
+        /// The error of the operating system.
+        #[source]
+        cause: io::Error,
+    },
+    /// A thread that an epoch needs has ended.
+    #[error("the {thread} thread has ended")]
+    ThreadEnded {
+        /// Its job.
+        thread: &'static str,
     },
     /// The guest waited for this long in total to write to what was not copied yet, and the store
     /// had no room for a copy.
@@ -111,6 +155,24 @@ pub enum EpochFailure {
         .0.as_secs()
     )]
     Stalled(Duration),
+}
+
+/// Why a drive cannot be in checkpoints.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum DriveRefusal {
+    /// It was detached, or replaced.
+    #[error("the guest does not have it any more")]
+    Gone,
+    /// Its device cannot save blocks before it overwrites them.
+    #[error("it has no copy-before-write")]
+    NoCopyBeforeWrite,
+    /// Its device does not report what it writes.
+    #[error("its writes are not tracked")]
+    NotTracked,
+    /// The host lacks address space to track its writes.
+    #[error(transparent)]
+    NoMemory(#[from] NoMemory),
 }
 
 /// An epoch that was not stored. Nothing is lost: what changed in it is in the next one (I4).

@@ -17,13 +17,12 @@
 //! Copies wait in the staging area until they are written to the file. If the file is slow, writers
 //! wait for room in the area.
 
-use std::io;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::{DirtySet, FrameSet, PAGE_SIZE};
-use driftline_guest::{GuestError, WriteProtection};
+use driftline_guest::WriteProtection;
 use parking_lot::Mutex;
 
 use crate::background_copy::{BackgroundCopier, BackgroundCopyStats, CopiedPiece, ReleasedFrames};
@@ -32,8 +31,8 @@ use crate::copy_time::{CopyTime, CopyTimes};
 use crate::pause::{Epoch, Pause, longest_stop};
 use crate::precopy_buffer::StagedFrames;
 use crate::protect_ahead::{ProtectedAhead, protect_ahead};
-use crate::protection::{EpochProtection, UnprotectOnDrop, WriterWaits};
-use crate::report::{EpochFailure, EpochStep, step};
+use crate::protection::{COPY_THREAD, EpochProtection, UnprotectOnDrop, WriterWaits};
+use crate::report::{EpochFailure, EpochStep, FailedStep, step};
 use crate::staging::{Staging, copy, window};
 
 /// An epoch, and how its memory is copied.
@@ -78,7 +77,7 @@ struct MemoryCopy {
 impl Snapshot<'_> {
     /// Takes the state, and what changed since the last epoch. On every return path the guest runs
     /// again if it ran before, and no write waits for a frame or a block.
-    pub(crate) fn take(mut self) -> Result<EpochCopy, (EpochStep, EpochFailure)> {
+    pub(crate) fn take(mut self) -> Result<EpochCopy, FailedStep> {
         let before = self.epoch.guest.vcpu_pauses();
         let memory = self.take_memory()?;
         // The vCPUs have resumed by now. There may be another pause while drives are copied.
@@ -101,7 +100,7 @@ impl Snapshot<'_> {
         })
     }
 
-    fn take_memory(&mut self) -> Result<MemoryCopy, (EpochStep, EpochFailure)> {
+    fn take_memory(&mut self) -> Result<MemoryCopy, FailedStep> {
         // What is collected here need not be collected in the pause.
         let early = self.epoch.drain()?;
         let (frames, room) = (early.frames(), self.staging.frames());
@@ -118,10 +117,7 @@ impl Snapshot<'_> {
 
     /// Copies memory in the pause. `early` holds the frames that are already drained, if any: they
     /// are copied before it.
-    fn copy_in_pause(
-        &mut self,
-        early: Option<DirtySet>,
-    ) -> Result<MemoryCopy, (EpochStep, EpochFailure)> {
+    fn copy_in_pause(&mut self, early: Option<DirtySet>) -> Result<MemoryCopy, FailedStep> {
         let Self { epoch, times, staging, .. } = self;
         let guest = epoch.guest;
         let mut frames = match &early {
@@ -166,7 +162,7 @@ impl Snapshot<'_> {
         &mut self,
         protection: &dyn WriteProtection,
         early: DirtySet,
-    ) -> Result<MemoryCopy, (EpochStep, EpochFailure)> {
+    ) -> Result<MemoryCopy, FailedStep> {
         let Self { epoch, staging, .. } = self;
         let (guest, policy) = (epoch.guest, epoch.policy);
         let protection = &EpochProtection::new(protection);
@@ -199,27 +195,22 @@ impl Snapshot<'_> {
             let copying = thread::Builder::new()
                 .name("checkpoint-copy".into())
                 .spawn_scoped(scope, move || span.in_scope(|| copier.run()))
-                .map_err(|e| (EpochStep::Protect, system("starting a thread that copies", e)))?;
+                .map_err(|cause| EpochFailure::NoThread { thread: COPY_THREAD, cause });
+            let copying =
+                copying.map_err(|cause| FailedStep { phase: EpochStep::Protect, cause })?;
             let background =
                 Background { epoch, protection, released, late_room, to_copier, full, to_guest };
             let taken = background.take(early);
             // The channels are closed: the copy thread ends if it has not ended yet.
-            let saved = copying.join().unwrap_or_else(|_| {
-                Err(system(
-                    "copying pages in the background",
-                    io::Error::other("its thread panicked"),
-                ))
-            });
+            let panicked = || Err(EpochFailure::ThreadEnded { thread: COPY_THREAD });
+            let saved = copying.join().unwrap_or_else(|_| panicked());
             // Report the copy thread's error first: the other error may follow from it. The copy
             // thread never fails because of an error of this thread.
-            let saved = saved.map_err(|cause| (EpochStep::CopyInBackground, cause))?;
+            let phase = EpochStep::CopyInBackground;
+            let saved = saved.map_err(|cause| FailedStep { phase, cause })?;
             Ok(MemoryCopy { saved, ..taken? })
         })
     }
-}
-
-fn system(what: &'static str, e: io::Error) -> EpochFailure {
-    GuestError::System { what, cause: e.into() }.into()
 }
 
 /// This thread's end of a copy in the background.
@@ -235,7 +226,7 @@ struct Background<'m, 'e, 'b> {
 
 impl Background<'_, '_, '_> {
     /// Pauses the guest, and then writes what the copy thread copies.
-    fn take(self, early: DirtySet) -> Result<MemoryCopy, (EpochStep, EpochFailure)> {
+    fn take(self, early: DirtySet) -> Result<MemoryCopy, FailedStep> {
         let Self { epoch, protection, released, late_room, to_copier, full, to_guest } = self;
         let (guest, policy) = (epoch.guest, epoch.policy);
         let layout = guest.layout();

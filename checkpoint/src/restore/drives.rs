@@ -1,13 +1,11 @@
 //! Restores a guest's drives to an epoch: overwrites them in place, after all blocks have been
 //! checked.
 
-use std::io;
-
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn};
-use driftline_guest::{DriveCopy, DriveHead, GuestError};
+use driftline_guest::{DriveCopy, DriveHead};
 use driftline_store::{Archive, FrameLocation, Pinned, Sink, StoreError, place};
 
-use super::error::RestoreError;
+use super::error::{DriveRestoreError, RestoreError};
 
 /// The blocks of an epoch that are not zeros.
 pub(crate) enum EpochBlocks<'a> {
@@ -62,41 +60,6 @@ pub(crate) struct RestoredDrives<'h> {
     pub(crate) drives: Vec<Box<dyn DriveCopy>>,
 }
 
-/// Why drives are only partly restored.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum PartialRestore {
-    #[error(transparent)]
-    Store(#[from] StoreError),
-    #[error("the checkpoint has no drive {0}")]
-    NoDrive(u16),
-    #[error("{0} is missing")]
-    Missing(DriveHead),
-    #[error("writing {head} failed: {cause}")]
-    Write {
-        head: DriveHead,
-        #[source]
-        cause: io::Error,
-    },
-    #[error("writing zeros to {head} failed: {cause}")]
-    Zero {
-        head: DriveHead,
-        #[source]
-        cause: io::Error,
-    },
-    #[error("making {head} durable failed: {cause}")]
-    MakeDurable {
-        head: DriveHead,
-        #[source]
-        cause: io::Error,
-    },
-    #[error("handing {head} over to the guest failed: {cause}")]
-    YieldToGuest {
-        head: DriveHead,
-        #[source]
-        cause: io::Error,
-    },
-}
-
 /// A sink that only checks the stored blocks: no drive has been written at that point.
 struct CheckBlocksSink<'r>(&'r RestoredDrives<'r>);
 
@@ -110,16 +73,16 @@ impl Sink for CheckBlocksSink<'_> {
 }
 
 impl Sink for RestoredDrives<'_> {
-    type Error = PartialRestore;
+    type Error = DriveRestoreError;
 
-    fn frames(&self, run: FrameRun, contents: &[u8]) -> Result<(), PartialRestore> {
+    fn frames(&self, run: FrameRun, contents: &[u8]) -> Result<(), DriveRestoreError> {
         let (object, block) = place(run.start);
         let Some((head, drive)) = self.numbered(object) else {
-            return Err(PartialRestore::NoDrive(object));
+            return Err(DriveRestoreError::NoDrive(object));
         };
         let (at, len) = within(head, FrameRun { start: block, count: run.count });
         let written = drive.write(at, &contents[..len as usize]);
-        written.map_err(|cause| PartialRestore::Write { head: head.clone(), cause })
+        written.map_err(|cause| DriveRestoreError::Write { head: head.clone(), cause })
     }
 }
 
@@ -136,11 +99,7 @@ impl RestoredDrives<'_> {
     }
 
     fn missing(&self, object: u16) -> RestoreError {
-        let why = format!("drive {object} of the checkpoint is missing");
-        RestoreError::Guest {
-            epoch: self.epoch,
-            cause: GuestError::unsupported("the guest's disks", why),
-        }
+        RestoreError::MissingDrive { epoch: self.epoch, number: object }
     }
 
     /// Reads all `blocks` and compares their checksums, so that a sound drive is not overwritten
@@ -164,38 +123,35 @@ impl RestoredDrives<'_> {
         let epoch = self.epoch;
         self.check(&mut blocks)?;
         tracing::info!(checkpoint = epoch, disks = names.join(", "), "overwriting disks");
-        self.write(&mut blocks).map_err(|e| RestoreError::Drives {
-            epoch,
-            cause: e.into(),
-            disks: names,
-        })?;
+        let written = self.write(&mut blocks);
+        written.map_err(|cause| RestoreError::Drives { epoch, cause, disks: names })?;
         self.drives.iter().for_each(|drive| drive.keep());
         Ok(())
     }
 
-    fn write(&self, blocks: &mut EpochBlocks<'_>) -> Result<(), PartialRestore> {
+    fn write(&self, blocks: &mut EpochBlocks<'_>) -> Result<(), DriveRestoreError> {
         for (object, head) in (1..).zip(self.heads) {
             let Some((_, drive)) = self.numbered(object) else {
-                return Err(PartialRestore::Missing(head.clone()));
+                return Err(DriveRestoreError::Missing(head.clone()));
             };
             let stored = blocks.of(object);
             for gap in stored.gaps(FrameRun { start: Gfn(0), count: head.blocks() }) {
                 let (at, len) = within(head, gap);
                 let zeroed = drive.zero(at, len);
-                zeroed.map_err(|cause| PartialRestore::Zero { head: head.clone(), cause })?;
+                zeroed.map_err(|cause| DriveRestoreError::Zero { head: head.clone(), cause })?;
             }
         }
         blocks.fetch(self)?;
         for (head, drive) in self.heads.iter().zip(&self.drives) {
             let durable = drive.make_durable();
             let head = head.clone();
-            durable.map_err(|cause| PartialRestore::MakeDurable { head, cause })?;
+            durable.map_err(|cause| DriveRestoreError::MakeDurable { head, cause })?;
         }
         // Only after all are durable: until then, nothing else may open any of them.
         for (head, drive) in self.heads.iter().zip(&self.drives) {
             let yielded = drive.yield_to_guest();
             let head = head.clone();
-            yielded.map_err(|cause| PartialRestore::YieldToGuest { head, cause })?;
+            yielded.map_err(|cause| DriveRestoreError::YieldToGuest { head, cause })?;
         }
         Ok(())
     }

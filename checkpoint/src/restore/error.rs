@@ -1,8 +1,8 @@
 //! Why a guest cannot be restored.
 
-use std::error::Error;
+use std::io;
 
-use driftline_guest::GuestError;
+use driftline_guest::{DriveHead, GuestError, PageSourceError};
 use driftline_store::StoreError;
 use vm_memory::GuestMemoryError;
 
@@ -29,7 +29,7 @@ pub enum RestoreError {
         epoch: u64,
         /// What is wrong with the frame.
         #[source]
-        cause: Box<dyn Error + Send + Sync>,
+        cause: PageSourceError,
     },
     /// The epoch's configuration yields a different memory layout than the stored one.
     #[error(
@@ -44,6 +44,14 @@ pub enum RestoreError {
         /// Hash of the stored layout.
         stored: u32,
     },
+    /// The guest does not have a drive of the epoch. No drive was overwritten.
+    #[error("checkpoint {epoch} cannot be restored: the guest does not have its drive {number}")]
+    MissingDrive {
+        /// The epoch.
+        epoch: u64,
+        /// Number of the drive, from 1 on.
+        number: u16,
+    },
     /// The drives are partly overwritten. All their stored blocks had been read and found sound
     /// before that.
     #[error(
@@ -57,7 +65,7 @@ pub enum RestoreError {
         epoch: u64,
         /// The reason.
         #[source]
-        cause: Box<dyn Error + Send + Sync>,
+        cause: DriveRestoreError,
         /// Names of the drives.
         disks: Vec<String>,
     },
@@ -69,5 +77,56 @@ pub enum RestoreError {
         /// The error of the guest's memory.
         #[source]
         cause: GuestMemoryError,
+    },
+}
+
+/// Why drives are only partly restored.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum DriveRestoreError {
+    /// Stored blocks cannot be read.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// A stored block is of a drive that the guest does not have.
+    #[error("the guest has no drive {0} of the checkpoint")]
+    NoDrive(u16),
+    /// The guest does not have a drive of the checkpoint.
+    #[error("{0} is missing")]
+    Missing(DriveHead),
+    /// Writing content failed.
+    #[error("writing {head} failed: {cause}")]
+    Write {
+        /// The drive.
+        head: DriveHead,
+        /// The error of the operating system.
+        #[source]
+        cause: io::Error,
+    },
+    /// Writing zeros failed.
+    #[error("writing zeros to {head} failed: {cause}")]
+    Zero {
+        /// The drive.
+        head: DriveHead,
+        /// The error of the operating system.
+        #[source]
+        cause: io::Error,
+    },
+    /// A sync failed.
+    #[error("making {head} durable failed: {cause}")]
+    MakeDurable {
+        /// The drive.
+        head: DriveHead,
+        /// The error of the operating system.
+        #[source]
+        cause: io::Error,
+    },
+    /// The guest cannot have the drive.
+    #[error("handing {head} over to the guest failed: {cause}")]
+    YieldToGuest {
+        /// The drive.
+        head: DriveHead,
+        /// The error of the operating system.
+        #[source]
+        cause: io::Error,
     },
 }

@@ -23,7 +23,7 @@ use serde::Serialize;
 use vm_memory::{Bytes, GuestAddress};
 
 use self::drives::{EpochBlocks, RestoredDrives};
-pub use self::error::RestoreError;
+pub use self::error::{DriveRestoreError, RestoreError};
 
 /// Frames read at a time if the guest cannot be restored lazily: 1 MiB.
 const READ_FRAMES: u64 = 256;
@@ -236,7 +236,7 @@ fn finish<G: Lifecycle + ?Sized>(
 /// there is one, or else `cause`.
 fn lost<G: Populate + ?Sized>(guest: &G, epoch: u64, cause: GuestError) -> RestoreError {
     match guest.fetching().and_then(|fetching| fetching.lost) {
-        Some(why) => RestoreError::Lost { epoch, cause: why.into() },
+        Some(why) => RestoreError::Lost { epoch, cause: PageSourceError::new(why) },
         None => RestoreError::Guest { epoch, cause },
     }
 }
@@ -299,7 +299,7 @@ fn lazily<G: GuestContents + Populate + ?Sized>(
 fn unread(epoch: u64, e: PageSourceError) -> RestoreError {
     match e.downcast::<StoreError>() {
         Ok(e) => e.into(),
-        Err(e) => RestoreError::Lost { epoch, cause: e.into() },
+        Err(cause) => RestoreError::Lost { epoch, cause },
     }
 }
 
