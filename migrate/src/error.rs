@@ -4,11 +4,14 @@ use std::fmt;
 use std::io;
 use std::time::Duration;
 
+use driftline_dirty_tracker::{LayoutError, NoMemory, OutOfSlot};
 use driftline_format::FormatError;
-use driftline_guest::GuestError;
+use driftline_guest::{GuestError, VmId};
+use vm_memory::GuestMemoryError;
 
 use crate::control::Phase;
 use crate::journal::RecordsError;
+use crate::policy::convergence::LimitReached;
 use crate::protocol::digest::MemoryDigests;
 use crate::protocol::error::WireError;
 use crate::protocol::layout::LayoutDifference;
@@ -81,10 +84,20 @@ pub enum Cause {
         id: String,
         /// The operation.
         what: &'static str,
-        /// The system's answer.
+        /// The reason.
         #[source]
-        cause: io::Error,
+        cause: DriveFailure,
     },
+    /// The storage of copies of disks is slower than the source sends them.
+    #[error("writing copies of disks failed: {cause}")]
+    Copies {
+        /// The reason.
+        #[source]
+        cause: DriveFailure,
+    },
+    /// The guest could not be built within the receiver's limits.
+    #[error("building the guest failed: {0}")]
+    NotBuilt(#[from] BuildFailure),
     /// A hand-over record could not be read or made durable.
     #[error("{0}")]
     Records(#[from] RecordsError),
@@ -92,10 +105,12 @@ pub enum Cause {
     #[error("cancelled")]
     Cancelled,
     /// The guest changes its memory faster than the link carries it.
-    #[error("{why}")]
+    #[error("{limit}{}", throttle.as_ref().map(|effect| format!("; {effect}")).unwrap_or_default())]
     NotConverging {
-        /// The reason, with figures.
-        why: String,
+        /// The limit that pre-copy reached.
+        limit: PrecopyLimit,
+        /// Effect of the throttle, if it is known.
+        throttle: Option<ThrottleEffect>,
     },
     /// The pause took too long.
     #[error(
@@ -138,15 +153,49 @@ pub enum Cause {
     /// The destination has durably discarded the guest.
     #[error(
         "the destination discarded the guest{}",
-        unanswered.as_deref().map(|e| format!("; COMMIT had no answer: {e}")).unwrap_or_default()
+        unanswered.as_ref().map(|e| format!("; COMMIT had no answer: {e}")).unwrap_or_default()
     )]
     Discarded {
         /// Why COMMIT had no answer before the destination was asked.
-        unanswered: Option<String>,
+        #[source]
+        unanswered: Option<Box<WireError>>,
     },
     /// The operator resolved that the guest runs here.
     #[error("the operator resolved that the guest runs here")]
     ResolvedRun,
+    /// Guest memory could not be accessed.
+    #[error("{what} failed: {cause}")]
+    Memory {
+        /// The operation.
+        what: &'static str,
+        /// The memory's answer.
+        #[source]
+        cause: GuestMemoryError,
+    },
+    /// The host lacks address space to record frames.
+    #[error("{what} failed: {cause}")]
+    NoMemory {
+        /// The operation.
+        what: &'static str,
+        /// The tracker's answer.
+        #[source]
+        cause: NoMemory,
+    },
+    /// A frame is outside guest memory.
+    #[error("{what} failed: {cause}")]
+    OutOfSlot {
+        /// The operation.
+        what: &'static str,
+        /// The tracker's answer.
+        #[source]
+        cause: OutOfSlot,
+    },
+    /// A thread of this side has ended without an answer.
+    #[error("{what} failed: its thread has ended")]
+    ThreadEnded {
+        /// The thread's operation.
+        what: &'static str,
+    },
     /// An operation on this host failed.
     #[error("{what} failed: {cause}")]
     System {
@@ -155,6 +204,150 @@ pub enum Cause {
         /// The system's answer.
         #[source]
         cause: io::Error,
+    },
+}
+
+/// A limit of pre-copy.
+#[derive(Debug)]
+pub enum PrecopyLimit {
+    /// That of passes or of time, reached between two passes.
+    Reached(Box<LimitReached>),
+    /// That of time, reached within a pass.
+    Timeout(Duration),
+}
+
+impl From<LimitReached> for PrecopyLimit {
+    fn from(limit: LimitReached) -> Self {
+        Self::Reached(Box::new(limit))
+    }
+}
+
+impl fmt::Display for PrecopyLimit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Reached(limit) => limit.fmt(f),
+            Self::Timeout(limit) => {
+                write!(f, "pre-copy took longer than its {} s", limit.as_secs_f64())
+            }
+        }
+    }
+}
+
+/// What the throttle did in a pre-copy that did not converge.
+#[derive(Debug)]
+pub enum ThrottleEffect {
+    /// The operator had forbidden it.
+    Forbidden,
+    /// The guest does not tell which vCPUs write, so none was throttled.
+    NotMeasured,
+    /// No vCPU was throttled.
+    Off,
+    /// vCPUs were limited.
+    On {
+        /// Limit of each vCPU, bytes of whole frames a second.
+        most_bytes_per_s: u64,
+        /// The vCPUs that the limit slowed down.
+        vcpus: Vec<ThrottledVcpu>,
+    },
+}
+
+/// A vCPU that a throttle slowed down.
+#[derive(Clone, Copy, Debug)]
+pub struct ThrottledVcpu {
+    /// Its number.
+    pub vcpu: u32,
+    /// Share of the time for which it was paused, percent.
+    pub percent: f64,
+}
+
+impl fmt::Display for ThrottleEffect {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (most, vcpus) = match self {
+            Self::Forbidden => return f.write_str("its vCPUs were not throttled, as asked"),
+            Self::NotMeasured => {
+                return f.write_str(
+                    "none of its vCPUs was throttled: which of them write is not known",
+                );
+            }
+            Self::Off => return f.write_str("its vCPUs were not throttled"),
+            Self::On { most_bytes_per_s, vcpus } => (*most_bytes_per_s as f64 / 1e6, vcpus),
+        };
+        if vcpus.is_empty() {
+            return write!(f, "none of its vCPUs writes more than {most:.1} MB/s");
+        }
+        let each = |ThrottledVcpu { vcpu, percent }: &ThrottledVcpu| {
+            format!("vCPU {vcpu} for {percent:.0} % of the time")
+        };
+        let vcpus: Vec<String> = vcpus.iter().map(each).collect();
+        write!(f, "throttled to {most:.1} MB/s each: {}", vcpus.join(", "))
+    }
+}
+
+/// Why an operation on a disk or its copy failed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum DriveFailure {
+    /// The operating system refused it.
+    #[error("{0}")]
+    Io(#[from] io::Error),
+    /// No disk has such a size.
+    #[error("{0}")]
+    Size(#[source] Box<LayoutError>),
+    /// The host lacks address space to track its writes.
+    #[error("{0}")]
+    NoMemory(#[from] NoMemory),
+    /// One operation took longer than its limit.
+    #[error("its storage has not answered for {limit:?}")]
+    Unanswered {
+        /// The limit.
+        limit: Duration,
+    },
+    /// The limit of the phase was reached during an operation that took long.
+    #[error("its storage has not answered for {waited:.1?}, and {limit}")]
+    PhaseOver {
+        /// Duration of the operation so far.
+        waited: Duration,
+        /// The limit of the phase.
+        #[source]
+        limit: Box<Cause>,
+    },
+    /// Several operations, each within its limit, took too long together.
+    #[error("its storage has not kept up for {limit:?}")]
+    TooSlow {
+        /// The limit.
+        limit: Duration,
+    },
+    /// The thread of the operation has ended.
+    #[error("its thread has ended")]
+    ThreadEnded,
+}
+
+/// Why a receiver did not build a guest.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum BuildFailure {
+    /// Earlier guests were abandoned, and their threads still wait for storage.
+    #[error(
+        "earlier guests are still being built ({}); restart the receiver if their storage is lost",
+        guests.iter().map(VmId::to_string).collect::<Vec<_>>().join(", ")
+    )]
+    EarlierGuests {
+        /// Those guests.
+        guests: Vec<VmId>,
+    },
+    /// Copies for an earlier guest have not been removed yet.
+    #[error("copies of disks of an earlier guest are still being removed")]
+    EarlierCopies,
+    /// The guest took too long.
+    #[error(
+        "guest {vm_id} was not built within {limit:?} (its disks or copies may be on storage that \
+         does not answer)"
+    )]
+    TooSlow {
+        /// The guest.
+        vm_id: VmId,
+        /// The limit.
+        limit: Duration,
     },
 }
 
@@ -168,6 +361,7 @@ impl From<TransportError> for Cause {
         match e {
             TransportError::Wire(e) => Self::Wire(e),
             TransportError::System { what, cause } => Self::System { what, cause },
+            TransportError::Memory { what, cause } => Self::Memory { what, cause },
         }
     }
 }
@@ -179,7 +373,7 @@ impl From<FormatError> for Cause {
 }
 
 /// Where a guest is after a migration failed.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug)]
 #[non_exhaustive]
 pub enum GuestPlace {
     /// It runs here, or is paused here as it was before the migration.
@@ -187,7 +381,7 @@ pub enum GuestPlace {
     /// It is paused here because resuming it failed; no other host has it.
     PausedHere {
         /// Why resuming failed.
-        why: String,
+        cause: Box<GuestError>,
     },
     /// It ended here by itself, or was stopped, during the migration.
     Ended,
@@ -198,10 +392,10 @@ impl fmt::Display for GuestPlace {
         match self {
             Self::Here => f.write_str("the guest continues here"),
             Self::Ended => f.write_str("the guest has ended here"),
-            Self::PausedHere { why } => {
+            Self::PausedHere { cause } => {
                 write!(
                     f,
-                    "the guest is here, paused, and could not be resumed: {why}; resolve that, \
+                    "the guest is here, paused, and could not be resumed: {cause}; resolve that, \
                      then resume it"
                 )
             }

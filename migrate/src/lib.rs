@@ -61,9 +61,12 @@ pub use control::{ControlError, Phase, Progress, ReceiveControl, SendControl};
 pub use destination::{
     ReceiveOptions, Received, Responder, StreamSummary, YIELD_LIMIT, inspect, receive,
 };
-pub use error::{Cause, GuestPlace, ReceiveError, SendError};
+pub use error::{
+    BuildFailure, Cause, DriveFailure, GuestPlace, PrecopyLimit, ReceiveError, SendError,
+    ThrottleEffect, ThrottledVcpu,
+};
 pub use journal::{Pending, Records, RecordsError, SourceRecord};
-pub use policy::convergence::{Goals, TimeoutStrategy, UnknownStrategy};
+pub use policy::convergence::{Goals, LimitReached, TimeoutStrategy, UnknownStrategy};
 pub use policy::forecast;
 pub use protocol::decision::Resolution;
 pub use protocol::digest::MemoryDigests;

@@ -321,7 +321,7 @@ fn guest_that_outruns_the_link_stays() {
     let sent = source.cli("send-migration", &args);
     let stderr = String::from_utf8_lossy(&sent.stderr);
     assert_eq!(sent.status.code(), Some(4), "{stderr}");
-    let reasons = ["outruns the link", "precopy took longer than its 3 s"];
+    let reasons = ["outruns the link", "pre-copy took longer than its 3 s"];
     assert!(reasons.iter().any(|reason| stderr.contains(reason)), "{stderr}");
     assert!(stderr.contains("the guest continues here"), "{stderr}");
     source.console().wait_reports(2, 2, SOON);

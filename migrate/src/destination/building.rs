@@ -6,9 +6,8 @@
 //! answers is abandoned with its guest. No guest is built while [`MAX_ABANDONED`] such threads
 //! exist, or while copies are being removed, so that callers cannot make threads accumulate (I9).
 
-use std::io;
 use std::sync::Arc;
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SendError, SyncSender};
+use std::sync::mpsc::{self, Receiver, SendError, SyncSender};
 use std::thread::{Builder as Thread, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -16,9 +15,9 @@ use driftline_guest::{DriveHead, GuestFactory, Lifecycle, VmId};
 use parking_lot::Mutex;
 
 use super::copies::{Copies, CopyLimits};
-use crate::error::Cause;
-use crate::transport::link::SLICE;
+use crate::error::{BuildFailure, Cause};
 use crate::transport::stop::StopFlag;
+use crate::transport::wait;
 
 /// A guest, and the copies of its disks.
 type BuiltGuest<F> = (Arc<<F as GuestFactory>::Guest>, Copies);
@@ -55,17 +54,11 @@ impl<F: GuestFactory + ?Sized + 'static> GuestBuilder<F> {
         let mut abandoned = self.abandoned.lock();
         abandoned.retain(|(_, thread)| !thread.is_finished());
         if abandoned.len() >= MAX_ABANDONED {
-            let guests: Vec<_> = abandoned.iter().map(|(vm_id, _)| vm_id.to_string()).collect();
-            let why = format!(
-                "earlier guests are still being built ({}); restart the receiver if their storage \
-                 is lost",
-                guests.join(", ")
-            );
-            return Err(failed(io::Error::new(io::ErrorKind::ResourceBusy, why)));
+            let guests = abandoned.iter().map(|(vm_id, _)| *vm_id).collect();
+            return Err(BuildFailure::EarlierGuests { guests }.into());
         }
         if Arc::strong_count(&self.busy) > 1 {
-            let why = "copies of disks of an earlier guest are still being removed";
-            return Err(failed(io::Error::new(io::ErrorKind::ResourceBusy, why)));
+            return Err(BuildFailure::EarlierCopies.into());
         }
         let (sender, results) = rendezvous_channel();
         let (factory, limits) = (self.factory.clone(), CopyLimits::of(self.disk_limit));
@@ -91,47 +84,28 @@ impl<F: GuestFactory + ?Sized + 'static> GuestBuilder<F> {
         };
         let thread = Thread::new().name("migrate-build".into()).spawn(work);
         let thread = thread.map_err(|cause| Cause::System { what: "starting a thread", cause })?;
-        let built = self.wait(&results, stop);
-        // A thread that has answered is about to end, and does not count as abandoned.
-        built.unwrap_or_else(|| {
-            abandoned.push((vm_id, thread));
-            Err(self.abandon_reason(vm_id, stop))
-        })
-    }
-
-    /// Waits for the thread's result; `None` if the thread is abandoned.
-    fn wait(
-        &self,
-        results: &Receiver<Result<BuiltGuest<F>, Cause>>,
-        stop: &StopFlag,
-    ) -> Option<Result<BuiltGuest<F>, Cause>> {
         let until = Instant::now() + self.limit;
-        loop {
-            match results.recv_timeout(SLICE) {
-                Ok(built) => return Some(built),
-                Err(RecvTimeoutError::Disconnected) => {
-                    return Some(Err(failed(io::Error::other("its thread has ended"))));
-                }
-                Err(RecvTimeoutError::Timeout) => {}
-            }
-            if stop.is_cancelled() || Instant::now() >= until {
-                return None;
-            }
-        }
+        let ended = || Cause::ThreadEnded { what: "building the guest" };
+        // A thread that has answered is about to end, and does not count as abandoned.
+        let mut thread = Some(thread);
+        wait::answer(&results, ended, || {
+            self.check(vm_id, until, stop).inspect_err(|_| {
+                abandoned.extend(thread.take().map(|thread| (vm_id, thread)));
+            })
+        })?
     }
 
-    /// Returns why the thread is abandoned.
-    fn abandon_reason(&self, vm_id: VmId, stop: &StopFlag) -> Cause {
+    /// Fails if the wait for the thread that builds `vm_id` has to end.
+    fn check(&self, vm_id: VmId, until: Instant, stop: &StopFlag) -> Result<(), Cause> {
         if stop.is_cancelled() {
-            return Cause::Cancelled;
+            return Err(Cause::Cancelled);
         }
-        let why = format!(
-            "guest {vm_id} was not built within {:?} (its disks or copies may be on storage that \
-             does not answer)",
-            self.limit
-        );
+        if Instant::now() < until {
+            return Ok(());
+        }
+        let why = BuildFailure::TooSlow { vm_id, limit: self.limit };
         tracing::error!(vm = %vm_id, "{why}; restart the receiver if that storage is lost");
-        failed(io::Error::new(io::ErrorKind::TimedOut, why))
+        Err(why.into())
     }
 }
 
@@ -139,10 +113,6 @@ impl<F: GuestFactory + ?Sized + 'static> GuestBuilder<F> {
 /// drops it.
 fn rendezvous_channel<T>() -> (SyncSender<T>, Receiver<T>) {
     mpsc::sync_channel(0)
-}
-
-fn failed(cause: io::Error) -> Cause {
-    Cause::System { what: "building the guest", cause }
 }
 
 #[cfg(test)]

@@ -4,9 +4,10 @@
 //! content of a frame that arrives twice stays. The first channel ends the pass after all others
 //! have ended their shares.
 
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::Scope;
 use std::time::{Duration, Instant};
 
@@ -23,7 +24,8 @@ use crate::protocol::stream_state::{StreamState, StreamStep};
 use crate::protocol::tag::Tag;
 use crate::transport::channels::ChannelGroup;
 use crate::transport::compression::Unpacker;
-use crate::transport::link::{Closer, Link, SLICE};
+use crate::transport::link::{Closer, Link, halted};
+use crate::transport::wait;
 use crate::transport::wire::Wire;
 
 /// Progress timeout between two passes, during which the first channel's limits apply.
@@ -112,23 +114,17 @@ impl ReceiveChannels {
     pub(super) fn await_end(&self, pass: u32, until: Instant) -> Result<Counts, Cause> {
         let mut counts = Counts::default();
         for _ in 0..self.count {
-            let done = loop {
-                match self.from.recv_timeout(SLICE) {
-                    Ok(done) => break done,
-                    Err(RecvTimeoutError::Timeout) if Instant::now() < until => {}
-                    Err(_) => {
-                        return Err(WireError::from(std::io::Error::from(
-                            std::io::ErrorKind::TimedOut,
-                        ))
-                        .into());
-                    }
+            let failed = |why: io::Error| Cause::from(WireError::from(why));
+            let late = || failed(io::ErrorKind::TimedOut.into());
+            let done = wait::answer(&self.from, late, || {
+                if Instant::now() >= until {
+                    return Err(late());
                 }
-                if self.shared.group.is_halted() {
-                    let why =
-                        std::io::Error::other("another connection of this migration has ended");
-                    return Err(WireError::from(why).into());
+                match self.shared.group.is_halted() {
+                    true => Err(failed(halted())),
+                    false => Ok(()),
                 }
-            };
+            })?;
             if done.pass != pass {
                 let why = "it ends another pass than the first connection does";
                 return Err(WireError::Malformed { message: Tag::PassEnd, why }.into());

@@ -18,11 +18,11 @@ use driftline_dirty_tracker::FrameRun;
 use driftline_guest::{DriveCopy, DriveHead};
 use parking_lot::Mutex;
 
-use crate::error::Cause;
+use crate::error::{Cause, DriveFailure};
 use crate::protocol::message::RunTable;
 use crate::protocol::stream_state::DriveStep;
-use crate::transport::link::SLICE;
 use crate::transport::stop::StopFlag;
+use crate::transport::wait;
 
 /// Upper bound on messages that wait for the writer thread, at most 1 MiB each (I9).
 const BUFFERS: usize = 8;
@@ -92,6 +92,7 @@ enum CopyThreadRole {
 }
 
 /// An operation in progress.
+#[derive(Clone, Copy)]
 struct CopyOperation {
     drive: usize,
     what: &'static str,
@@ -133,37 +134,34 @@ impl CopySet {
         *current.lock() = Some(CopyOperation { drive, what, since: Instant::now() });
         let done = operation(&*self.copies[drive]);
         *current.lock() = None;
-        done.map_err(|cause| self.failed(drive, what, cause))
+        done.map_err(|cause| self.failed(drive, what, cause.into()))
     }
 
-    fn failed(&self, drive: usize, what: &'static str, cause: io::Error) -> Cause {
+    fn failed(&self, drive: usize, what: &'static str, cause: DriveFailure) -> Cause {
         Cause::Drive { id: self.heads[drive].id.clone(), what, cause }
     }
 
     /// Returns the failure of an operation that has taken longer than the limit.
     fn overdue(&self) -> Option<Cause> {
         let limit = self.limits.operation;
-        self.operation_running(limit, &format!("its storage has not answered for {limit:?}"))
+        let running = self.operation_running(limit)?;
+        Some(self.failed(running.drive, running.what, DriveFailure::Unanswered { limit }))
     }
 
     /// Returns the failure of a wait that has taken too long. Each operation may be within its
     /// limit.
     fn too_slow(&self) -> Cause {
-        let why = format!("its storage has not kept up for {:?}", self.limits.wait);
-        self.operation_running(Duration::ZERO, &why).unwrap_or_else(|| {
-            let cause = io::Error::new(io::ErrorKind::TimedOut, why);
-            Cause::System { what: "writing copies of disks", cause }
-        })
+        let cause = DriveFailure::TooSlow { limit: self.limits.wait };
+        match self.operation_running(Duration::ZERO) {
+            Some(running) => self.failed(running.drive, running.what, cause),
+            None => Cause::Copies { cause },
+        }
     }
 
-    /// Returns the failure, with the reason `why`, of an operation that has taken at least `least`.
-    fn operation_running(&self, least: Duration, why: &str) -> Option<Cause> {
-        self.operations.iter().find_map(|current| {
-            let current = current.lock();
-            let CopyOperation { drive, what, since } = current.as_ref()?;
-            let cause = io::Error::new(io::ErrorKind::TimedOut, why);
-            (since.elapsed() >= least).then(|| self.failed(*drive, what, cause))
-        })
+    /// Returns an operation that has taken at least `least`.
+    fn operation_running(&self, least: Duration) -> Option<CopyOperation> {
+        let is_running = |operation: &CopyOperation| operation.since.elapsed() >= least;
+        self.operations.iter().find_map(|current| current.lock().filter(is_running))
     }
 
     /// Performs `operation` on each copy in turn.
@@ -351,22 +349,18 @@ impl CopyThreads {
 
     /// Waits for the writer thread's next reply, until `until`.
     fn next(&mut self, until: Instant) -> Result<WriterReply, Cause> {
-        loop {
-            match self.replies.recv_timeout(SLICE) {
-                Ok(reply) => return reply,
-                Err(RecvTimeoutError::Disconnected) => return Err(thread_ended()),
-                Err(RecvTimeoutError::Timeout) => {}
-            }
+        wait::answer(&self.replies, thread_ended, || {
             if self.stop.is_cancelled() {
                 return Err(Cause::Cancelled);
             }
             if let Some(overdue) = self.set.overdue() {
                 return Err(overdue);
             }
-            if Instant::now() >= until {
-                return Err(self.set.too_slow());
+            match Instant::now() >= until {
+                true => Err(self.set.too_slow()),
+                false => Ok(()),
             }
-        }
+        })?
     }
 }
 
@@ -478,8 +472,7 @@ fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> Result<JoinHandle<
 }
 
 fn thread_ended() -> Cause {
-    let cause = io::Error::other("its thread has ended");
-    Cause::System { what: "writing copies of disks", cause }
+    Cause::Copies { cause: DriveFailure::ThreadEnded }
 }
 
 #[cfg(test)]

@@ -27,8 +27,9 @@ use crate::protocol::features::FEATURES;
 use crate::protocol::ids::Token;
 use crate::protocol::message::{DriveMessage, Purpose, WireMessage};
 use crate::protocol::tag::Tag;
-use crate::transport::link::{Link, SLICE};
+use crate::transport::link::Link;
 use crate::transport::stop::StopFlag;
+use crate::transport::wait::SLICE;
 use crate::transport::wire::Wire;
 
 /// Upper bound on waiting for ENDED after a verdict was sent.

@@ -128,17 +128,16 @@ impl<'g, G: GuestIdentity + GuestContents + Populate + ?Sized> MemoryWriter<'g, 
 
     fn write(&self, gpa: u64, bytes: &[u8]) -> Result<(), Cause> {
         let written = self.ram.write_slice(bytes, GuestAddress(gpa));
-        written.map_err(|e| memory(std::io::Error::other(e)))
+        written.map_err(|cause| Cause::Memory { what: WRITING, cause })
     }
 
     fn mark(&self, run: FrameRun) -> Result<(), Cause> {
-        self.written.mark(run).map_err(|e| memory(std::io::Error::other(e)))
+        self.written.mark(run).map_err(|cause| Cause::OutOfSlot { what: WRITING, cause })
     }
 }
 
-fn memory(cause: std::io::Error) -> Cause {
-    Cause::System { what: "writing guest memory", cause }
-}
+/// The operation of this module, for its errors.
+const WRITING: &str = "writing guest memory";
 
 #[cfg(test)]
 mod tests {

@@ -17,7 +17,8 @@ use crate::protocol::error::WireError;
 use crate::protocol::ids::Token;
 use crate::protocol::tag::Tag;
 use crate::protocol::two_phase::DestinationEvent;
-use crate::transport::link::{Link, SLICE};
+use crate::transport::link::Link;
+use crate::transport::wait::SLICE;
 use crate::transport::wire::Wire;
 
 /// A paused guest whose memory and state are in place.

@@ -157,10 +157,8 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
         let (prealloc, preallocator) = prealloc::pair();
         let over = AtomicBool::new(false);
         let (guest, over) = (self.guest, &over);
-        let memory = MemoryWriter::new(guest, prealloc).map_err(|e| Cause::System {
-            what: "recording received frames",
-            cause: std::io::Error::other(e),
-        })?;
+        let memory = MemoryWriter::new(guest, prealloc)
+            .map_err(|cause| Cause::NoMemory { what: "recording received frames", cause })?;
         let complete = std::thread::scope(|scope| {
             let thread = std::thread::Builder::new().name("migrate-prepare".into());
             // Without the thread each frame is allocated when it arrives.

@@ -16,8 +16,8 @@ use crate::protocol::decision::{Decision, Verdict};
 use crate::protocol::ids::Token;
 use crate::protocol::limits::MAX_CONNECTIONS;
 use crate::protocol::two_phase::{Destination, DestinationEvent, DestinationOrder};
-use crate::transport::link::SLICE;
 use crate::transport::stop::StopFlag;
+use crate::transport::wait::SLICE;
 
 /// Time that [`Session::await_source_informed`] gives a source to ask even if the receiver is
 /// cancelled. A source in doubt asks every 500 ms by default (`SendOptions::ask_interval`).

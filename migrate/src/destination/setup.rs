@@ -20,7 +20,8 @@ use crate::protocol::layout::LayoutDifference;
 use crate::protocol::message::WireMessage;
 use crate::protocol::tag::Tag;
 use crate::protocol::two_phase::DestinationEvent;
-use crate::transport::link::{Link, SLICE};
+use crate::transport::link::Link;
+use crate::transport::wait::SLICE;
 use crate::transport::wire::Wire;
 
 /// A source whose guest is built, paused and zeroed.
@@ -74,8 +75,7 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
                 }
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => {
-                    let cause = std::io::Error::other("the listening thread has ended");
-                    return Err(Cause::System { what: "listening", cause }.into());
+                    return Err(Cause::ThreadEnded { what: "listening" }.into());
                 }
             }
             if self.control.stop.is_cancelled() {

@@ -25,6 +25,8 @@ use std::time::Duration;
 use driftline_dirty_tracker::PAGE_SIZE;
 use serde::{Deserialize, Serialize};
 
+use crate::report::{ms, per_second};
+
 /// The action if pre-copy has not converged at a limit.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -118,7 +120,7 @@ pub(crate) enum Judgement {
     /// Pause the guest.
     SwitchOver(Reason),
     /// Leave the guest at the source.
-    GiveUp(Reason),
+    GiveUp(LimitReached),
 }
 
 /// Why pre-copy ends.
@@ -134,20 +136,25 @@ pub(crate) enum Reason {
     /// The guest wrote nothing during the last pass.
     Quiet,
     /// A limit was reached.
-    Limit {
-        /// Number of passes.
-        passes: u32,
-        /// Time spent.
-        elapsed: Duration,
-        /// The guest's dirty rate, bytes/s of whole frames.
-        dirty_rate: u64,
-        /// The link's rate, bytes/s.
-        link_rate: u64,
-        /// Expected pause, if the link's rate is known.
-        expected: Option<Duration>,
-        /// The target.
-        target: Duration,
-    },
+    Limit(LimitReached),
+}
+
+/// A pre-copy that reached the limit of its passes or of its time before the rest fitted into the
+/// downtime target.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct LimitReached {
+    /// Number of passes.
+    pub passes: u32,
+    /// Time spent.
+    pub elapsed: Duration,
+    /// The guest's dirty rate, bytes/s of whole frames.
+    pub dirty_rate: u64,
+    /// The link's rate, bytes/s.
+    pub link_rate: u64,
+    /// Expected pause, if the link's rate is known.
+    pub expected: Option<Duration>,
+    /// The target.
+    pub target: Duration,
 }
 
 impl Reason {
@@ -156,42 +163,44 @@ impl Reason {
         match self {
             Self::Fits { expected, .. } => Some(*expected),
             Self::Quiet => None,
-            Self::Limit { expected, .. } => *expected,
+            Self::Limit(limit) => limit.expected,
         }
     }
 }
 
 impl fmt::Display for Reason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let ms = |d: &Duration| d.as_secs_f64() * 1e3;
         match self {
             Self::Fits { expected, target } => write!(
                 f,
                 "what is left takes about {:.1} ms, within the downtime target of {:.0} ms",
-                ms(expected),
-                ms(target)
+                ms(*expected),
+                ms(*target)
             ),
             Self::Quiet => f.write_str("the guest wrote nothing during the last pass"),
-            Self::Limit { passes, elapsed, dirty_rate, link_rate, expected, target } => {
-                write!(
-                    f,
-                    "the guest outruns the link: after {passes} passes and {:.1} s it writes \
-                     {:.1} MB/s, the link carries {:.1} MB/s",
-                    elapsed.as_secs_f64(),
-                    *dirty_rate as f64 / 1e6,
-                    *link_rate as f64 / 1e6
-                )?;
-                if let Some(expected) = expected {
-                    write!(
-                        f,
-                        ", and the pause would take about {:.0} ms where the target is {:.0} ms",
-                        ms(expected),
-                        ms(target)
-                    )?;
-                }
-                Ok(())
-            }
+            Self::Limit(limit) => limit.fmt(f),
         }
+    }
+}
+
+impl fmt::Display for LimitReached {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { passes, elapsed, dirty_rate, link_rate, expected, target } = self;
+        write!(
+            f,
+            "the guest outruns the link: after {passes} passes and {:.1} s it writes {:.1} MB/s, \
+             the link carries {:.1} MB/s",
+            elapsed.as_secs_f64(),
+            *dirty_rate as f64 / 1e6,
+            *link_rate as f64 / 1e6
+        )?;
+        let Some(expected) = expected else { return Ok(()) };
+        write!(
+            f,
+            ", and the pause would take about {:.0} ms where the target is {:.0} ms",
+            ms(*expected),
+            ms(*target)
+        )
     }
 }
 
@@ -277,13 +286,13 @@ pub(crate) fn judge(
     }
     let dirty_rate = passes.last().map_or(0, |p| {
         let bytes = p.dirtied.saturating_mul(PAGE_SIZE);
-        crate::report::per_second(bytes, p.time)
+        per_second(bytes, p.time)
     });
     let target = goals.downtime;
-    let reason = Reason::Limit { passes: done, elapsed, dirty_rate, link_rate, expected, target };
+    let limit = LimitReached { passes: done, elapsed, dirty_rate, link_rate, expected, target };
     match goals.strategy {
-        TimeoutStrategy::Cancel => Judgement::GiveUp(reason),
-        TimeoutStrategy::Switchover => Judgement::SwitchOver(reason),
+        TimeoutStrategy::Cancel => Judgement::GiveUp(limit),
+        TimeoutStrategy::Switchover => Judgement::SwitchOver(Reason::Limit(limit)),
     }
 }
 

@@ -22,7 +22,7 @@ use driftline_dirty_tracker::PAGE_SIZE;
 use serde::{Deserialize, Serialize};
 
 use crate::policy::convergence::{Goals, Judgement, PassMeasurement, expected_downtime, judge};
-use crate::policy::throttle::{Throttle, judge_and_throttle};
+use crate::policy::throttle::{Throttle, VcpuWindow, judge_and_throttle};
 use crate::report::ms;
 
 /// Time until the first pass, in which the destination builds a machine.
@@ -150,7 +150,7 @@ impl ForecastConditions {
         now: Throttle,
         passes: &[PassMeasurement],
         (pending, elapsed): (u64, Duration),
-        writes: (&[u64], Duration),
+        writes: VcpuWindow<'_>,
     ) -> (Judgement, Throttle) {
         match self.throttle {
             true => judge_and_throttle(now, &self.goals, passes, (pending, elapsed), writes),
@@ -225,7 +225,8 @@ fn report_of(conditions: &ForecastConditions, simulated: &SimulatedPrecopy) -> F
     Forecast {
         converges,
         reason: match end {
-            Judgement::SwitchOver(why) | Judgement::GiveUp(why) => why.to_string(),
+            Judgement::SwitchOver(reason) => reason.to_string(),
+            Judgement::GiveUp(limit) => limit.to_string(),
             Judgement::KeepGoing => String::new(),
         },
         passes: measured.iter().map(pass).collect(),
@@ -266,8 +267,8 @@ fn simulate(
         let (mut dirtied, mut by) = curve.with(window, now);
         elapsed = elapsed.saturating_add(window);
         measured.push(PassMeasurement { frames, bytes, time, dirtied });
-        let (mut end, mut next) =
-            conditions.judge(now, &measured, (dirtied, elapsed), (&by, window));
+        let writes = VcpuWindow { dirtied: &by, time: window };
+        let (mut end, mut next) = conditions.judge(now, &measured, (dirtied, elapsed), writes);
         if matches!(end, Judgement::SwitchOver(_)) {
             window = window.saturating_add(record_time);
             elapsed = elapsed.saturating_add(record_time);
@@ -275,7 +276,8 @@ fn simulate(
             if let Some(last) = measured.last_mut() {
                 last.dirtied = dirtied;
             }
-            (end, next) = conditions.judge(now, &measured, (dirtied, elapsed), (&by, window));
+            let writes = VcpuWindow { dirtied: &by, time: window };
+            (end, next) = conditions.judge(now, &measured, (dirtied, elapsed), writes);
         }
         if end != Judgement::KeepGoing {
             return SimulatedPrecopy { measured, end, throttle: now, pending: dirtied, elapsed };

@@ -79,9 +79,17 @@ impl Throttle {
     }
 }
 
+/// Frames that vCPUs dirtied between the last two drains.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct VcpuWindow<'a> {
+    /// Frames that each vCPU dirtied; empty if they are not known.
+    pub(crate) dirtied: &'a [u64],
+    /// Time between the drains.
+    pub(crate) time: Duration,
+}
+
 /// Returns the throttle after a pass. `passes` are those measured so far, oldest first; `pending`
-/// frames are to be sent. `dirtied` are the frames that each vCPU dirtied in `window`, the time
-/// between the last two drains; empty if they are not known. Costs a sort of one number a vCPU.
+/// frames are to be sent. Costs a sort of one number a vCPU.
 ///
 /// Laws (tests below):
 /// - A guest that converges by itself is never throttled.
@@ -95,11 +103,11 @@ pub(crate) fn throttle(
     goals: &Goals,
     passes: &[PassMeasurement],
     pending: u64,
-    (dirtied, window): (&[u64], Duration),
+    writes: VcpuWindow<'_>,
 ) -> Throttle {
     let link = link_rate(passes).unwrap_or(0);
     let Some(expected) = expected_downtime(pending, link) else { return now };
-    if dirtied.is_empty() || expected <= goals.downtime {
+    if writes.dirtied.is_empty() || expected <= goals.downtime {
         return now;
     }
     let share = match now {
@@ -108,7 +116,7 @@ pub(crate) fn throttle(
         Throttle::On { .. } if shrinks(passes, pending) => return now,
         Throttle::On { share, .. } => (share * TIGHTEN_FACTOR).max(LEAST_SHARE),
     };
-    with_share(now, share, passes, (dirtied, window))
+    with_share(now, share, passes, writes)
 }
 
 /// Returns the verdict after a pass, which is that of [`judge`] except for the approach, and the
@@ -118,7 +126,7 @@ pub(crate) fn judge_and_throttle(
     goals: &Goals,
     passes: &[PassMeasurement],
     (pending, elapsed): (u64, Duration),
-    writes: (&[u64], Duration),
+    writes: VcpuWindow<'_>,
 ) -> (Judgement, Throttle) {
     let verdict = judge(goals, passes, pending, elapsed);
     match verdict {
@@ -148,11 +156,7 @@ fn has_room(
 }
 
 /// Returns the throttle of the approach; `None` if it would slow no vCPU, or is active already.
-fn approach(
-    now: Throttle,
-    passes: &[PassMeasurement],
-    writes: (&[u64], Duration),
-) -> Option<Throttle> {
+fn approach(now: Throttle, passes: &[PassMeasurement], writes: VcpuWindow<'_>) -> Option<Throttle> {
     if matches!(now, Throttle::On { share, .. } if share <= APPROACH_SHARE) {
         return None;
     }
@@ -170,12 +174,13 @@ fn with_share(
     now: Throttle,
     share: f64,
     passes: &[PassMeasurement],
-    (dirtied, window): (&[u64], Duration),
+    writes: VcpuWindow<'_>,
 ) -> Throttle {
-    let Some(rate) = frame_rate(passes).filter(|_| !window.is_zero()) else { return now };
+    let Some(rate) = frame_rate(passes).filter(|_| !writes.time.is_zero()) else { return now };
     let frames = share * rate;
-    let level = level(dirtied, frames * window.as_secs_f64());
-    let rate = level.map(|frames| ((frames / window.as_secs_f64()) as u64).max(1));
+    let seconds = writes.time.as_secs_f64();
+    let level = level(writes.dirtied, frames * seconds);
+    let rate = level.map(|frames| ((frames / seconds) as u64).max(1));
     match (now, rate) {
         // Devices outrun the link, not vCPUs.
         (Throttle::Off, None) => now,
@@ -274,10 +279,9 @@ mod tests {
             pending = by.iter().sum();
             passes.push(PassMeasurement { dirtied: pending, ..sent });
             elapsed += sent.time;
+            let writes = VcpuWindow { dirtied: &by, time: sent.time };
             let (end, next) = match allowed {
-                true => {
-                    judge_and_throttle(now, goals, &passes, (pending, elapsed), (&by, sent.time))
-                }
+                true => judge_and_throttle(now, goals, &passes, (pending, elapsed), writes),
                 false => (judge(goals, &passes, pending, elapsed), now),
             };
             if end != Judgement::KeepGoing {
@@ -295,8 +299,9 @@ mod tests {
         ) {
             let goals = goals(Duration::from_millis(300));
             let window = Duration::from_millis(ms);
-            let next = throttle(now, &goals, &p, pending, (&by, window));
-            prop_assert_eq!(next, throttle(now, &goals, &p, pending, (&by, window)));
+            let writes = VcpuWindow { dirtied: &by, time: window };
+            let next = throttle(now, &goals, &p, pending, writes);
+            prop_assert_eq!(next, throttle(now, &goals, &p, pending, writes));
             prop_assert!(next.rate().unwrap_or(u64::MAX) <= now.rate().unwrap_or(u64::MAX));
             prop_assert!(next.rate() != Some(0));
             if let (Throttle::On { share: before, .. }, Throttle::On { share, .. }) = (now, next) {
@@ -435,7 +440,7 @@ mod tests {
         let passes = [pass(1_000, 1_000, LINK), pass(1_000, 700, LINK)];
         let elapsed = Duration::from_secs(1);
         let verdict = |goals: Goals| {
-            let writes = (&[700][..], passes[1].time);
+            let writes = VcpuWindow { dirtied: &[700], time: passes[1].time };
             judge_and_throttle(Throttle::Off, &goals, &passes, (700, elapsed), writes).0
         };
         let goals = goals(Duration::from_millis(300));
@@ -456,7 +461,7 @@ mod tests {
         let by = |frames: u64, p: PassMeasurement| (vec![frames], p.time);
         let after = |now, passes: &[PassMeasurement], pending| {
             let (by, window) = by(pending, *passes.last().unwrap());
-            throttle(now, &goals, passes, pending, (&by, window))
+            throttle(now, &goals, passes, pending, VcpuWindow { dirtied: &by, time: window })
         };
         assert_eq!(after(Throttle::Off, &[big], 40_000), Throttle::Off, "one pass is too few");
         assert_eq!(after(Throttle::Off, &[big, big], 27_000), Throttle::Off, "passes shrink");
@@ -471,9 +476,21 @@ mod tests {
         let tighter = after(first, &[big, big, big], 30_000);
         assert_eq!(tighter, Throttle::On { share: 0.3, rate: 732 });
         assert_eq!(after(first, &[big, big, big], 500), first, "the rest fits");
-        let unknown = throttle(Throttle::Off, &goals, &[big, big], 40_000, (&[], SECOND));
+        let unknown = throttle(
+            Throttle::Off,
+            &goals,
+            &[big, big],
+            40_000,
+            VcpuWindow { dirtied: &[], time: SECOND },
+        );
         assert_eq!(unknown, Throttle::Off);
-        let others = throttle(Throttle::Off, &goals, &[big, big], 40_000, (&[10, 20], big.time));
+        let others = throttle(
+            Throttle::Off,
+            &goals,
+            &[big, big],
+            40_000,
+            VcpuWindow { dirtied: &[10, 20], time: big.time },
+        );
         assert_eq!(others, Throttle::Off, "devices write, not vCPUs");
         // Compressed to a quarter, four times as many frames fit onto the link.
         let packed = PassMeasurement { bytes: big.bytes / 4, time: big.time / 4, ..big };

@@ -7,7 +7,6 @@
 //! the checksum precedes the bytes and the guest may write meanwhile.
 
 use std::fs::File;
-use std::io;
 use std::iter::Peekable;
 use std::str::FromStr;
 use std::sync::Arc;
@@ -25,7 +24,7 @@ use super::limit::Limit;
 use super::run_table::RunTableBuilder;
 use super::storage_thread::{DriveCall, StorageThread};
 use crate::control::SendControl;
-use crate::error::{Cause, fits};
+use crate::error::{Cause, DriveFailure, fits};
 use crate::protocol::limits::{MAX_DRIVES, MAX_ZERO_RUNS};
 use crate::protocol::message::{Counts, DriveMessage, WireMessage, blocks_head};
 use crate::protocol::tag::Tag;
@@ -161,10 +160,9 @@ impl CopiedDrive {
         let head = drive.head();
         let (id, bytes) = (&*head.id, head.bytes);
         let following = DriveCall { id, what: "following it" };
-        block_layout(bytes).map_err(|e| following.failed(io::Error::other(e)))?;
+        block_layout(bytes).map_err(|e| following.failed(DriveFailure::Size(e.into())))?;
         // Subscribe before looking for data: a write in between is in the first drained set.
-        let writes =
-            drive.subscribe("migrate").map_err(|e| following.failed(io::Error::other(e)))?;
+        let writes = drive.subscribe("migrate").map_err(|e| following.failed(e))?;
         let opening = DriveCall { id, what: "opening it" };
         let file = Arc::new(storage.call(opening, limit, move || drive.open())?);
         let (all, of) = (FrameRun { start: Gfn(0), count: head.blocks() }, file.clone());

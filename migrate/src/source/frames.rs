@@ -218,6 +218,6 @@ impl<'a> FrameSender<'a> {
     }
 }
 
-fn unreadable(e: vm_memory::GuestMemoryError) -> Cause {
-    Cause::System { what: "reading guest memory", cause: std::io::Error::other(e) }
+fn unreadable(cause: vm_memory::GuestMemoryError) -> Cause {
+    Cause::Memory { what: "reading guest memory", cause }
 }

@@ -22,7 +22,8 @@ use crate::protocol::message::{Counts, Purpose, WireMessage};
 use crate::protocol::tag::Tag;
 use crate::protocol::two_phase::{Source, SourceEvent, SourceOrder};
 use crate::report::{SendReport, SendStatus, ms, per_second, unix_us};
-use crate::transport::link::{Link, SLICE};
+use crate::transport::link::Link;
+use crate::transport::wait;
 use crate::transport::wire::Wire;
 
 /// Upper bound on reading the reason of a destination that gives up before COMMIT.
@@ -62,9 +63,8 @@ struct AfterCommit {
     /// When the destination took the guest over, if it has said so.
     ran_at: Option<Instant>,
     /// Why COMMIT was not answered.
-    unanswered: Option<String>,
-    /// The last answer to a question, or why there was none. Initially the same as
-    /// `unanswered`.
+    unanswered: Option<Box<WireError>>,
+    /// The last answer to a question, or why there was none. Initially describes `unanswered`.
     doubt: Option<String>,
     resolved: Option<Resolution>,
 }
@@ -202,8 +202,8 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
             }
         })();
         answer.unwrap_or_else(|e: WireError| {
-            known.unanswered = Some(e.to_string());
-            known.doubt.clone_from(&known.unanswered);
+            known.doubt = Some(e.to_string());
+            known.unanswered = Some(e.into());
             // Closed, so that a destination that has not read COMMIT yet does not wait for it.
             wire.stream().close();
             SourceEvent::Lost
@@ -230,18 +230,11 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
     /// precedence.
     fn ask(&self, site: Uuid, wire: &mut Wire<Link>, known: &mut AfterCommit) -> SourceEvent {
         let next = Instant::now() + self.options.ask_interval;
-        loop {
-            if let Some(how) = self.control.resolution() {
-                let vm = self.guest.vm_id();
-                tracing::warn!(%vm, token = %self.token, ?how, "resolved by the operator");
-                known.resolved = Some(how);
-                return SourceEvent::Operator(how);
-            }
-            let left = next.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                break;
-            }
-            std::thread::sleep(left.min(SLICE));
+        if let Some(how) = wait::sleep_until(next, || self.control.resolution()) {
+            let vm = self.guest.vm_id();
+            tracing::warn!(%vm, token = %self.token, ?how, "resolved by the operator");
+            known.resolved = Some(how);
+            return SourceEvent::Operator(how);
         }
         let (verdict, asked) = match self.query(site) {
             Ok(answered) => answered,

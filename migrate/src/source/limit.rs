@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::channels::Channels;
-use crate::error::Cause;
+use crate::error::{Cause, PrecopyLimit};
 use crate::policy::convergence::{Goals, TimeoutStrategy};
 
 /// The time at which a phase fails, if it has a limit, and the failure.
@@ -49,9 +49,9 @@ impl Limit {
 
     fn cause(&self) -> Cause {
         match self.kind {
-            LimitKind::NotConverging(timeout) => Cause::NotConverging {
-                why: format!("precopy took longer than its {} s", timeout.as_secs_f64()),
-            },
+            LimitKind::NotConverging(timeout) => {
+                Cause::NotConverging { limit: PrecopyLimit::Timeout(timeout), throttle: None }
+            }
             LimitKind::PauseTooLong(limit) => Cause::PauseTooLong { limit },
         }
     }

@@ -112,7 +112,7 @@ impl<G: GuestIdentity + Lifecycle + HandOver + ?Sized> Drop for PausedGuest<'_, 
 fn place(taken_back: Result<(), GuestError>) -> GuestPlace {
     match taken_back {
         Ok(()) => GuestPlace::Here,
-        Err(e) => GuestPlace::PausedHere { why: e.to_string() },
+        Err(e) => GuestPlace::PausedHere { cause: e.into() },
     }
 }
 

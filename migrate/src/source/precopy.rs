@@ -248,8 +248,8 @@ impl<'j, 'a, G: Migratable + ?Sized> Precopy<'j, 'a, G> {
                 self.job.control.update(|p| p.throttle = self.guest_throttle.figures());
                 Ok(AfterPass::Next(self, epoch))
             }
-            Judgement::GiveUp(reason) => {
-                let cause = Cause::NotConverging { why: reason.to_string() };
+            Judgement::GiveUp(limit) => {
+                let cause = Cause::NotConverging { limit: limit.into(), throttle: None };
                 Err(self.guest_throttle.explain(cause).into())
             }
             // The set is given back, and drained again once the guest is paused.

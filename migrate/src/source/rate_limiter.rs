@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, MutexGuard};
 
-use crate::transport::link::SLICE;
+use crate::transport::wait;
 
 /// A rate limit without credit for unused time. All channels of a migration share one.
 #[derive(Debug)]
@@ -44,13 +44,7 @@ impl RateLimiter {
     /// Waits, after `bytes` were sent, until the next message is due or `is_over` returns true.
     pub(super) fn pace(&self, bytes: u64, is_over: impl Fn() -> bool) {
         let next = self.state().due(bytes, Instant::now());
-        loop {
-            let left = next.saturating_duration_since(Instant::now());
-            if left.is_zero() || is_over() {
-                break;
-            }
-            std::thread::sleep(left.min(SLICE));
-        }
+        wait::sleep_until(next, || is_over().then_some(()));
     }
 }
 

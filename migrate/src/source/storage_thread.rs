@@ -8,16 +8,16 @@
 use std::fs::File;
 use std::io;
 use std::sync::Arc;
-use std::sync::mpsc::{self, RecvTimeoutError, Sender};
+use std::sync::mpsc::{self, Sender};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
 use driftline_guest::StoragePermit;
 
 use super::limit::Limit;
-use crate::error::Cause;
-use crate::transport::link::SLICE;
+use crate::error::{Cause, DriveFailure};
 use crate::transport::stop::StopFlag;
+use crate::transport::wait;
 
 /// Wait from which on the storage counts as hung. A shorter one may only be slow: if the phase's
 /// limit comes then, the limit is the failure.
@@ -47,13 +47,8 @@ pub(super) struct DriveCall<'a> {
 }
 
 impl DriveCall<'_> {
-    pub(super) fn failed(self, cause: io::Error) -> Cause {
-        Cause::Drive { id: self.id.to_owned(), what: self.what, cause }
-    }
-
-    /// Returns the failure of a call that has not returned.
-    fn unanswered(self, why: String) -> Cause {
-        self.failed(io::Error::new(io::ErrorKind::TimedOut, why))
+    pub(super) fn failed(self, cause: impl Into<DriveFailure>) -> Cause {
+        Cause::Drive { id: self.id.to_owned(), what: self.what, cause: cause.into() }
     }
 }
 
@@ -94,20 +89,14 @@ impl StorageThread {
             // result is dropped.
             let _ = calls.send(Box::new(move || drop(reply.try_send(work()))));
         }
-        loop {
-            match result.recv_timeout(SLICE) {
-                Ok(result) => return result.map_err(|cause| call.failed(cause)),
-                Err(RecvTimeoutError::Disconnected) => {
-                    return Err(call.failed(io::Error::other("its thread has ended")));
-                }
-                Err(RecvTimeoutError::Timeout) => {}
-            }
-            if let Err(cause) = self.check(call, begun.elapsed(), limit) {
+        let ended = || call.failed(DriveFailure::ThreadEnded);
+        let result = wait::answer(&result, ended, || {
+            self.check(call, begun.elapsed(), limit).inspect_err(|_| {
                 // Detaches the thread.
                 self.thread = None;
-                return Err(cause);
-            }
-        }
+            })
+        });
+        result?.map_err(|cause| call.failed(cause))
     }
 
     /// Closes `files` on the thread: on hung storage that may hang, too.
@@ -124,15 +113,11 @@ impl StorageThread {
             return Err(Cause::Cancelled);
         }
         if waited >= self.call_limit {
-            let why = format!("its storage has not answered for {:?}", self.call_limit);
-            return Err(call.unanswered(why));
+            return Err(call.failed(DriveFailure::Unanswered { limit: self.call_limit }));
         }
         limit.check().map_err(|reached| match waited < HUNG {
             true => reached,
-            false => {
-                let why = format!("its storage has not answered for {waited:.1?}, and {reached}");
-                call.unanswered(why)
-            }
+            false => call.failed(DriveFailure::PhaseOver { waited, limit: reached.into() }),
         })
     }
 }

@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_guest::{GuestIdentity, VcpuWrites, WriteThrottle};
 
-use crate::error::Cause;
+use crate::error::{Cause, ThrottleEffect, ThrottledVcpu};
 use crate::policy::convergence::{Goals, Judgement, PassMeasurement, judge};
-use crate::policy::throttle::{Throttle, judge_and_throttle};
+use crate::policy::throttle::{Throttle, VcpuWindow, judge_and_throttle};
 use crate::report::{VcpuThrottle, ms, per_second};
 
 /// The throttle of one guest's vCPUs.
@@ -94,7 +94,8 @@ impl<'g, G: GuestIdentity + WriteThrottle + ?Sized> GuestThrottle<'g, G> {
         if self.forbidden {
             return judge(goals, passes, pending, elapsed);
         }
-        let (left, writes) = ((pending, elapsed), (&*self.dirtied, self.window));
+        let left = (pending, elapsed);
+        let writes = VcpuWindow { dirtied: &self.dirtied, time: self.window };
         let (verdict, next) = judge_and_throttle(self.now, goals, passes, left, writes);
         self.next = next;
         verdict
@@ -123,39 +124,31 @@ impl<'g, G: GuestIdentity + WriteThrottle + ?Sized> GuestThrottle<'g, G> {
     /// Adds the throttle's effect to a cause that is a lack of convergence.
     pub(super) fn explain(&self, cause: Cause) -> Cause {
         match cause {
-            Cause::NotConverging { why } => {
-                Cause::NotConverging { why: format!("{why}; {}", self.explanation()) }
+            Cause::NotConverging { limit, .. } => {
+                Cause::NotConverging { limit, throttle: Some(self.effect()) }
             }
             other => other,
         }
     }
 
-    fn explanation(&self) -> String {
+    fn effect(&self) -> ThrottleEffect {
         if self.forbidden {
-            return "its vCPUs were not throttled, as asked".to_owned();
+            return ThrottleEffect::Forbidden;
         }
         if self.first.is_empty() {
-            return "none of its vCPUs was throttled: which of them write is not known".to_owned();
+            return ThrottleEffect::NotMeasured;
         }
-        let Some(rate) = self.now.rate() else {
-            return "its vCPUs were not throttled".to_owned();
-        };
+        let Some(rate) = self.now.rate() else { return ThrottleEffect::Off };
         // Read now, because an unfinished pass has no figures.
         let now = self.guest.vcpu_writes();
         let throttled =
             now.iter().zip(&self.first).map(|(n, f)| n.throttled.saturating_sub(f.throttled));
-        let throttled: Vec<String> = (0u32..)
+        let vcpus = (0u32..)
             .zip(throttled)
             .filter(|(_, throttled)| !throttled.is_zero())
-            .map(|(vcpu, throttled)| {
-                format!("vCPU {vcpu} for {:.0} % of the time", self.percent(throttled))
-            })
+            .map(|(vcpu, throttled)| ThrottledVcpu { vcpu, percent: self.percent(throttled) })
             .collect();
-        let most = rate.saturating_mul(PAGE_SIZE) as f64 / 1e6;
-        match throttled.is_empty() {
-            true => format!("none of its vCPUs writes more than {most:.1} MB/s"),
-            false => format!("throttled to {most:.1} MB/s each: {}", throttled.join(", ")),
-        }
+        ThrottleEffect::On { most_bytes_per_s: rate.saturating_mul(PAGE_SIZE), vcpus }
     }
 }
 

@@ -20,15 +20,13 @@ pub(super) struct Verifier {
 
 fn tree<G: GuestIdentity + ?Sized>(guest: &G) -> Result<Tree, Cause> {
     Tree::new(guest.layout().clone())
-        .map_err(|e| Cause::System { what: "preparing --verify", cause: std::io::Error::other(e) })
+        .map_err(|cause| Cause::NoMemory { what: "preparing --verify", cause })
 }
 
 fn add(tree: &mut Tree, runs: impl IntoIterator<Item = FrameRun>) -> Result<(), Cause> {
     let mut tree = tree.exclusive();
-    runs.into_iter().try_for_each(|run| tree.mark(run)).map_err(|e| Cause::System {
-        what: "recording sent frames",
-        cause: std::io::Error::other(e),
-    })
+    let recorded = runs.into_iter().try_for_each(|run| tree.mark(run));
+    recorded.map_err(|cause| Cause::OutOfSlot { what: "recording sent frames", cause })
 }
 
 impl Verifier {

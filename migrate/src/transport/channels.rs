@@ -11,7 +11,7 @@ pub(crate) struct ChannelGroup {
 }
 
 impl ChannelGroup {
-    /// Ends every wait on any channel within [`SLICE`](super::link::SLICE).
+    /// Ends every wait on any channel within [`SLICE`](super::wait::SLICE).
     pub(crate) fn halt(&self) {
         self.halted.store(true, Ordering::Relaxed);
     }

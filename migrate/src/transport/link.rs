@@ -6,7 +6,7 @@
 use std::io::{self, IoSlice, Read, Write};
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::Arc;
-use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use socket2::{SockRef, TcpKeepalive};
@@ -15,9 +15,8 @@ use vm_memory::{ReadVolatile, VolatileMemoryError, VolatileSlice, WriteVolatile}
 
 use super::channels::ChannelGroup;
 use super::stop::StopFlag;
+use super::wait::{self, SLICE};
 
-/// Longest delay until a stop request is noticed.
-pub(crate) const SLICE: Duration = Duration::from_millis(50);
 /// Idle time after which the kernel probes the peer.
 const KEEPALIVE: Duration = Duration::from_secs(5);
 /// Upper bound on closing a connection: sending the reason, and waiting until the peer reads it.
@@ -64,21 +63,17 @@ impl Link {
             let _ = sender.send(connect_any(&name, timeout));
         })?;
         let give_up = Instant::now() + timeout + SLICE;
-        loop {
-            match result.recv_timeout(SLICE) {
-                Ok(result) => return Self::new(result?, progress_timeout, stop),
-                Err(RecvTimeoutError::Disconnected) => {
-                    return Err(io::Error::other("the connecting thread ended early"));
-                }
-                Err(RecvTimeoutError::Timeout) => {}
-            }
+        let ended = || io::Error::other("the connecting thread ended early");
+        let stream = wait::answer(&result, ended, || {
             if stop.is_cancelled() {
                 return Err(cancelled());
             }
-            if Instant::now() > give_up {
-                return Err(timed_out("answered", timeout));
+            match Instant::now() > give_up {
+                true => Err(timed_out("answered", timeout)),
+                false => Ok(()),
             }
-        }
+        })?;
+        Self::new(stream?, progress_timeout, stop)
     }
 
     /// Sets the absolute deadline of later operations; `None` leaves only the progress timeout.
@@ -223,7 +218,7 @@ impl Link {
                 return Err(cancelled());
             }
             if self.group.as_ref().is_some_and(|group| group.is_halted()) {
-                return Err(io::Error::other("another connection of this migration has ended"));
+                return Err(halted());
             }
             // The deadline is checked before the attempt, because a slow peer always makes
             // progress.
@@ -294,6 +289,11 @@ fn timed_out(verb: &str, time: Duration) -> io::Error {
 
 fn cancelled() -> io::Error {
     io::Error::other("cancelled")
+}
+
+/// Returns the error of a wait that another connection's end has ended.
+pub(crate) fn halted() -> io::Error {
+    io::Error::other("another connection of this migration has ended")
 }
 
 fn closed() -> io::Error {

@@ -5,4 +5,5 @@ pub(crate) mod compression;
 pub(crate) mod error;
 pub(crate) mod link;
 pub(crate) mod stop;
+pub(crate) mod wait;
 pub(crate) mod wire;

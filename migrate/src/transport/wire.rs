@@ -212,7 +212,7 @@ impl Wire<Link> {
 }
 
 fn memory(what: &'static str) -> impl Fn(vm_memory::GuestMemoryError) -> TransportError {
-    move |e| TransportError::System { what, cause: io::Error::other(e) }
+    move |cause| TransportError::Memory { what, cause }
 }
 
 /// Writes all slices. Sets `torn` while only a part of them has been written.
