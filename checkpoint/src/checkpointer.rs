@@ -159,13 +159,12 @@ impl Checkpointer {
         })
     }
 
-    /// Sets the number of changed frames from which an epoch is copied while the guest runs, if the
-    /// guest can write-protect its frames meanwhile
+    /// For tests and benches: sets the number of changed frames from which an epoch is copied while
+    /// the guest runs, if the guest can write-protect its frames meanwhile
     /// ([`GuestContents::write_protection`](driftline_guest::GuestContents::write_protection)).
-    /// Smaller epochs are copied before the pause or in it, which costs less than to protect and
-    /// copy them. `u64::MAX` disables the background copy. The default is 1,280 frames, and 5,120
-    /// frames if the previous epoch suggests that a copy before the pause leaves little for the
-    /// pause.
+    /// `u64::MAX` disables the background copy. The default is 1,280 frames, and 5,120 frames if
+    /// the previous epoch suggests that a copy before the pause leaves little for the pause.
+    #[cfg(feature = "testing")]
     pub fn background_copy_from(&mut self, frames: u64) {
         self.planner.background_from(frames);
     }
@@ -184,8 +183,9 @@ impl Checkpointer {
         self.bounds.keep = epochs;
     }
 
-    /// Sets the size in bytes from which the log is rewritten when it is three times as long as the
-    /// rewritten log would be. The default is 16 MiB.
+    /// For tests: sets the size in bytes from which the log is rewritten when it is three times as
+    /// long as the rewritten log would be. The default is 16 MiB.
+    #[cfg(feature = "testing")]
     pub fn log_bound(&mut self, bytes: u64) {
         self.bounds.log = bytes;
     }

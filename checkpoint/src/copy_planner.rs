@@ -24,6 +24,7 @@ pub(crate) struct CopyPlanner {
 
 impl CopyPlanner {
     /// Replaces the number of changed frames from which an epoch is copied while the guest runs.
+    #[cfg(feature = "testing")]
     pub(crate) fn background_from(&mut self, frames: u64) {
         (self.policy, self.times) = (CopyPolicy::background_from(frames), CopyTimes::default());
     }

@@ -130,6 +130,7 @@ impl CopyPolicy {
 
     /// Returns the default with another number of frames from which an epoch is copied in the
     /// background, whatever a copy before the pause would leave.
+    #[cfg(feature = "testing")]
     pub(crate) fn background_from(frames: u64) -> Self {
         let (background_from, background_from_if_few_left) = (frames, frames);
         Self { background_from, background_from_if_few_left, ..Self::DEFAULT }

@@ -7,16 +7,16 @@
 
 use std::hint::black_box;
 
+use driftline_guest::PAGE_BYTES;
+
 /// Bytes to populate: twice the dozen pages of a guest with few vCPUs, and less than the 128 KiB
 /// from which on the allocators of glibc and musl return a freed block to the system.
 const BYTES: usize = 96 << 10;
-const PAGE: usize = 4096;
-
 /// Grows the heap if it has less free memory than [`BYTES`]. Takes about ten microseconds if it
 /// has to grow.
 pub(crate) fn grow() {
     let mut memory = Vec::<u8>::with_capacity(BYTES);
-    for page in memory.spare_capacity_mut().chunks_mut(PAGE) {
+    for page in memory.spare_capacity_mut().chunks_mut(PAGE_BYTES) {
         if let Some(byte) = page.first_mut() {
             byte.write(0);
         }

@@ -48,6 +48,9 @@ pub fn read_blocks(file: &File, bytes: u64, start: Gfn, to: &mut [u8]) -> io::Re
 /// Upper bound on finding out where a drive has data: a file on hung storage never answers.
 const SEEK_TIME_LIMIT: Duration = Duration::from_secs(20);
 
+/// [`PAGE_SIZE`] as the length of a buffer.
+pub const PAGE_BYTES: usize = PAGE_SIZE as usize;
+
 /// Maximum number of threads that may wait for the storage of drives. A thread on hung storage
 /// stays until the storage answers, and a checkpoint or migration that fails for that reason is
 /// tried again.

@@ -29,12 +29,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE};
+use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-use crate::blocks::read_blocks;
+use crate::blocks::{PAGE_BYTES, read_blocks};
 
-const PAGE: usize = PAGE_SIZE as usize;
 /// Blocks that can be saved at a time: 4 MiB.
 pub const SAVED_BLOCKS_MAX: usize = 1024;
 /// Limit on the time for which a write to memory or a drive may wait until the old content has been
@@ -147,9 +146,9 @@ impl ActiveFreeze {
     /// number of blocks.
     fn take_saved(&mut self, buffer: &[u8], runs: &mut Vec<FrameRun>, contents: &mut [u8]) -> u64 {
         let before = runs.len();
-        for to in contents.chunks_exact_mut(PAGE) {
+        for to in contents.chunks_exact_mut(PAGE_BYTES) {
             let Some((block, place)) = self.saved.pop_first() else { break };
-            to.copy_from_slice(&buffer[place * PAGE..(place + 1) * PAGE]);
+            to.copy_from_slice(&buffer[place * PAGE_BYTES..(place + 1) * PAGE_BYTES]);
             self.free.push(place);
             runs.push(FrameRun { start: Gfn(block), count: 1 });
         }
@@ -242,7 +241,7 @@ impl CopyBeforeWrite {
             if let Some(block) = pending
                 && let Some(place) = active.free.pop()
             {
-                let to = &mut buffer[place * PAGE..(place + 1) * PAGE];
+                let to = &mut buffer[place * PAGE_BYTES..(place + 1) * PAGE_BYTES];
                 if let Err(e) = read_blocks(&active.file, active.bytes, Gfn(block), to) {
                     return self.fail(active, CopyBeforeWriteError::Unreadable(e));
                 }
@@ -323,7 +322,7 @@ impl CopyBeforeWrite {
     pub fn reserve(&self) {
         let mut state = self.lock();
         if state.buffer.is_empty() {
-            state.buffer = vec![1; self.capacity * PAGE];
+            state.buffer = vec![1; self.capacity * PAGE_BYTES];
         }
     }
 
@@ -399,8 +398,8 @@ impl FrozenBlocks {
         if saved > 0 {
             self.owner.changed.notify_all();
         }
-        let to = &mut contents[saved as usize * PAGE..];
-        let chosen = active.take_unsaved((to.len() / PAGE) as u64);
+        let to = &mut contents[saved as usize * PAGE_BYTES..];
+        let chosen = active.take_unsaved((to.len() / PAGE_BYTES) as u64);
         if chosen.is_empty() {
             if saved == 0 {
                 active.over = true;
@@ -429,7 +428,7 @@ impl FrozenBlocks {
         active.take_failure()?;
         self.owner.changed.notify_all();
         runs.extend(chosen);
-        Ok(saved + (filled / PAGE) as u64)
+        Ok(saved + (filled / PAGE_BYTES) as u64)
     }
 
     /// Like [`next`](Self::next), but copies only saved blocks: a write may wait for their room.

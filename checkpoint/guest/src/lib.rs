@@ -50,7 +50,7 @@ mod vm_id;
 mod write_protect;
 mod write_throttle;
 
-pub use blocks::{StoragePermit, block_layout, data_runs, data_within, read_blocks};
+pub use blocks::{PAGE_BYTES, StoragePermit, block_layout, data_runs, data_within, read_blocks};
 pub use collection_report::CollectionReport;
 pub use contents::{GuestContents, GuestRam};
 pub use copy_before_write::{

@@ -14,17 +14,18 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use driftline_guest::PAGE_BYTES;
+
 use io_uring::{IoUring, opcode, types};
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 
-const PAGE: usize = 4096;
 const SLOTS: u64 = 65_536;
 const FRAMES: [usize; 4] = [16, 256, 1024, 16_384];
 const PIECE: usize = 64;
 
 #[derive(Clone, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C, align(4096))]
-struct AlignedPage([u8; PAGE]);
+struct AlignedPage([u8; PAGE_BYTES]);
 
 /// A piece: where its bytes are, and where they go.
 struct WritePiece {
@@ -63,7 +64,7 @@ impl BenchFile {
         // Written once, like slots that an earlier epoch had.
         let plain = OpenOptions::new().write(true).open(&path)?;
         for at in 0..SLOTS / 256 {
-            plain.write_all_at(&vec![1; 256 * PAGE], at * 256 * PAGE as u64)?;
+            plain.write_all_at(&vec![1; 256 * PAGE_BYTES], at * 256 * PAGE_BYTES as u64)?;
         }
         plain.sync_all()?;
         Ok(Self { file, method, ring: IoUring::new(1024)?, name, taken: Vec::new() })
@@ -148,8 +149,8 @@ fn main() {
                 .for_each(|page| page.0[..8].copy_from_slice(&(epoch + 1).to_ne_bytes()));
             let piece = |at| {
                 let count = PIECE.min(frames - at);
-                let to = random(SLOTS / PIECE as u64) * (PIECE * PAGE) as u64;
-                WritePiece { from: at * PAGE, len: count * PAGE, to }
+                let to = random(SLOTS / PIECE as u64) * (PIECE * PAGE_BYTES) as u64;
+                WritePiece { from: at * PAGE_BYTES, len: count * PAGE_BYTES, to }
             };
             let pieces: Vec<WritePiece> = (0..frames).step_by(PIECE).map(piece).collect();
             for disk in &mut disks {

@@ -5,9 +5,9 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use driftline_dirty_tracker::{FrameRun, Gfn, Layout, PAGE_SIZE};
+use driftline_dirty_tracker::{FrameRun, Gfn, Layout};
 use driftline_format::{FormatError, MAX_SECTION, MAX_SECTIONS, MAX_STATE, is_zero, layout_hash};
-use driftline_guest::{DriveHead, GuestIdentity, Section, SectionTag};
+use driftline_guest::{DriveHead, GuestIdentity, PAGE_BYTES, Section, SectionTag};
 
 use crate::alloc::SlotRun;
 use crate::error::StoreError;
@@ -15,7 +15,6 @@ use crate::extents::Entries;
 use crate::page_file::PageFile;
 use crate::records::{Front, TAG_STORE, limit};
 
-const PAGE: usize = PAGE_SIZE as usize;
 /// Number of frames for which slots are taken in one call: 1 MiB.
 const SLOT_BATCH: usize = 256;
 
@@ -111,8 +110,8 @@ impl EpochWriter {
         contents: &[u8],
         forget_zeros: bool,
     ) -> Result<(), StoreError> {
-        for (gfn, at) in runs.flat_map(FrameRun::frames).zip((0..).step_by(PAGE)) {
-            if !is_zero(&contents[at..at + PAGE]) {
+        for (gfn, at) in runs.flat_map(FrameRun::frames).zip((0..).step_by(PAGE_BYTES)) {
+            if !is_zero(&contents[at..at + PAGE_BYTES]) {
                 self.pending.push((gfn, at));
                 if self.pending.len() == SLOT_BATCH {
                     self.flush(contents)?;
@@ -144,13 +143,13 @@ impl EpochWriter {
             let (now, later) = pending.split_at(count as usize);
             // Entries are noted before the write, so that the slots are freed if it fails.
             for ((gfn, at), slot) in now.iter().zip(start..) {
-                self.entries.push(*gfn, slot, crc32c::crc32c(&contents[*at..*at + PAGE]));
+                self.entries.push(*gfn, slot, crc32c::crc32c(&contents[*at..*at + PAGE_BYTES]));
             }
             let mut slot = start;
             // Adjacent contents are written in one call.
-            for piece in now.chunk_by(|(_, a), (_, b)| a + PAGE == *b) {
+            for piece in now.chunk_by(|(_, a), (_, b)| a + PAGE_BYTES == *b) {
                 let from = piece[0].1;
-                self.pages.write(slot, &contents[from..from + piece.len() * PAGE])?;
+                self.pages.write(slot, &contents[from..from + piece.len() * PAGE_BYTES])?;
                 slot += piece.len() as u32;
             }
             pending = later;

@@ -2,7 +2,7 @@
 //! and checks each.
 
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE};
-use driftline_guest::{PageSource, PageSourceError};
+use driftline_guest::{PAGE_BYTES, PageSource, PageSourceError};
 
 use crate::epoch_info::EpochInfo;
 use crate::error::{Damage, StoreError};
@@ -11,8 +11,6 @@ use crate::page_file::PageReader;
 use crate::pin::{MachineState, Pinned};
 use crate::store::Store;
 use crate::working_set::WorkingSetFile;
-
-const PAGE: usize = PAGE_SIZE as usize;
 
 /// Frames of an epoch that are not zeros. The epoch is retained in its store until this is dropped.
 #[derive(Debug)]
@@ -98,10 +96,10 @@ pub(super) fn read_frames(
 ) -> Result<(), StoreError> {
     let mut rest = contents;
     for together in wanted.chunk_by(|(_, a), (_, b)| a.slot.checked_add(1) == Some(b.slot)) {
-        let (bytes, left) = rest.split_at_mut((together.len() * PAGE).min(rest.len()));
+        let (bytes, left) = rest.split_at_mut((together.len() * PAGE_BYTES).min(rest.len()));
         rest = left;
         pages.read(together[0].1.slot, bytes)?;
-        for ((gfn, location), page) in together.iter().zip(bytes.chunks_exact(PAGE)) {
+        for ((gfn, location), page) in together.iter().zip(bytes.chunks_exact(PAGE_BYTES)) {
             let found = crc32c::crc32c(page);
             if found != location.crc {
                 let damage = Damage::Frame { gfn: *gfn, epoch, found, expected: location.crc };

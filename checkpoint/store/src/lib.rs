@@ -103,6 +103,6 @@ pub use regular_file::open_regular;
 pub use repair::RepairReport;
 pub use rotate::CompactReport;
 pub use salvage::{CheckpointState, Survey};
-pub use snapshot_state::{MAX_SNAPSHOT_STATE, SnapshotState};
+pub use snapshot_state::SnapshotState;
 pub use store::Store;
 pub use verify::VerifyReport;

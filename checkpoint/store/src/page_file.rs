@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_format::{HEADER_LEN, Header, MAGIC_PAGES, is_zero};
-use driftline_guest::VmId;
+use driftline_guest::{PAGE_BYTES, VmId};
 use parking_lot::{Mutex, MutexGuard};
 
 use crate::alloc::{MAX_RUN, SlotRun, Slots};
@@ -17,7 +17,6 @@ use crate::names::pages_name;
 use crate::store::Store;
 use crate::unreadable::UnreadableUnits;
 
-const PAGE: usize = PAGE_SIZE as usize;
 /// Limits of the file's growth in slots: 1 MiB and 256 MiB. Within these, it grows by an eighth.
 const MIN_GROWTH: u32 = 256;
 const MAX_GROWTH: u32 = 1 << 16;
@@ -30,9 +29,9 @@ fn is_full(e: &io::Error) -> bool {
 
 /// Writes the header of a new page file.
 pub(crate) fn begin_pages(file: &dyn StoreFile, vm_id: VmId, generation: u64) -> io::Result<()> {
-    let mut slot = Vec::with_capacity(PAGE);
+    let mut slot = Vec::with_capacity(PAGE_BYTES);
     Header::new(MAGIC_PAGES, vm_id, generation, 0).write_to(&mut slot)?;
-    slot.resize(PAGE, 0);
+    slot.resize(PAGE_BYTES, 0);
     file.write_all_at(&slot, 0)
 }
 
@@ -87,7 +86,7 @@ impl PageReader {
     /// Fails if the file is not the page file of `generation` of guest `vm_id`.
     pub(crate) fn check_header(&self, generation: u64, vm_id: VmId) -> Result<(), StoreError> {
         let damaged = |damage| StoreError::Damaged { file: self.path.clone(), offset: 0, damage };
-        let mut slot = [0; PAGE];
+        let mut slot = [0; PAGE_BYTES];
         self.read(0, &mut slot)?;
         let header = Header::read_from(&slot[..], MAGIC_PAGES).map_err(|e| damaged(e.into()))?;
         if header.vm_id() != vm_id {
@@ -145,9 +144,10 @@ impl PageReader {
                 let mut unreadable = unreadable.lock();
                 unreadable.add_time(begun.elapsed());
                 // Of several slots, each is tried alone later.
-                if buf.len() <= PAGE {
+                if buf.len() <= PAGE_BYTES {
                     let end = self.slots()?;
-                    let read = |n: u64| self.file.read_exact_at(&mut [0; PAGE], n * PAGE_SIZE);
+                    let read =
+                        |n: u64| self.file.read_exact_at(&mut [0; PAGE_BYTES], n * PAGE_SIZE);
                     unreadable.note(slot.into(), end.into(), &e, read).map_err(|e| self.io(e))?;
                 }
                 damaged(Damage::Unreadable { cause: e })
@@ -160,7 +160,7 @@ impl PageReader {
     fn known_unreadable(&self, slot: u32, len: usize) -> Option<Damage> {
         let unreadable = self.unreadable.as_ref()?;
         let unreadable = unreadable.lock();
-        let (slot, count) = (u64::from(slot), len.div_ceil(PAGE) as u64);
+        let (slot, count) = (u64::from(slot), len.div_ceil(PAGE_BYTES) as u64);
         let next = unreadable.next(slot).filter(|next| *next < slot + count)?;
         Some(unreadable.damage(next))
     }

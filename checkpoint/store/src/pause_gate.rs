@@ -55,7 +55,7 @@ impl PauseGate {
 
     /// Returns when the gate is not held, or has been held for a tenth of a second. To be called
     /// between pieces of work.
-    pub fn wait_until_open(&self) {
+    pub(crate) fn wait_until_open(&self) {
         let GateState { free, limit, .. } = &*self.0;
         let mut holders = self.lock();
         while let Some(since) = holders.since {

@@ -4,6 +4,8 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
+use driftline_guest::PAGE_BYTES;
+
 use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
 use parking_lot::Mutex;
 
@@ -11,7 +13,6 @@ use crate::error::{Damage, StoreError};
 use crate::frame_map::FrameLocation;
 use crate::page_file::PageReader;
 
-const PAGE: usize = PAGE_SIZE as usize;
 /// Number of frames that one thread reads at a time: 1 MiB, which stays in a CPU cache until it has
 /// been checked and copied.
 const BATCH_FRAMES: usize = 256;
@@ -70,7 +71,7 @@ pub(crate) fn fetch<S: Sink>(
     let pieces: Vec<&[(Gfn, FrameLocation)]> = frames.chunks(BATCH_FRAMES).collect();
     let (next, failed) = (AtomicUsize::new(0), Mutex::new(None));
     let work = || {
-        let mut buffer = vec![0; BATCH_FRAMES * PAGE];
+        let mut buffer = vec![0; BATCH_FRAMES * PAGE_BYTES];
         loop {
             let at = next.fetch_add(1, Ordering::Relaxed);
             let Some(piece) = pieces.get(at) else { return };
@@ -131,14 +132,14 @@ fn read_piece<S: Sink>(
     let (mut at, mut done) = (0, 0);
     for run in piece.chunk_by(|(_, a), (_, b)| a.slot.checked_add(1) == Some(b.slot)) {
         let end = at + run.len();
-        match pages.read(run[0].1.slot, &mut buffer[at * PAGE..end * PAGE]) {
+        match pages.read(run[0].1.slot, &mut buffer[at * PAGE_BYTES..end * PAGE_BYTES]) {
             Ok(()) => {}
             Err(e @ StoreError::Damaged { .. }) => {
                 check_and_deliver(
                     pages,
                     epoch,
                     &piece[done..at],
-                    &buffer[done * PAGE..at * PAGE],
+                    &buffer[done * PAGE_BYTES..at * PAGE_BYTES],
                     sink,
                 )?;
                 match run {
@@ -146,7 +147,7 @@ fn read_piece<S: Sink>(
                     // The file ends within these frames, or the disk cannot read one of them: each
                     // is read alone.
                     _ => run.chunks(1).try_for_each(|one| {
-                        read_piece(pages, epoch, one, &mut buffer[at * PAGE..], sink)
+                        read_piece(pages, epoch, one, &mut buffer[at * PAGE_BYTES..], sink)
                     })?,
                 }
                 done = end;
@@ -155,7 +156,13 @@ fn read_piece<S: Sink>(
         }
         at = end;
     }
-    check_and_deliver(pages, epoch, &piece[done..at], &buffer[done * PAGE..at * PAGE], sink)
+    check_and_deliver(
+        pages,
+        epoch,
+        &piece[done..at],
+        &buffer[done * PAGE_BYTES..at * PAGE_BYTES],
+        sink,
+    )
 }
 
 /// Checks frames that were read in one call, and passes them on.
@@ -168,10 +175,10 @@ fn check_and_deliver<S: Sink>(
 ) -> Result<(), S::Error> {
     let mut at = 0;
     for together in run.chunk_by(|(a, _), (b, _)| a.0.checked_add(1) == Some(b.0)) {
-        let contents = &bytes[at..at + together.len() * PAGE];
+        let contents = &bytes[at..at + together.len() * PAGE_BYTES];
         at += contents.len();
         let mut sound = 0;
-        for ((gfn, location), page) in together.iter().zip(contents.chunks_exact(PAGE)) {
+        for ((gfn, location), page) in together.iter().zip(contents.chunks_exact(PAGE_BYTES)) {
             let found = crc32c::crc32c(page);
             if found != location.crc {
                 let damage = Damage::Frame { gfn: *gfn, epoch, found, expected: location.crc };
@@ -223,7 +230,7 @@ mod tests {
         fn frames(&self, run: FrameRun, contents: &[u8]) -> Result<(), StoreError> {
             self.runs.lock().push(run.count);
             let mut seen = self.frames.lock();
-            for (gfn, page) in run.frames().zip(contents.chunks_exact(PAGE)) {
+            for (gfn, page) in run.frames().zip(contents.chunks_exact(PAGE_BYTES)) {
                 assert!(seen.insert(gfn.0, Ok(page[0])).is_none());
             }
             Ok(())
@@ -247,7 +254,7 @@ mod tests {
         let disk = MemoryDisk::default();
         let store = Store::with_backend(Box::new(disk.clone()), true).unwrap();
         for gfn in 0..FRAMES {
-            let page = [gfn as u8 + 1; PAGE];
+            let page = [gfn as u8 + 1; PAGE_BYTES];
             guest.ram().write_slice(&page, GuestAddress(gfn * PAGE_SIZE)).unwrap();
         }
         EpochTaker::new(guest, store).take();

@@ -22,7 +22,7 @@ use crate::records::{TAG_LAYOUT, TAG_STORE, all_zero, wrong_size};
 use crate::regular_file::open_regular;
 
 /// Maximum length of the file, in bytes.
-pub const MAX_SNAPSHOT_STATE: u64 = 16 << 20;
+pub(crate) const MAX_SNAPSHOT_STATE: u64 = 16 << 20;
 
 /// Flag of [`SnapshotState::tracked`].
 const TRACKED: u32 = 1;
@@ -55,7 +55,7 @@ pub struct SnapshotState {
 
 impl SnapshotState {
     /// Reads and checks the file at `path`: any truncation and any flipped bit is found. Takes as
-    /// much memory as the file has bytes, at most [`MAX_SNAPSHOT_STATE`].
+    /// much memory as the file has bytes, at most 16 MiB.
     ///
     /// # Errors
     ///

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
 use driftline_format::is_zero;
-use driftline_guest::GuestRam;
+use driftline_guest::{GuestRam, PAGE_BYTES};
 use vm_memory::{Bytes, GuestAddress};
 use zerocopy::IntoBytes;
 
@@ -38,8 +38,6 @@ const _: () = assert!(ZERO_RUNS as u64 + MAX_PAGES < MAX_ZERO_RUNS as u64);
 const PIECE: usize = 512;
 /// Bytes of a cache line.
 const LINE: usize = 64;
-const PAGE: usize = PAGE_SIZE as usize;
-
 /// Sends a guest's memory, or shares of it, over one channel.
 pub(super) struct FrameSender<'a> {
     ram: &'a GuestRam,
@@ -70,7 +68,7 @@ impl<'a> FrameSender<'a> {
             rate_limiter,
             packer,
             direct,
-            pages: vec![0; FRAMES_PER_MESSAGE as usize * PAGE],
+            pages: vec![0; FRAMES_PER_MESSAGE as usize * PAGE_BYTES],
             runs: Vec::with_capacity(FRAMES_PER_MESSAGE as usize),
             frames: 0,
             zeros: RunTableBuilder::default(),
@@ -160,7 +158,7 @@ impl<'a> FrameSender<'a> {
         if self.frames + run.count > FRAMES_PER_MESSAGE {
             self.flush_pages(wire)?;
         }
-        let at = self.frames as usize * PAGE;
+        let at = self.frames as usize * PAGE_BYTES;
         let room = &mut self.pages[at..at + run.bytes() as usize];
         self.ram.read_slice(room, GuestAddress(run.start.gpa())).map_err(unreadable)?;
         self.runs.push(run.into());
@@ -172,7 +170,7 @@ impl<'a> FrameSender<'a> {
         if self.frames == 0 {
             return Ok(());
         }
-        let contents = &self.pages[..self.frames as usize * PAGE];
+        let contents = &self.pages[..self.frames as usize * PAGE_BYTES];
         let before = wire.sent_bytes();
         let (runs, packer) = (self.runs.as_bytes(), self.packer.as_mut());
         let packed = packer.and_then(|p| Some((p.codec(), p.pack(contents)?)));

@@ -3,6 +3,7 @@
 use std::os::unix::fs::FileExt;
 use std::thread;
 
+use driftline_dirty_tracker::PAGE_SIZE;
 use proptest::prelude::*;
 
 use super::*;
@@ -14,7 +15,7 @@ fn run(start: u64, count: u64) -> FrameRun {
 fn drive(blocks: u64) -> Arc<File> {
     let file = tempfile::tempfile().unwrap();
     for block in 0..blocks {
-        file.write_all_at(&[block as u8 | 0x80; PAGE], block * PAGE_SIZE).unwrap();
+        file.write_all_at(&[block as u8 | 0x80; PAGE_BYTES], block * PAGE_SIZE).unwrap();
     }
     Arc::new(file)
 }
@@ -25,10 +26,10 @@ fn write(cbw: &CopyBeforeWrite, file: &File, run: FrameRun, with: u8) {
 }
 
 fn copy(frozen: &mut FrozenBlocks, into: &mut BTreeMap<u64, Vec<u8>>, at_once: usize) -> u64 {
-    let (mut runs, mut contents) = (Vec::new(), vec![0; at_once * PAGE]);
+    let (mut runs, mut contents) = (Vec::new(), vec![0; at_once * PAGE_BYTES]);
     let count = frozen.next(&mut runs, &mut contents).unwrap();
     let frames = runs.iter().flat_map(|run| run.frames());
-    for (block, content) in frames.zip(contents.chunks_exact(PAGE)) {
+    for (block, content) in frames.zip(contents.chunks_exact(PAGE_BYTES)) {
         assert_eq!(into.insert(block.0, content.to_vec()), None, "{block:?} twice");
     }
     count
@@ -69,12 +70,12 @@ proptest! {
         let blocks = active.iter().flat_map(|run| run.frames()).map(|block| block.0);
         prop_assert!(copied.keys().copied().eq(blocks));
         for (block, content) in copied {
-            let mut was = vec![block as u8 | 0x80; PAGE];
+            let mut was = vec![block as u8 | 0x80; PAGE_BYTES];
             if block == 3 {
                 was[7..].fill(1);
             }
             if block == 63 {
-                was[PAGE - 512..].fill(0);
+                was[PAGE_BYTES - 512..].fill(0);
             }
             prop_assert!(content == was, "block {block}");
         }
@@ -107,7 +108,7 @@ fn every_wait_ends() {
     let since = Instant::now();
     write(&cbw, &file, run(0, 64), 1);
     assert!(since.elapsed() >= WRITE_WAIT_LIMIT, "{:?}", since.elapsed());
-    let (mut runs, mut contents) = (Vec::new(), vec![0; PAGE]);
+    let (mut runs, mut contents) = (Vec::new(), vec![0; PAGE_BYTES]);
     let error = frozen.next(&mut runs, &mut contents).unwrap_err();
     assert!(matches!(error, CopyBeforeWriteError::Stalled), "{error}");
     drop(frozen);
@@ -132,7 +133,7 @@ fn unreadable_drive_ends_copy_before_write() {
         if device_first {
             write(&cbw, &write_only, run(2, 1), 1);
         }
-        let (mut runs, mut contents) = (Vec::new(), vec![0; PAGE]);
+        let (mut runs, mut contents) = (Vec::new(), vec![0; PAGE_BYTES]);
         let error = frozen.next(&mut runs, &mut contents).unwrap_err();
         let CopyBeforeWriteError::Unreadable(error) = error else { panic!("{error}") };
         assert_eq!(error.raw_os_error(), Some(9), "EBADF");
@@ -152,7 +153,7 @@ fn pausing_guest_does_not_wait_for_room() {
         until_a_write_waits(&frozen);
         cbw.set_pausing(true);
     });
-    let (mut runs, mut contents) = (Vec::new(), vec![0; PAGE]);
+    let (mut runs, mut contents) = (Vec::new(), vec![0; PAGE_BYTES]);
     let error = frozen.next(&mut runs, &mut contents).unwrap_err();
     assert!(matches!(error, CopyBeforeWriteError::Paused), "{error}");
     drop(frozen);
@@ -209,7 +210,7 @@ fn pausing_guest_waits_for_a_read_in_progress() {
     let since = Instant::now();
     cbw.before_write(0, PAGE_SIZE);
     assert!(since.elapsed() >= READ_WAIT_LIMIT, "{:?}", since.elapsed());
-    let error = frozen.next(&mut Vec::new(), &mut [0; PAGE]).unwrap_err();
+    let error = frozen.next(&mut Vec::new(), &mut [0; PAGE_BYTES]).unwrap_err();
     assert!(matches!(error, CopyBeforeWriteError::Paused), "{error}");
 }
 
@@ -232,7 +233,7 @@ fn pause_fails_no_epoch_that_has_room() {
                 let in_progress = device.lock();
                 let (block, with) = (n * 37 % BLOCKS, n as u8 & 0x7f);
                 cbw.before_write(block * PAGE_SIZE, PAGE_SIZE);
-                file.write_all_at(&[with; PAGE], block * PAGE_SIZE).unwrap();
+                file.write_all_at(&[with; PAGE_BYTES], block * PAGE_SIZE).unwrap();
                 drop(in_progress);
                 // Otherwise no other thread would ever get the lock.
                 thread::sleep(Duration::from_micros(1));
@@ -275,7 +276,7 @@ fn released_drive_is_in_no_epoch() {
     let (file, cbw) = (drive(8), Arc::new(CopyBeforeWrite::default()));
     let blocks = FrameSet::from_iter([run(0, 8)]);
     let mut frozen = cbw.freeze(file.clone(), 8 * PAGE_SIZE, blocks.clone()).unwrap();
-    let (mut runs, mut contents) = (Vec::new(), vec![0; 4 * PAGE]);
+    let (mut runs, mut contents) = (Vec::new(), vec![0; 4 * PAGE_BYTES]);
     assert_eq!(frozen.next(&mut runs, &mut contents).unwrap(), 4);
     cbw.release();
     let error = frozen.next(&mut runs, &mut contents).unwrap_err();

@@ -19,9 +19,10 @@ use super::config::MemoryConfig;
 use super::drives::{TestDisk, TestDiskHandle};
 use super::faults::{ExclusiveDrive, Faults, Op};
 use super::memory_loader::TestMemoryLoader;
-use super::pages::{PAGE, PageSweep, WrongFrame, WrongMemory, fill, nth_frame};
+use super::pages::{PageSweep, WrongFrame, WrongMemory, fill, nth_frame};
 use super::write_protection::{FrameProtectionState, SoftwareWriteProtection};
 use super::writers::{PageWriter, WriterGate};
+use crate::blocks::PAGE_BYTES;
 use crate::collection_report::CollectionReport;
 use crate::{
     DirtyLog, GuestContents, GuestDrive, GuestError, GuestIdentity, GuestRam, HandOver,
@@ -248,7 +249,7 @@ impl MemoryGuest {
     fn compare(&self) -> Result<(), WrongMemory> {
         let writer_errors = self.writers.iter().map(|w| w.errors.load(SeqCst)).sum();
         let mut wrong = WrongMemory { frames: 0, first: Vec::new(), writer_errors };
-        let (mut page, mut found) = ([0; PAGE], [0; PAGE]);
+        let (mut page, mut found) = ([0; PAGE_BYTES], [0; PAGE_BYTES]);
         for n in 0..self.layout.frames() {
             let Some(gfn) = nth_frame(&self.layout, n) else { continue };
             let expected = self.generation(n);
@@ -337,14 +338,14 @@ impl GuestContents for MemoryGuest {
     fn populated(&self) -> Result<Vec<FrameRun>, GuestError> {
         self.faults.check(Op::Populated, "asking which memory is populated")?;
         let mut runs: Vec<FrameRun> = Vec::new();
-        let mut page = [0; PAGE];
+        let mut page = [0; PAGE_BYTES];
         for slot in self.layout.slots() {
             let slot_start = runs.len();
             for gfn in slot.run().frames() {
                 self.ram
                     .read_slice(&mut page[..], GuestAddress(gfn.gpa()))
                     .map_err(|e| system("reading memory", e))?;
-                if page == [0; PAGE] {
+                if page == [0; PAGE_BYTES] {
                     continue;
                 }
                 match runs[slot_start..].last_mut() {

@@ -7,9 +7,10 @@
 
 use std::fmt;
 
-use driftline_dirty_tracker::{Gfn, Layout, PAGE_SIZE};
+use driftline_dirty_tracker::{Gfn, Layout};
 
-pub(super) const PAGE: usize = PAGE_SIZE as usize;
+use crate::blocks::PAGE_BYTES;
+
 /// One page in this many is written as zeros.
 const ZERO_EVERY: u64 = 8;
 
@@ -22,7 +23,7 @@ pub fn mix(mut x: u64) -> u64 {
 
 /// Fills `page` with the content of frame `gfn` in `generation`: frame number, generation, checksum
 /// of the rest, and the rest. Generation 0 and some others are all zeros.
-pub(super) fn fill(page: &mut [u8; PAGE], gfn: Gfn, generation: u64) {
+pub(super) fn fill(page: &mut [u8; PAGE_BYTES], gfn: Gfn, generation: u64) {
     let seed = mix(gfn.0 ^ mix(generation));
     page.fill(0);
     if generation == 0 || seed.is_multiple_of(ZERO_EVERY) {

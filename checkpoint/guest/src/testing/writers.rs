@@ -8,8 +8,9 @@ use driftline_dirty_tracker::Layout;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use vm_memory::{Bytes, GuestAddress};
 
-use super::pages::{PAGE, PageSweep, fill, nth_frame};
+use super::pages::{PageSweep, fill, nth_frame};
 use super::write_protection::FrameProtectionState;
+use crate::blocks::PAGE_BYTES;
 use crate::{GuestRam, RunState};
 
 /// Requested state of the writers, and the number of them that are parked.
@@ -154,7 +155,7 @@ impl PageWriter {
         ram: &GuestRam,
         protected: &FrameProtectionState,
     ) {
-        let mut pages = (Box::new([0; PAGE]), Box::new([0; PAGE]));
+        let mut pages = (Box::new([0; PAGE_BYTES]), Box::new([0; PAGE_BYTES]));
         while gate.pass() {
             let (since, first) = (Instant::now(), self.steps.load(Ordering::SeqCst));
             while !gate.halt.load(Ordering::SeqCst) {
@@ -188,8 +189,8 @@ impl PageWriter {
         step: u64,
         layout: &Layout,
         (ram, protected): (&GuestRam, &FrameProtectionState),
-        page: &mut [u8; PAGE],
-        seen: &mut [u8; PAGE],
+        page: &mut [u8; PAGE_BYTES],
+        seen: &mut [u8; PAGE_BYTES],
     ) {
         let (index, generation) = self.sweep.step(step);
         let Some(gfn) = nth_frame(layout, index * self.of + self.index) else { return };

@@ -9,13 +9,13 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, Op};
 use driftline_guest::{
-    Clock, DirtyLog, GuestContents, GuestError, GuestFactory, GuestIdentity, Lifecycle, RunState,
-    SavedState, Stateful, VcpuPauses,
+    Clock, DirtyLog, GuestContents, GuestError, GuestFactory, GuestIdentity, Lifecycle, PAGE_BYTES,
+    RunState, SavedState, Stateful, VcpuPauses,
 };
 use driftline_store::{Damage, StoreError};
 use vm_memory::{Bytes, GuestAddress};
 
-use super::{PAGE, fill, image, still};
+use super::{fill, image, still};
 use crate::flat::{
     SnapshotError, SnapshotFile, SnapshotKind, SnapshotRequest, create_snapshot, open_snapshot,
 };
@@ -184,7 +184,7 @@ fn file_of_another_length_is_replaced() {
     let guest = still([8, 8]);
     let dir = tempfile::tempdir().unwrap();
     fill(&guest, 9, 5);
-    for length in [0, 1, 16 * PAGE - 1, 16 * PAGE + 1] {
+    for length in [0, 1, 16 * PAGE_BYTES - 1, 16 * PAGE_BYTES + 1] {
         fs::write(dir.path().join("memory"), vec![7; length]).unwrap();
         let request = request(dir.path(), SnapshotKind::Diff);
         let report = create_snapshot(&*guest, None, &request).unwrap();
@@ -256,7 +256,7 @@ fn symbolic_link_leads_to_the_file() {
     fs::write(dir.path().join("there/file"), "").unwrap();
     symlink("there/file", dir.path().join("memory")).unwrap();
     create_snapshot(&*guest, None, &request(dir.path(), SnapshotKind::Full)).unwrap();
-    assert_eq!(fs::metadata(dir.path().join("there/file")).unwrap().len(), 16 * PAGE as u64);
+    assert_eq!(fs::metadata(dir.path().join("there/file")).unwrap().len(), 16 * PAGE_BYTES as u64);
     assert!(fs::symlink_metadata(dir.path().join("memory")).unwrap().is_symlink());
 }
 

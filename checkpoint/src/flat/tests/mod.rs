@@ -6,13 +6,11 @@ mod model;
 
 use std::sync::Arc;
 
-use driftline_dirty_tracker::{Gfn, PAGE_SIZE, Slot, SlotId};
+use driftline_dirty_tracker::{Gfn, Slot, SlotId};
 use driftline_guest::testing::{MemoryConfig, MemoryGuest};
-use driftline_guest::{GuestContents, GuestIdentity, VmId};
+use driftline_guest::{GuestContents, GuestIdentity, PAGE_BYTES, VmId};
 use driftline_store::MemoryFileLayout;
 use vm_memory::{Bytes, GuestAddress};
-
-const PAGE: usize = PAGE_SIZE as usize;
 
 /// Returns a paused guest that only the test writes to: two slots of these numbers of frames, with
 /// a hole between them.
@@ -33,7 +31,7 @@ fn nth(guest: &MemoryGuest, n: u64) -> Gfn {
 
 /// Fills page `n` of the memory file with `byte`.
 fn fill(guest: &MemoryGuest, n: u64, byte: u8) {
-    guest.write(nth(guest, n), &[byte; PAGE]).unwrap();
+    guest.write(nth(guest, n), &[byte; PAGE_BYTES]).unwrap();
 }
 
 /// Returns the memory of a guest as a memory file has it.

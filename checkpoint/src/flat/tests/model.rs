@@ -8,13 +8,13 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 
 use driftline_dirty_tracker::Subscription;
-use driftline_guest::DirtyLog;
 use driftline_guest::testing::{MemoryGuest, repeats};
+use driftline_guest::{DirtyLog, PAGE_BYTES};
 use proptest::prelude::*;
 use rustix::fs::{SeekFrom, seek};
 use rustix::io::Errno;
 
-use super::{PAGE, fill, image, still};
+use super::{fill, image, still};
 use crate::flat::{
     SnapshotFile, SnapshotKind, SnapshotReport, SnapshotRequest, create_snapshot, open_snapshot,
 };
@@ -46,7 +46,7 @@ fn extents(file: &File) -> io::Result<Vec<(u64, u64)>> {
 /// Returns the pages of a file that are not holes.
 fn pages_with_data(path: &Path) -> BTreeSet<u64> {
     let file = File::open(path).unwrap();
-    let pages = |(from, to): (u64, u64)| from / PAGE as u64..to.div_ceil(PAGE as u64);
+    let pages = |(from, to): (u64, u64)| from / PAGE_BYTES as u64..to.div_ceil(PAGE_BYTES as u64);
     extents(&file).unwrap().into_iter().flat_map(pages).collect()
 }
 
@@ -118,7 +118,7 @@ impl Run {
                 assert_eq!(report.frames, self.changed().len() as u64);
                 let diff = self.dir.path().join(diff);
                 assert_eq!(pages_with_data(&diff), self.changed(), "holes where pages are clean");
-                assert_eq!(fs::metadata(&diff).unwrap().size(), FRAMES * PAGE as u64);
+                assert_eq!(fs::metadata(&diff).unwrap().size(), FRAMES * PAGE_BYTES as u64);
                 match base.exists() {
                     true => rebase(&base, &diff),
                     false => fs::rename(&diff, &base).unwrap(),
@@ -139,7 +139,7 @@ const FRAMES: u64 = SLOTS[0] + SLOTS[1];
 
 fn not_zero(guest: &MemoryGuest) -> BTreeSet<u64> {
     let memory = image(guest);
-    let pages = memory.chunks(PAGE).zip(0..);
+    let pages = memory.chunks(PAGE_BYTES).zip(0..);
     pages.filter(|(page, _)| page.iter().any(|b| *b != 0)).map(|(_, n)| n).collect()
 }
 

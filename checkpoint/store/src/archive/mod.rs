@@ -12,9 +12,9 @@ mod threads;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
-use driftline_dirty_tracker::{FrameRun, PAGE_SIZE};
+use driftline_dirty_tracker::FrameRun;
 use driftline_format::{Header, MAGIC_ARCHIVE};
-use driftline_guest::Section;
+use driftline_guest::{PAGE_BYTES, Section};
 use parking_lot::Mutex;
 
 #[cfg(feature = "testing")]
@@ -31,8 +31,6 @@ use crate::read::Sink;
 use crate::record_file::walk::{RecordPosition, RecordWalk, reading};
 use crate::records::{Front, TAG_DRIVES, TAG_EPOCH};
 use crate::verify::VerifyReport;
-
-const PAGE: usize = PAGE_SIZE as usize;
 
 /// An archive, open for reading: `store export --format driftline-zstd` writes them.
 ///
@@ -314,7 +312,7 @@ impl ContentsPiece {
         let decoded = decode_contents(payload, *object, archive.objects(), &mut None, runs);
         let Contents { frames, crcs, packed } = decoded.map_err(|e| archive.damaged(at, e))?;
         contents.resize(MAX_CONTENTS, 0);
-        let room = &mut contents[..frames * PAGE];
+        let room = &mut contents[..frames * PAGE_BYTES];
         let unpacker = match unpacker {
             Some(unpacker) => unpacker,
             none => {
@@ -332,7 +330,9 @@ impl ContentsPiece {
             return Err(archive.damaged(at, damage).into());
         }
         let frames = runs.iter().flat_map(|run| run.frames());
-        for ((gfn, page), crc) in frames.zip(room.chunks_exact(PAGE)).zip(crcs.chunks_exact(4)) {
+        for ((gfn, page), crc) in
+            frames.zip(room.chunks_exact(PAGE_BYTES)).zip(crcs.chunks_exact(4))
+        {
             let expected = u32::from_le_bytes([crc[0], crc[1], crc[2], crc[3]]);
             let found = crc32c::crc32c(page);
             if found != expected {

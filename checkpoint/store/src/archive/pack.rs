@@ -6,9 +6,9 @@ use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
-use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
+use driftline_dirty_tracker::{FrameRun, Gfn};
 use driftline_format::{Header, MAGIC_ARCHIVE};
-use driftline_guest::Section;
+use driftline_guest::{PAGE_BYTES, Section};
 use parking_lot::{Condvar, Mutex};
 
 use crate::address::place;
@@ -25,7 +25,6 @@ use crate::record_file::output::RecordOutput;
 use crate::records::{Front, TAG_DRIVES, TAG_EPOCH};
 use crate::store::Store;
 
-const PAGE: usize = PAGE_SIZE as usize;
 /// Compression level: zstd's default, since an archive is less urgent than a migration.
 const LEVEL: i32 = 3;
 
@@ -181,7 +180,7 @@ impl PiecePacker {
         let Self { contents, packed, payload, zstd } = self;
         let io = |cause| StoreError::Io { what: "packing for", path: path.to_owned(), cause };
         contents.resize(MAX_CONTENTS, 0);
-        let contents = &mut contents[..piece.len() * PAGE];
+        let contents = &mut contents[..piece.len() * PAGE_BYTES];
         read_frames(pages, epoch, piece, contents)?;
         let zstd = match zstd {
             Some(zstd) => zstd,
