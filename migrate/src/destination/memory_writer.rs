@@ -3,8 +3,8 @@
 //! A frame is marked as written before its first byte is written (I8). If a write fails half-way, a
 //! later ZERO of that frame must not assume that the frame is zero.
 
-use driftline_dirty_tracker::{FrameRun, NoMemory, PAGE_SIZE, Tree};
-use driftline_guest::{GuestContents, GuestIdentity, GuestRam, Populate};
+use driftline_dirty_tracker::{FrameRun, NoMemory, Tree};
+use driftline_guest::{GuestContents, GuestIdentity, GuestRam, PAGE_BYTES, Populate};
 use parking_lot::{Mutex, MutexGuard};
 use vm_memory::{Bytes, GuestAddress};
 
@@ -17,7 +17,7 @@ use crate::transport::compression::Unpacker;
 use crate::transport::link::Link;
 use crate::transport::wire::Wire;
 
-const ZEROS: [u8; PAGE_SIZE as usize] = [0; PAGE_SIZE as usize];
+const ZEROS: [u8; PAGE_BYTES] = [0; PAGE_BYTES];
 
 /// Least frames of a run that is preallocated before it is written.
 const PREPARE_FROM: u64 = 4;
@@ -177,7 +177,7 @@ mod tests {
         };
         source.write_all(&head.to_bytes()).unwrap();
         source.write_all(raw.as_bytes()).unwrap();
-        source.write_all(&[0x5a; PAGE_SIZE as usize / 2]).unwrap();
+        source.write_all(&[0x5a; PAGE_BYTES / 2]).unwrap();
         let (stream, _) = listener.accept().unwrap();
         Wire::new(Link::new(stream, Duration::from_secs(60), Arc::default()).unwrap())
     }
@@ -195,7 +195,7 @@ mod tests {
         let mut wire = half_a_page(run);
         assert!(matches!(wire.recv().unwrap(), WireMessage::Frames { run: found } if found == run));
         memory.fetch(&mut wire, run).unwrap_err();
-        let mut page = [0; PAGE_SIZE as usize];
+        let mut page = [0; PAGE_BYTES];
         guest.ram().read_slice(&mut page, GuestAddress(run.start.gpa())).unwrap();
         assert_eq!(page[0], 0x5a, "half of the page is written");
         assert!(memory.written.contains(run.start), "FRAMES");

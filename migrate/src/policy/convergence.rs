@@ -1,12 +1,13 @@
-//! Decides when pre-copy ends: a pure function of the passes measured so far.
+//! Decides when pre-copy ends: a pure function of the passes measured so far, with the
+//! [figures](super::figures) of pre-copy.
 //!
 //! After each pass the frames that the guest wrote during it are pending.
 //!
 //! | sending them is expected to take | and | verdict |
 //! | --- | --- | --- |
 //! | no time: there are none | | switch over |
-//! | at most [`SHORT_PAUSE`] | | switch over: a pause costs about as much by itself |
-//! | at most the downtime target | the last pass left less than [`SHRINK_RATIO`] of what it sent | keep going: the pause becomes shorter |
+//! | at most `short_pause` | | switch over: a pause costs about as much by itself |
+//! | at most the downtime target | the last pass left less than `shrink_ratio` of what it sent | keep going: the pause becomes shorter |
 //! | at most the downtime target | it did not, or a limit is reached | switch over |
 //! | longer | no limit is reached | keep going |
 //! | longer | a limit is reached | as the strategy says: a long pause, or none |
@@ -16,7 +17,7 @@
 //! [`throttle`](super::throttle) describes both.
 //!
 //! If the guest keeps its dirty rate, the passes that only make the pause shorter take, in total,
-//! at most `1 / (1 - SHRINK_RATIO)` times as long as the pause without these passes.
+//! at most `1 / (1 - shrink_ratio)` times as long as the pause without these passes.
 
 use std::fmt;
 use std::str::FromStr;
@@ -25,6 +26,7 @@ use std::time::Duration;
 use driftline_dirty_tracker::PAGE_SIZE;
 use serde::{Deserialize, Serialize};
 
+use crate::policy::figures::FIGURES;
 use crate::report::{ms, per_second};
 
 /// The action if pre-copy has not converged at a limit.
@@ -204,9 +206,6 @@ impl fmt::Display for LimitReached {
     }
 }
 
-/// Least bytes of a pass that is a measurement of the link's rate.
-pub(crate) const MIN_MEASURED_BYTES: u64 = 1 << 20;
-
 /// Returns the link's rate in bytes/s, with a bandwidth limit if there is one: that of the last
 /// pass with enough bytes, or else of all passes together. `None` before any pass was measured.
 pub(crate) fn link_rate(passes: &[PassMeasurement]) -> Option<u64> {
@@ -214,7 +213,7 @@ pub(crate) fn link_rate(passes: &[PassMeasurement]) -> Option<u64> {
         let seconds = time.as_secs_f64();
         (bytes > 0 && seconds > 0.0).then(|| (bytes as f64 / seconds) as u64)
     };
-    let large = passes.iter().rev().find(|p| p.bytes >= MIN_MEASURED_BYTES);
+    let large = passes.iter().rev().find(|p| p.bytes >= FIGURES.min_measured_bytes);
     match large {
         Some(p) => rate(p.bytes, p.time),
         None => rate(passes.iter().map(|p| p.bytes).sum(), passes.iter().map(|p| p.time).sum()),
@@ -227,7 +226,7 @@ pub(crate) fn frame_rate(passes: &[PassMeasurement]) -> Option<f64> {
     let telling = passes
         .iter()
         .rev()
-        .find(|p| p.bytes >= MIN_MEASURED_BYTES)
+        .find(|p| p.bytes >= FIGURES.min_measured_bytes)
         .map_or(passes, std::slice::from_ref);
     let seconds = telling.iter().map(|p| p.time).sum::<Duration>().as_secs_f64();
     let frames: u64 = telling.iter().map(|p| p.frames).sum();
@@ -240,17 +239,9 @@ pub(crate) fn expected_downtime(frames: u64, link_rate: u64) -> Option<Duration>
     (link_rate > 0).then(|| Duration::from_secs_f64((bytes as f64 / link_rate as f64).min(1e9)))
 }
 
-/// Expected pause below which no further pass is sent. Pausing and resuming a guest takes about the
-/// same time.
-pub(crate) const SHORT_PAUSE: Duration = Duration::from_millis(2);
-
-/// Upper bound on the ratio of dirty frames to the pass's frames at which another pass shortens the
-/// pause. It counts frames, because zero frames and compressed frames have few bytes in any pass.
-pub(crate) const SHRINK_RATIO: f64 = 0.7;
-
-/// Whether the pending frames are less than [`SHRINK_RATIO`] of the last pass's frames.
+/// Whether the pending frames are less than `shrink_ratio` of the last pass's frames.
 pub(crate) fn shrinks(passes: &[PassMeasurement], pending: u64) -> bool {
-    passes.last().is_some_and(|p| (pending as f64) < SHRINK_RATIO * p.frames as f64)
+    passes.last().is_some_and(|p| (pending as f64) < FIGURES.shrink_ratio * p.frames as f64)
 }
 
 /// Judges after a pass. `passes` are those measured so far, oldest first; `pending` frames are to
@@ -276,7 +267,7 @@ pub(crate) fn judge(
     let done = passes.len() as u32;
     let may_go_on = done < goals.max_passes && elapsed < goals.timeout;
     if let Some(expected) = expected.filter(|e| *e <= goals.downtime) {
-        if may_go_on && expected > SHORT_PAUSE && shrinks(passes, pending) {
+        if may_go_on && expected > FIGURES.short_pause && shrinks(passes, pending) {
             return Judgement::KeepGoing;
         }
         return Judgement::SwitchOver(Reason::Fits { expected, target: goals.downtime });
@@ -364,7 +355,7 @@ mod tests {
                 match judge(&g, &p, pending, elapsed) {
                     Judgement::SwitchOver(_) => {}
                     Judgement::KeepGoing => {
-                        prop_assert!(expected > SHORT_PAUSE && shrinks(&p, pending));
+                        prop_assert!(expected > FIGURES.short_pause && shrinks(&p, pending));
                     }
                     Judgement::GiveUp(why) => prop_assert!(false, "{why}"),
                 }
@@ -409,7 +400,8 @@ mod tests {
                 }
             }
             if let Some(fits) = fits {
-                let most = fits.mul_f64(1.0 / (1.0 - SHRINK_RATIO)) + Duration::from_micros(10);
+                let most = fits.mul_f64(1.0 / (1.0 - FIGURES.shrink_ratio))
+                    + Duration::from_micros(10);
                 prop_assert!(extra <= most, "{extra:?} for {fits:?}");
             }
         }

@@ -4,5 +4,6 @@
 #[cfg(test)]
 mod arbitrary;
 pub(crate) mod convergence;
+pub(crate) mod figures;
 pub mod forecast;
 pub(crate) mod throttle;

@@ -1,18 +1,18 @@
 //! Throttles vCPUs while pre-copy makes no progress: a pure function of the passes measured so far,
-//! beside [`judge`].
+//! beside [`judge`], with the same [figures](super::figures).
 //!
 //! | after a pass | the throttle |
 //! | --- | --- |
 //! | the writes of each vCPU are not known | none |
 //! | the rest fits into the downtime target | stays, or the approach begins: see below |
-//! | none yet, and the rest is less than [`SHRINK_RATIO`] of the frames that the pass before the last one sent | none: the guest converges by itself |
-//! | none yet, and the rest is more | begins: all vCPUs together get [`FIRST_SHARE`] of the link |
-//! | active, and the rest is less than [`SHRINK_RATIO`] of the frames that the last pass sent | stays |
-//! | active, and the rest is more | the share is multiplied by [`TIGHTEN_FACTOR`], down to [`LEAST_SHARE`] |
+//! | none yet, and the rest is less than `shrink_ratio` of the frames that the pass before the last one sent | none: the guest converges by itself |
+//! | none yet, and the rest is more | begins: all vCPUs together get `first_share` of the link |
+//! | active, and the rest is less than `shrink_ratio` of the frames that the last pass sent | stays |
+//! | active, and the rest is more | the share is multiplied by `tighten_factor`, down to `least_share` |
 //!
-//! *The approach*: the rest fits, but would pause the guest for longer than [`LONG_PAUSE`], and
+//! *The approach*: the rest fits, but would pause the guest for longer than `long_pause`, and
 //! passes no longer shrink. Then another pass is sent while all vCPUs together have
-//! [`APPROACH_SHARE`] of the link, and further passes while they shrink. A guest that dirties
+//! `approach_share` of the link, and further passes while they shrink. A guest that dirties
 //! memory as fast as the link carries it then runs slowly for about the time that it would have
 //! been paused, and its pause is a small part of that time. The approach happens once in a
 //! migration, and never exceeds a limit.
@@ -28,31 +28,11 @@
 
 use std::time::Duration;
 
-#[cfg(doc)]
-use crate::policy::convergence::SHRINK_RATIO;
 use crate::policy::convergence::{
-    Goals, Judgement, MIN_MEASURED_BYTES, PassMeasurement, Reason, expected_downtime, frame_rate,
-    judge, link_rate, shrinks,
+    Goals, Judgement, PassMeasurement, Reason, expected_downtime, frame_rate, judge, link_rate,
+    shrinks,
 };
-
-/// First share of the link's rate that vCPUs may fill. It is so far below [`SHRINK_RATIO`] that the
-/// throttle need not be exact.
-pub(crate) const FIRST_SHARE: f64 = 0.6;
-
-/// Factor of the share after a pass that did not shrink under the throttle.
-pub(crate) const TIGHTEN_FACTOR: f64 = 0.5;
-
-/// Least share. A guest that outruns the link even so writes in a way that the throttle does not
-/// slow down.
-pub(crate) const LEAST_SHARE: f64 = FIRST_SHARE / 8.0;
-
-/// Share during the approach. A smaller share makes the pause shorter and the guest slower before
-/// it. With 0.6 each pass has 0.6 times the frames of the previous one; with 0.15 the second pass
-/// takes some milliseconds.
-pub(crate) const APPROACH_SHARE: f64 = FIRST_SHARE / 4.0;
-
-/// Expected pause above which the approach begins.
-pub(crate) const LONG_PAUSE: Duration = Duration::from_millis(5);
+use crate::policy::figures::FIGURES;
 
 /// The throttle of a guest's vCPUs.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]
@@ -112,9 +92,9 @@ pub(crate) fn throttle(
     }
     let share = match now {
         Throttle::Off if makes_progress(passes, pending) => return now,
-        Throttle::Off => FIRST_SHARE,
+        Throttle::Off => FIGURES.first_share,
         Throttle::On { .. } if shrinks(passes, pending) => return now,
-        Throttle::On { share, .. } => (share * TIGHTEN_FACTOR).max(LEAST_SHARE),
+        Throttle::On { share, .. } => (share * FIGURES.tighten_factor).max(FIGURES.least_share),
     };
     with_share(now, share, passes, writes)
 }
@@ -132,7 +112,7 @@ pub(crate) fn judge_and_throttle(
     match verdict {
         Judgement::KeepGoing => (verdict, throttle(now, goals, passes, pending, writes)),
         Judgement::SwitchOver(Reason::Fits { expected, .. })
-            if expected > LONG_PAUSE && has_room(goals, passes, elapsed, expected) =>
+            if expected > FIGURES.long_pause && has_room(goals, passes, elapsed, expected) =>
         {
             match approach(now, passes, writes) {
                 Some(next) => (Judgement::KeepGoing, next),
@@ -157,14 +137,14 @@ fn has_room(
 
 /// Returns the throttle of the approach; `None` if it would slow no vCPU, or is active already.
 fn approach(now: Throttle, passes: &[PassMeasurement], writes: VcpuWindow<'_>) -> Option<Throttle> {
-    if matches!(now, Throttle::On { share, .. } if share <= APPROACH_SHARE) {
+    if matches!(now, Throttle::On { share, .. } if share <= FIGURES.approach_share) {
         return None;
     }
     // With fewer bytes the link's rate is not measured well.
-    if passes.iter().map(|p| p.bytes).sum::<u64>() < MIN_MEASURED_BYTES {
+    if passes.iter().map(|p| p.bytes).sum::<u64>() < FIGURES.min_measured_bytes {
         return None;
     }
-    let next = with_share(now, APPROACH_SHARE, passes, writes);
+    let next = with_share(now, FIGURES.approach_share, passes, writes);
     (next.rate() != now.rate()).then_some(next)
 }
 
@@ -220,9 +200,7 @@ mod tests {
 
     use super::*;
     use crate::policy::arbitrary::passes;
-    use crate::policy::convergence::{
-        Judgement, SHORT_PAUSE, SHRINK_RATIO, TimeoutStrategy, judge,
-    };
+    use crate::policy::convergence::{Judgement, TimeoutStrategy, judge};
 
     const SECOND: Duration = Duration::from_secs(1);
 
@@ -239,7 +217,7 @@ mod tests {
     }
 
     fn any_throttle() -> impl Strategy<Value = Throttle> {
-        let on = (LEAST_SHARE..=FIRST_SHARE, 1u64..1 << 30);
+        let on = (FIGURES.least_share..=FIGURES.first_share, 1u64..1 << 30);
         prop_oneof![Just(Throttle::Off), on.prop_map(|(share, rate)| Throttle::On { share, rate }),]
     }
 
@@ -305,7 +283,7 @@ mod tests {
             prop_assert!(next.rate().unwrap_or(u64::MAX) <= now.rate().unwrap_or(u64::MAX));
             prop_assert!(next.rate() != Some(0));
             if let (Throttle::On { share: before, .. }, Throttle::On { share, .. }) = (now, next) {
-                let tighter = (before * TIGHTEN_FACTOR).max(LEAST_SHARE);
+                let tighter = (before * FIGURES.tighten_factor).max(FIGURES.least_share);
                 prop_assert!(share == before || share == tighter);
             }
             prop_assert!(now == Throttle::Off || next != Throttle::Off);
@@ -336,7 +314,7 @@ mod tests {
             let began = simulated.throttles.iter().position(|t| *t != Throttle::Off);
             let began = began.map(|at| (at, simulated.throttles[at]));
             if let Some((at, Throttle::On { share, rate })) = began {
-                prop_assert!(share == FIRST_SHARE || share == APPROACH_SHARE);
+                prop_assert!(share == FIGURES.first_share || share == FIGURES.approach_share);
                 // vCPUs that write as in the last pass keep to it, except for a frame a second of
                 // rounding up.
                 let window = simulated.passes[at - 1].time;
@@ -373,9 +351,10 @@ mod tests {
             // next one.
             let begins = with.throttles.iter().position(|t| *t != Throttle::Off);
             let Some(begins) = begins else { return Ok(()) };
-            let first = with.passes[begins].time.as_secs_f64() / SHORT_PAUSE.as_secs_f64();
+            let short = FIGURES.short_pause.as_secs_f64();
+            let first = with.passes[begins].time.as_secs_f64() / short;
             let later = with.passes.len() - begins;
-            let most = first.ln() / SHRINK_RATIO.recip().ln() + 6.0;
+            let most = first.ln() / FIGURES.shrink_ratio.recip().ln() + 6.0;
             prop_assert!(later as f64 <= most, "{later} for {first}");
         }
 
@@ -389,14 +368,15 @@ mod tests {
                 return Ok(());
             };
             let sent: u64 = with.passes.iter().map(|p| p.bytes).sum();
-            if expected > LONG_PAUSE && sent >= MIN_MEASURED_BYTES {
+            if expected > FIGURES.long_pause && sent >= FIGURES.min_measured_bytes {
                 let last = with.throttles.last().unwrap();
-                let tight = matches!(last, Throttle::On { share, .. } if *share <= APPROACH_SHARE);
+                let tight = |share: &f64| *share <= FIGURES.approach_share;
+                let tight = matches!(last, Throttle::On { share, .. } if tight(share));
                 prop_assert!(tight, "{last:?}: {expected:?}");
             }
             let approaches = with.throttles.windows(2).filter(|t| matches!((t[0], t[1]),
                 (Throttle::Off | Throttle::On { .. }, Throttle::On { share, .. })
-                    if share == APPROACH_SHARE && t[0] != t[1]));
+                    if share == FIGURES.approach_share && t[0] != t[1]));
             prop_assert!(approaches.count() <= 1);
         }
 

@@ -15,7 +15,8 @@ use std::time::Duration;
 use driftline_dirty_tracker::{DirtySet, FrameRun, Gfn, PAGE_SIZE, Subscription};
 use driftline_format::is_zero;
 use driftline_guest::{
-    DriveHead, GuestContents, GuestDrive, GuestError, block_layout, data_within, read_blocks,
+    DriveHead, GuestContents, GuestDrive, GuestError, PAGE_BYTES, block_layout, data_within,
+    read_blocks,
 };
 use serde::{Deserialize, Serialize};
 use zerocopy::IntoBytes;
@@ -37,7 +38,6 @@ const BLOCKS_PER_MESSAGE: u64 = 128;
 /// Zero blocks at which BLOCK_ZEROS is sent, 16 MiB. Reading more takes a disk some time, and the
 /// destination has to see progress.
 const ZEROS_PER_MESSAGE: u64 = 4096;
-const BLOCK: usize = PAGE_SIZE as usize;
 
 /// Which of a guest's disks are copied. The destination has access to the others.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
@@ -317,22 +317,22 @@ impl BlockBatch {
         counts: &mut Counts,
     ) -> Result<(), Cause> {
         self.read(drive, storage, limit)?;
-        let mut from = self.filled * BLOCK;
+        let mut from = self.filled * PAGE_BYTES;
         for block in self.chunks.iter().flat_map(|chunk| chunk.frames()) {
-            if is_zero(&self.contents[from..from + BLOCK]) {
+            if is_zero(&self.contents[from..from + PAGE_BYTES]) {
                 counts.zero += 1;
                 self.zeroed += 1;
                 self.zeros.add(block);
             } else {
                 counts.normal += 1;
-                let to = self.filled * BLOCK;
+                let to = self.filled * PAGE_BYTES;
                 if to != from {
-                    self.contents.copy_within(from..from + BLOCK, to);
+                    self.contents.copy_within(from..from + PAGE_BYTES, to);
                 }
                 self.runs.add(block);
                 self.filled += 1;
             }
-            from += BLOCK;
+            from += PAGE_BYTES;
         }
         Ok(())
     }
@@ -345,11 +345,11 @@ impl BlockBatch {
         limit: Limit,
     ) -> Result<(), Cause> {
         let (file, bytes) = (drive.file.clone(), drive.head.bytes);
-        let mut from = self.filled * BLOCK;
+        let mut from = self.filled * PAGE_BYTES;
         let chunks = std::mem::take(&mut self.chunks);
         let mut contents = std::mem::take(&mut self.contents);
         let read = move || {
-            contents.resize(BLOCKS_PER_MESSAGE as usize * BLOCK, 0);
+            contents.resize(BLOCKS_PER_MESSAGE as usize * PAGE_BYTES, 0);
             for chunk in &chunks {
                 let to = from + chunk.bytes() as usize;
                 read_blocks(&file, bytes, chunk.start, &mut contents[from..to])?;
@@ -369,7 +369,7 @@ impl BlockBatch {
         number: u32,
         sent: &mut impl FnMut(&mut Wire<Link>, u64) -> Result<(), Cause>,
     ) -> Result<(), Cause> {
-        let contents = &self.contents[..self.filled * BLOCK];
+        let contents = &self.contents[..self.filled * PAGE_BYTES];
         for (tag, runs, contents) in
             [(Tag::Blocks, &self.runs, contents), (Tag::BlockZeros, &self.zeros, &[])]
         {
