@@ -149,9 +149,9 @@ impl TrackedEpochDrive {
         forget_zeros: bool,
     ) -> Result<(), EpochFailure> {
         let Self { object, head, file: from, .. } = self;
-        let at_once = policy.live_blocks.min(staging.frames());
-        for batch in batches(runs, at_once) {
-            let (contents, mut filled) = (&mut *staging.split(at_once).0, 0);
+        let batch_blocks = policy.live_blocks.min(staging.frames());
+        for batch in batches(runs, batch_blocks) {
+            let (contents, mut filled) = (&mut *staging.split(batch_blocks).0, 0);
             for run in &batch {
                 let end = filled + run.bytes() as usize;
                 let to = &mut contents[filled..end];

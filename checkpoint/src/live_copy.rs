@@ -50,8 +50,8 @@ impl LiveCopy<'_> {
     }
 
     fn copy(&mut self, runs: &[FrameRun], forget_zeros: bool) -> Result<(), EpochFailure> {
-        let at_once = self.policy.live_frames.min(self.staging.frames());
-        for batch in batches(runs, at_once) {
+        let batch_frames = self.policy.live_frames.min(self.staging.frames());
+        for batch in batches(runs, batch_frames) {
             let contents = self.staging.copy(self.guest.ram(), batch.iter().copied())?;
             self.file.frames(batch.iter().copied(), contents, forget_zeros)?;
         }

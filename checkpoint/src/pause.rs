@@ -47,7 +47,7 @@ impl Epoch<'_> {
         handle: impl FnOnce(&DirtySet, &mut EpochWriter) -> Result<T, FailedStep>,
     ) -> Result<Pause<T>, FailedStep> {
         let Self { guest, pause_gate, subscription, disks, file, .. } = self;
-        let _held = pause_gate.hold();
+        let _closed = pause_gate.close();
         let since = Instant::now();
         // Saved before the drain: saving may make the host write into guest memory.
         let (paused, saved) = step(EpochStep::Pause, || Paused::saving(*guest))?;

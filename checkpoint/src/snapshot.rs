@@ -134,9 +134,9 @@ impl Snapshot<'_> {
             let Epoch { policy, disks, file, .. } = epoch;
             for (runs, at) in frames.left() {
                 let left = runs.iter().map(|run| run.count).sum();
-                let at_once = if disks.is_empty() { left } else { policy.frames_per_look };
-                for from in (0..left).step_by(at_once.max(1) as usize) {
-                    let count = at_once.min(left - from);
+                let piece_frames = if disks.is_empty() { left } else { policy.frames_per_look };
+                for from in (0..left).step_by(piece_frames.max(1) as usize) {
+                    let count = piece_frames.min(left - from);
                     let part = window(runs.iter().copied(), from, count);
                     file.frames(part, staging.from(at + from, count), false)?;
                     disks.write_saved(file)?;

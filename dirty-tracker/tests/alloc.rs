@@ -125,7 +125,7 @@ fn inserting_a_list_allocates_at_most_once() {
     let set = FrameSet::from_iter(every(16, 0, 6));
     assert_eq!(grown(&set, &every(16, 9, 4)), (1, 1000), "a new run in each gap");
     assert_eq!(grown(&set, &every(16, 6, 4)), (0, 500), "each touches one run");
-    assert_eq!(grown(&set, &every(32, 3, 16)), (0, 500), "half join two, half come behind");
+    assert_eq!(grown(&set, &every(32, 3, 16)), (0, 500), "half join two, half come after");
     assert_eq!(grown(&set, &[run(3, 100), run(105, 1)]), (0, 495), "the first joins six");
     assert_eq!(grown(&FrameSet::with_capacity(0), &every(2, 0, 1)), (1, 500), "into none");
 }

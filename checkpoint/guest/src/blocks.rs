@@ -40,8 +40,8 @@ pub fn block_layout(bytes: u64) -> Result<Layout, LayoutError> {
 pub fn read_blocks(file: &File, bytes: u64, start: Gfn, to: &mut [u8]) -> io::Result<()> {
     let offset = start.gpa();
     let has = bytes.saturating_sub(offset).min(to.len() as u64) as usize;
-    let (content, behind) = to.split_at_mut(has);
-    behind.fill(0);
+    let (content, rest) = to.split_at_mut(has);
+    rest.fill(0);
     file.read_exact_at(content, offset)
 }
 
@@ -180,7 +180,7 @@ mod tests {
         let found = data_runs(&file, bytes).unwrap();
         let has = |block| found.iter().any(|r| r.start.0 <= block && block < r.end().0);
         assert!(data[..4].iter().all(|block| has(*block)), "{found:?}");
-        assert!(!has(data[4]), "it is behind the drive's end: {found:?}");
+        assert!(!has(data[4]), "it is past the drive's end: {found:?}");
         // A file system may have larger blocks than ours.
         assert!(found.iter().map(|r| r.count).sum::<u64>() <= 4 * 16, "{found:?}");
         assert!(found.is_sorted_by(|a, b| a.end() < b.start), "{found:?}");

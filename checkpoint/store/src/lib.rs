@@ -20,7 +20,8 @@
 //! lazy, working_set         reads pages of an epoch as a guest asks for them
 //! verify, export, archive   reads a whole epoch; stores one epoch in a file of its own
 //! record_file               files of records: archives, and states of snapshots
-//! salvage, repair, aside    finds the sound epochs of a damaged store, and makes a store of them
+//! salvage, repair           finds the sound epochs of a damaged store, and makes a store of them
+//! quarantine                keeps the files that a repair has replaced, under other names
 //! snapshot_state            a guest without its memory, in one file; memory_layout is beside it
 //! unreadable                parts of a file that the disk cannot read
 //! pause_gate                store work yields while a guest is paused
@@ -30,7 +31,6 @@
 mod address;
 mod alloc;
 mod archive;
-mod aside;
 mod backend;
 mod block_map;
 mod commit;
@@ -61,6 +61,7 @@ mod open;
 mod page_file;
 mod pause_gate;
 mod pin;
+mod quarantine;
 mod read;
 mod record_file;
 mod records;
@@ -96,7 +97,7 @@ pub use limits::MAX_EPOCH;
 pub use listing::Listing;
 pub use memory_layout::{MemoryFileLayout, SlotPlace};
 pub use page_file::PageFile;
-pub use pause_gate::{GateHold, PauseGate};
+pub use pause_gate::{ClosedGate, PauseGate};
 pub use pin::{FrameLocations, Machine, MachineState, Pinned};
 pub use read::Sink;
 pub use regular_file::open_regular;

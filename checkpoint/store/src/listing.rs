@@ -25,7 +25,7 @@ pub struct Listing {
     pub foreign: Vec<String>,
     /// Files that [`repair`](Store::repair) replaced and kept under other names. The operator may
     /// remove them.
-    pub aside: Vec<String>,
+    pub quarantined: Vec<String>,
 }
 
 impl Store {
@@ -71,7 +71,7 @@ impl Store {
         for name in self.names()? {
             match parse_name(&name) {
                 Named::Foreign => listing.foreign.push(name),
-                Named::Aside(_) => listing.aside.push(name),
+                Named::Quarantined(_) => listing.quarantined.push(name),
                 // A damaged manifest does not tell whether other files are unfinished.
                 _ if listing.damaged.is_empty() && is_leftover(&name, manifest.as_ref()) => {
                     listing.unfinished.push(name);
@@ -93,7 +93,7 @@ impl Store {
         }
         listing.unfinished.sort_unstable();
         listing.foreign.sort_unstable();
-        listing.aside.sort_unstable();
+        listing.quarantined.sort_unstable();
         Ok(listing)
     }
 

@@ -66,13 +66,13 @@ impl Manifest {
         if payload.len() < head.length as usize {
             return Err(early(payload_at, head.length as usize));
         }
-        let (payload, behind) = payload.split_at(head.length as usize);
+        let (payload, after) = payload.split_at(head.length as usize);
         head.check(payload).map_err(|e| (payload_at, e.into()))?;
         let files = decode_files(payload).map_err(|e| (HEADER_LEN, e))?;
         let fields = [
             (0, "the generation in the header", header.epoch(), files.log),
             (0, "the layout in the header of a manifest", header.layout_hash().into(), 0),
-            (LEN, "bytes behind the manifest", behind.len() as u64, 0),
+            (LEN, "bytes after the manifest", after.len() as u64, 0),
         ];
         match fields.into_iter().find(|(_, _, found, expected)| found != expected) {
             Some((at, what, found, expected)) => {
@@ -166,10 +166,10 @@ impl Store {
 /// Returns whether a file is a store's, but not a part of the store of this manifest.
 pub(crate) fn is_leftover(name: &str, manifest: Option<&Manifest>) -> bool {
     match parse_name(name) {
-        Named::ManifestNew | Named::WorkingSetNew | Named::AsideList(_) => true,
+        Named::ManifestNew | Named::WorkingSetNew | Named::QuarantineList(_) => true,
         Named::Log(n) => manifest.is_none_or(|m| m.files.log != n),
         Named::Pages(n) => manifest.is_none_or(|m| m.files.pages != n),
-        Named::Manifest | Named::Lock | Named::WorkingSet | Named::Aside(_) => false,
+        Named::Manifest | Named::Lock | Named::WorkingSet | Named::Quarantined(_) => false,
         Named::Foreign => false,
     }
 }

@@ -11,7 +11,7 @@ pub(crate) const PAGES: &str = "pages-";
 pub(crate) const WORKING_SET: &str = "working-set";
 pub(crate) const WORKING_SET_NEW: &str = "working-set.tmp-";
 /// Prefix of the names of files that a repair has kept: `damaged-1.log-2`.
-const ASIDE: &str = "damaged-";
+const QUARANTINE: &str = "damaged-";
 /// Suffix of the name of a list of files that a repair is to keep: `damaged-1.names`.
 const LIST: &str = "names";
 
@@ -24,13 +24,13 @@ pub(crate) fn pages_name(generation: u64) -> String {
 }
 
 /// Returns the name under which repair `number` keeps the file `name`.
-pub(crate) fn aside_name(number: u64, name: &str) -> String {
-    format!("{ASIDE}{number}.{name}")
+pub(crate) fn quarantine_name(number: u64, name: &str) -> String {
+    format!("{QUARANTINE}{number}.{name}")
 }
 
 /// Returns the name of the list of files that repair `number` is to keep.
 pub(crate) fn list_name(number: u64) -> String {
-    aside_name(number, LIST)
+    quarantine_name(number, LIST)
 }
 
 /// Kind of a file, by its name.
@@ -44,9 +44,9 @@ pub(crate) enum Named {
     WorkingSet,
     WorkingSetNew,
     /// A file that a repair has kept, and the repair's number.
-    Aside(u64),
+    Quarantined(u64),
     /// A list of the files that a repair is to keep, and the repair's number.
-    AsideList(u64),
+    QuarantineList(u64),
     Foreign,
 }
 
@@ -69,9 +69,9 @@ pub(crate) fn parse_name(name: &str) -> Named {
     if let Some(n) = name.strip_prefix(PAGES).and_then(number) {
         return Named::Pages(n);
     }
-    let aside = name.strip_prefix(ASIDE).and_then(|rest| rest.split_once('.'));
-    if let Some((n, rest)) = aside.and_then(|(digits, rest)| Some((number(digits)?, rest))) {
-        return if rest == LIST { Named::AsideList(n) } else { Named::Aside(n) };
+    let quarantined = name.strip_prefix(QUARANTINE).and_then(|rest| rest.split_once('.'));
+    if let Some((n, rest)) = quarantined.and_then(|(digits, rest)| Some((number(digits)?, rest))) {
+        return if rest == LIST { Named::QuarantineList(n) } else { Named::Quarantined(n) };
     }
     Named::Foreign
 }
@@ -86,8 +86,8 @@ mod tests {
         assert_eq!(parse_name(&pages_name(MAX_GENERATION)), Named::Pages(MAX_GENERATION));
         assert_eq!(parse_name(&pages_name(MAX_GENERATION + 1)), Named::Foreign);
         assert_eq!(parse_name(&pages_name(u64::MAX)), Named::Foreign);
-        assert_eq!(parse_name(&aside_name(2, &log_name(1))), Named::Aside(2));
-        assert_eq!(parse_name(&list_name(3)), Named::AsideList(3));
+        assert_eq!(parse_name(&quarantine_name(2, &log_name(1))), Named::Quarantined(2));
+        assert_eq!(parse_name(&list_name(3)), Named::QuarantineList(3));
         assert_eq!(parse_name("working-set"), Named::WorkingSet);
         assert_eq!(parse_name("working-set.tmp-1"), Named::WorkingSetNew);
         for foreign in

@@ -3,7 +3,6 @@
 use std::io;
 use std::path::Path;
 
-use crate::aside::RenamedFile;
 use crate::backend::Backend;
 use crate::dir_backend::DirBackend;
 use crate::error::StoreError;
@@ -11,6 +10,7 @@ use crate::log::{LogFile, is_not_found};
 use crate::manifest::{Manifest, is_leftover};
 use crate::names::{MANIFEST, Named, log_name, pages_name, parse_name};
 use crate::page_file::PageReader;
+use crate::quarantine::RenamedFile;
 use crate::store::Store;
 
 impl Store {
@@ -85,12 +85,14 @@ impl Store {
         // The directory is synced first: otherwise a crash may bring back the manifest before this
         // one, which names some of these files.
         self.sync_dir()?;
-        let mut aside = Vec::new();
-        self.set_aside(names, manifest, &mut aside)?;
-        for RenamedFile { from, to } in &aside {
+        let mut quarantined = Vec::new();
+        self.quarantine(names, manifest, &mut quarantined)?;
+        for RenamedFile { from, to } in &quarantined {
             tracing::info!("{from} is kept as {to}: a repair that was killed has replaced it");
         }
-        for name in leftovers.into_iter().filter(|name| aside.iter().all(|a| a.from != **name)) {
+        for name in
+            leftovers.into_iter().filter(|name| quarantined.iter().all(|a| a.from != **name))
+        {
             tracing::info!(name, "removing an unfinished file");
             match self.backend().remove(name) {
                 Err(e) if e.kind() == io::ErrorKind::NotFound => {}

@@ -17,21 +17,21 @@ pub struct PauseGate(Arc<GateState>);
 
 #[derive(Debug)]
 struct GateState {
-    holders: Mutex<GateHolders>,
+    closings: Mutex<GateClosings>,
     free: Condvar,
     limit: Duration,
 }
 
 #[derive(Default, Debug)]
-struct GateHolders {
+struct GateClosings {
     count: u32,
     /// Time at which the first of them came.
     since: Option<Instant>,
 }
 
-/// Holds the gate: other threads yield until this is dropped.
+/// Keeps the gate closed: other threads yield until this is dropped.
 #[derive(Debug)]
-pub struct GateHold<'c>(&'c PauseGate);
+pub struct ClosedGate<'c>(&'c PauseGate);
 
 impl Default for PauseGate {
     fn default() -> Self {
@@ -41,43 +41,43 @@ impl Default for PauseGate {
 
 impl PauseGate {
     fn with_limit(limit: Duration) -> Self {
-        let (holders, free) = Default::default();
-        Self(Arc::new(GateState { holders, free, limit }))
+        let (closings, free) = Default::default();
+        Self(Arc::new(GateState { closings, free, limit }))
     }
 
     /// Makes other threads yield from now on.
-    pub fn hold(&self) -> GateHold<'_> {
-        let mut holders = self.lock();
-        holders.count += 1;
-        holders.since.get_or_insert_with(Instant::now);
-        GateHold(self)
+    pub fn close(&self) -> ClosedGate<'_> {
+        let mut closings = self.lock();
+        closings.count += 1;
+        closings.since.get_or_insert_with(Instant::now);
+        ClosedGate(self)
     }
 
-    /// Returns when the gate is not held, or has been held for a tenth of a second. To be called
+    /// Returns when the gate is open, or has been closed for a tenth of a second. To be called
     /// between pieces of work.
     pub(crate) fn wait_until_open(&self) {
         let GateState { free, limit, .. } = &*self.0;
-        let mut holders = self.lock();
-        while let Some(since) = holders.since {
+        let mut closings = self.lock();
+        while let Some(since) = closings.since {
             let left = limit.saturating_sub(since.elapsed());
             if left.is_zero() {
                 return;
             }
-            free.wait_for(&mut holders, left);
+            free.wait_for(&mut closings, left);
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, GateHolders> {
-        self.0.holders.lock()
+    fn lock(&self) -> MutexGuard<'_, GateClosings> {
+        self.0.closings.lock()
     }
 }
 
-impl Drop for GateHold<'_> {
+impl Drop for ClosedGate<'_> {
     fn drop(&mut self) {
-        let mut holders = self.0.lock();
-        holders.count -= 1;
-        if holders.count == 0 {
-            holders.since = None;
+        let mut closings = self.0.lock();
+        closings.count -= 1;
+        if closings.count == 0 {
+            closings.since = None;
             self.0.0.free.notify_all();
         }
     }
@@ -94,7 +94,7 @@ mod tests {
         // No test waits that long.
         let pause_gate = PauseGate::with_limit(Duration::from_secs(600));
         pause_gate.wait_until_open();
-        let (first, second) = (pause_gate.hold(), pause_gate.hold());
+        let (first, second) = (pause_gate.close(), pause_gate.close());
         let (began, passed) = (AtomicBool::new(false), AtomicBool::new(false));
         let since = Instant::now();
         thread::scope(|scope| {
@@ -108,7 +108,7 @@ mod tests {
             }
             drop(first);
             thread::sleep(Duration::from_millis(20));
-            assert!(!passed.load(Ordering::SeqCst), "one holds it still");
+            assert!(!passed.load(Ordering::SeqCst), "one keeps it closed");
             drop(second);
         });
         assert!(since.elapsed() < Duration::from_secs(300), "it was woken");
@@ -119,7 +119,7 @@ mod tests {
     fn work_yields_for_limited_time() {
         let pause_gate = PauseGate::with_limit(Duration::from_millis(5));
         let since = Instant::now();
-        let _held = pause_gate.hold();
+        let _closed = pause_gate.close();
         pause_gate.wait_until_open();
         assert!(since.elapsed() >= Duration::from_millis(5));
         // Otherwise, each call in a pause of minutes would wait again.

@@ -249,8 +249,8 @@ impl Store {
             return Ok(epoch);
         }
         // The epoch may be in the damaged part.
-        let behind = log.epochs.last().is_none_or(|last| last.info.epoch < epoch);
-        let damage = if behind { log.take_damage() } else { None };
+        let is_missing = log.epochs.last().is_none_or(|last| last.info.epoch < epoch);
+        let damage = if is_missing { log.take_damage() } else { None };
         Err(damage.unwrap_or_else(|| self.no_epoch(Some(epoch))))
     }
 

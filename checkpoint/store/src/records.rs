@@ -476,7 +476,7 @@ pub(crate) fn decode_zeros(
         runs.push(run);
     }
     if !rest.is_empty() {
-        let (what, found) = ("the bytes behind a table of zero frames", rest.len() as u64);
+        let (what, found) = ("the bytes after a table of zero frames", rest.len() as u64);
         return Err(Damage::Mismatch { what, found, expected: 0 });
     }
     Ok(frames)

@@ -12,7 +12,7 @@
 //!
 //! On a file system without hard links, the manifest is copied, and the other files are renamed at
 //! the end instead of removed. None of them is read, since a failing disk may be unable to read it.
-//! A list of them is written before the new manifest (`aside.rs`).
+//! A list of them is written before the new manifest (`quarantine.rs`).
 
 use std::io;
 
@@ -24,7 +24,7 @@ use crate::error::StoreError;
 use crate::limits::NO_SLOT;
 use crate::manifest::{Manifest, ManifestNotWritten, is_leftover};
 use crate::names::{
-    MANIFEST, MANIFEST_NEW, Named, aside_name, list_name, log_name, pages_name, parse_name,
+    MANIFEST, MANIFEST_NEW, Named, list_name, log_name, pages_name, parse_name, quarantine_name,
 };
 use crate::page_file::{PageReader, begin_pages};
 use crate::records::Files;
@@ -41,7 +41,7 @@ pub struct RepairReport {
     /// Whether a repair was needed.
     pub repaired: bool,
     /// Names of the files that keep the replaced content.
-    pub aside: Vec<String>,
+    pub quarantined: Vec<String>,
 }
 
 /// Which files a repair makes and replaces.
@@ -60,7 +60,7 @@ struct RepairPlan {
 /// The files that a repair replaces and keeps.
 struct KeptFiles<'p> {
     /// Second names that exist already.
-    aside: Vec<String>,
+    quarantined: Vec<String>,
     /// Files that have one name only, and are renamed at the end.
     to_rename: Vec<&'p str>,
 }
@@ -82,13 +82,13 @@ impl Store {
         let Salvage { vm_id, files: old, .. } = salvage;
         let survey = salvage.survey.clone();
         if salvage.manifest_is_sound && salvage.log_is_sound && salvage.pages_are_sound {
-            return Ok(RepairReport { survey, repaired: false, aside: Vec::new() });
+            return Ok(RepairReport { survey, repaired: false, quarantined: Vec::new() });
         }
         if survey.sound == 0 && !survey.checkpoints.is_empty() {
             return Err(StoreError::NothingSound { dir: self.dir() });
         }
         if salvage.manifest_is_sound {
-            self.set_aside(&self.names()?, &Manifest { vm_id, files: old }, &mut Vec::new())?;
+            self.quarantine(&self.names()?, &Manifest { vm_id, files: old }, &mut Vec::new())?;
         }
         let plan = self.plan_repair(&salvage)?;
         let manifest_was = self.manifest_file();
@@ -99,7 +99,7 @@ impl Store {
             .map_err(|cause| ManifestNotWritten { cause, in_doubt: false });
         let prepared = prepared.and_then(|kept| self.put_manifest(manifest).map(|()| kept));
         drop(locked);
-        let KeptFiles { mut aside, to_rename } = prepared.map_err(|e| {
+        let KeptFiles { mut quarantined, to_rename } = prepared.map_err(|e| {
             // A failed rename may still have taken effect. Only the same file under the manifest's
             // name proves that it did not, whether or not that file can be read.
             let is_old =
@@ -118,19 +118,19 @@ impl Store {
         }
         let mut renamed = Vec::new();
         let finished = self.names().and_then(|names| {
-            self.set_aside(&names, &manifest, &mut renamed)?;
+            self.quarantine(&names, &manifest, &mut renamed)?;
             if !to_rename.is_empty() {
                 // The list is not needed any more.
                 let _ = self.backend().remove(&list_name(plan.number));
             }
             self.sync_dir()
         });
-        aside.extend(renamed.into_iter().map(|renamed| renamed.to));
+        quarantined.extend(renamed.into_iter().map(|renamed| renamed.to));
         if let Err(e) = finished {
             // The new manifest is durable, so a crash can bring back old names, but nothing else.
             tracing::warn!("{e}; the store is repaired, and its next writer finishes this");
         }
-        Ok(RepairReport { survey, repaired: true, aside })
+        Ok(RepairReport { survey, repaired: true, quarantined })
     }
 
     /// Chooses the names of the new files, and the files that they replace.
@@ -156,7 +156,7 @@ impl Store {
         };
         let replaced = names.iter().filter(is_replaced).cloned().collect();
         let numbers = names.iter().map(|name| match parse_name(name) {
-            Named::Aside(n) | Named::AsideList(n) => n,
+            Named::Quarantined(n) | Named::QuarantineList(n) => n,
             _ => 0,
         });
         let number = 1 + numbers.max().unwrap_or(0);
@@ -166,9 +166,9 @@ impl Store {
     /// Gives the files that are replaced a second name, or lists them to be renamed. Makes the
     /// names of all new files durable.
     fn keep_replaced<'p>(&self, plan: &'p RepairPlan) -> Result<KeptFiles<'p>, StoreError> {
-        let mut kept = KeptFiles { aside: Vec::new(), to_rename: Vec::new() };
+        let mut kept = KeptFiles { quarantined: Vec::new(), to_rename: Vec::new() };
         for name in &plan.replaced {
-            let second = aside_name(plan.number, name);
+            let second = quarantine_name(plan.number, name);
             let linked = match self.backend().link(name, &second) {
                 Err(e) if has_no_links(&e) && *name == MANIFEST => self.copy_manifest(&second),
                 Err(e) if has_no_links(&e) => {
@@ -178,7 +178,7 @@ impl Store {
                 linked => linked,
             };
             linked.map_err(|e| self.io("keeping a copy of", name, e))?;
-            kept.aside.push(second);
+            kept.quarantined.push(second);
         }
         if !kept.to_rename.is_empty() {
             self.write_list(plan.number, &kept.to_rename)?;
@@ -192,7 +192,7 @@ impl Store {
         let RepairPlan { new, next, replaced, number, .. } = plan;
         let made = [(new.log == *next, log_name(*next)), (new.pages == *next, pages_name(*next))];
         let made = made.into_iter().filter_map(|(made, name)| made.then_some(name));
-        let second = replaced.iter().map(|name| aside_name(*number, name));
+        let second = replaced.iter().map(|name| quarantine_name(*number, name));
         let others = [MANIFEST_NEW.to_owned(), list_name(*number)];
         made.chain(second).chain(others).for_each(|name| {
             let _ = self.backend().remove(&name);

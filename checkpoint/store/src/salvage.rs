@@ -377,19 +377,19 @@ fn is_timeout(e: &StoreError) -> bool {
 
 /// Notes what is missing before epoch `at`. Returns whether anything is.
 fn note_holes(survey: &mut Survey, log: &LogFile, holes: &[Hole], at: usize, oldest: u64) -> bool {
-    let behind = log.epochs.get(at);
+    let later = log.epochs.get(at);
     for hole in holes.iter().filter(|hole| hole.at == at) {
         let before = at.checked_sub(1).map_or(0, |before| log.epochs[before].info.epoch);
         let damage = hole.damage.to_string();
-        let Some(behind) = behind else {
+        let Some(later) = later else {
             survey.push(hole.epoch, Some(damage));
             continue;
         };
         // The range covers every epoch that may be in the hole, not only the one in which the hole
         // begins.
         let first = hole.epoch.unwrap_or(0).max(before + 1).max(oldest);
-        let parent = behind.info.parent.filter(|parent| *parent > before);
-        let last = parent.unwrap_or(behind.info.epoch.saturating_sub(1));
+        let parent = later.info.parent.filter(|parent| *parent > before);
+        let last = parent.unwrap_or(later.info.epoch.saturating_sub(1));
         match first.cmp(&last) {
             Ordering::Greater => survey.damage.push(damage),
             Ordering::Equal => survey.push(Some(first), Some(damage)),

@@ -60,7 +60,7 @@ impl Store {
         &*self.backend
     }
 
-    /// Returns the gate that is held while the guest is paused for an epoch of this store: store
+    /// Returns the gate that is closed while the guest is paused for an epoch of this store: store
     /// work that can wait yields meanwhile.
     pub fn pause_gate(&self) -> &PauseGate {
         &self.pause_gate

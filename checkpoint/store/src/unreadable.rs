@@ -105,8 +105,8 @@ impl UnreadableUnits {
     ) -> io::Result<()> {
         self.errno = cause.raw_os_error();
         self.failed.add(unit, unit + 1);
-        let (start, behind) = self.given_up.add(unit, unit + 1);
-        let mut step = behind - start;
+        let (start, after) = self.given_up.add(unit, unit + 1);
+        let mut step = after - start;
         if step < EXACT || !self.is_over() || !self.guesses {
             return Ok(());
         }
@@ -121,9 +121,9 @@ impl UnreadableUnits {
             Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => Ok(true),
             Err(e) => Err(e),
         };
-        let mut bad = behind - 1;
+        let mut bad = after - 1;
         let good = loop {
-            let next = bad.saturating_add(step).min(end.max(behind) - 1);
+            let next = bad.saturating_add(step).min(end.max(after) - 1);
             if next == bad || is_readable(next)? {
                 break next;
             }

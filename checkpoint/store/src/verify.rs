@@ -60,12 +60,12 @@ struct DamagedRun {
 }
 
 impl DamagedRun {
-    /// Returns whether a frame that is `behind` frames after the first, in this slot, is the next
+    /// Returns whether a frame that is `distance` frames after the first, in this slot, is the next
     /// of the run or a part of it.
-    fn reaches(&self, behind: u64, slot: u32, epoch: u64) -> bool {
-        behind <= self.count
-            && u64::from(self.slot) + behind == u64::from(slot)
-            && (self.epoch == epoch || behind < self.count)
+    fn reaches(&self, distance: u64, slot: u32, epoch: u64) -> bool {
+        distance <= self.count
+            && u64::from(self.slot) + distance == u64::from(slot)
+            && (self.epoch == epoch || distance < self.count)
     }
 }
 
@@ -80,9 +80,9 @@ impl DamagedRuns {
         let next =
             next.filter(|next| slot.checked_add(1) == Some(next.slot) && next.epoch == epoch);
         if let Some((start, run)) = self.0.range_mut(..=gfn).next_back() {
-            let behind = gfn - start;
-            if run.reaches(behind, slot, epoch) {
-                if behind == run.count {
+            let distance = gfn - start;
+            if run.reaches(distance, slot, epoch) {
+                if distance == run.count {
                     run.count += 1 + next.map_or(0, |next| next.count);
                     if next.is_some() {
                         self.0.remove(&(gfn + 1));

@@ -179,12 +179,12 @@ fn decode(bytes: &[u8], vm_id: VmId, layout: &Layout) -> Result<Vec<FrameRun>, W
         return Err(Damage::Mismatch { what, found, expected }.into());
     }
     head.check(payload)?;
-    let (raw, behind) = table::<RawWorkingSetRun>(payload)?;
+    let (raw, rest) = table::<RawWorkingSetRun>(payload)?;
     let all = raw.iter().map(|[start, count]| {
         let run = FrameRun { start: Gfn(start.get()), count: count.get() };
         if layout.contains(run) { Ok(run) } else { Err(Damage::Outside { object: 0, run }.into()) }
     });
-    if raw.len() > MAX_WORKING_SET_RUNS || !behind.is_empty() {
+    if raw.len() > MAX_WORKING_SET_RUNS || !rest.is_empty() {
         let (what, found) = ("the number of runs", raw.len() as u64);
         return Err(Damage::Mismatch { what, found, expected: MAX_WORKING_SET_RUNS as u64 }.into());
     }

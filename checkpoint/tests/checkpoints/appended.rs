@@ -49,7 +49,7 @@ struct ResumeSyncs<'d>(&'d MemoryDisk);
 
 impl Drop for ResumeSyncs<'_> {
     fn drop(&mut self) {
-        self.0.hold_syncs(false);
+        self.0.stall_syncs(false);
     }
 }
 
@@ -72,7 +72,7 @@ fn while_appended(
     act: impl FnOnce(),
 ) -> Result<EpochReport, CheckpointError> {
     let before = log(disk);
-    disk.hold_syncs_of(&before.0);
+    disk.stall_syncs_of(&before.0);
     std::thread::scope(|scope| {
         let taking = scope.spawn(|| checkpointer.take());
         let resume = ResumeSyncs(disk);
@@ -91,7 +91,7 @@ fn latest_after_a_wait(disk: &MemoryDisk) -> (u64, u8) {
     std::thread::scope(|scope| {
         scope.spawn(|| {
             std::thread::sleep(wait);
-            disk.hold_syncs(false);
+            disk.stall_syncs(false);
         });
         let latest = latest(disk);
         assert!(since.elapsed() >= wait);
@@ -195,7 +195,7 @@ fn epoch_is_taken_during_log_rotation() {
     };
     let epochs = (1..50).find(needs).unwrap();
     let disk = MemoryDisk::default();
-    disk.hold_syncs_of("log-2");
+    disk.stall_syncs_of("log-2");
     let mut checkpointer = taken(&disk, epochs);
     assert!(wait_until(|| has_second(&disk)), "the log is not rewritten");
     write(&guest, 99);
@@ -204,7 +204,7 @@ fn epoch_is_taken_during_log_rotation() {
     std::thread::scope(|scope| {
         let taking = scope.spawn(|| checkpointer.take());
         let written = wait_until(has_it);
-        disk.hold_syncs(false);
+        disk.stall_syncs(false);
         taking.join().unwrap().unwrap();
         assert!(written, "it waited for the log");
     });

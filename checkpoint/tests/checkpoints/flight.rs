@@ -135,7 +135,7 @@ fn epochs_in_flight_are_reported_in_order() {
 /// Runs `act`, and blocks all syncs until the maximum number of epochs is in flight.
 fn with_held_syncs(disk: &MemoryDisk, guest: &CountingGuest, act: impl FnOnce()) {
     let before = guest.pauses();
-    disk.hold_syncs(true);
+    disk.stall_syncs(true);
     std::thread::scope(|scope| {
         scope.spawn(|| {
             let until = Instant::now() + Duration::from_secs(60);
@@ -143,7 +143,7 @@ fn with_held_syncs(disk: &MemoryDisk, guest: &CountingGuest, act: impl FnOnce())
                 std::thread::sleep(Duration::from_millis(1));
             }
             std::thread::sleep(GRACE);
-            disk.hold_syncs(false);
+            disk.stall_syncs(false);
         });
         act();
     });

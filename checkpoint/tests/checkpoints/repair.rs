@@ -251,7 +251,7 @@ fn damaged_state_costs_its_checkpoint_alone() {
     assert!(alone > 0, "none of {} sectors", begins[3] - begins[2]);
 }
 
-/// File systems where files have one name only, and files put aside that cannot all be read.
+/// File systems where files have one name only, and quarantined files that cannot all be read.
 #[test]
 fn files_without_links_are_renamed() {
     let stored = stored(&[3, 4, 4], 6);
@@ -265,9 +265,12 @@ fn files_without_links_are_renamed() {
         disk.fail(DiskOp::Link, errno, 0);
         let report = repair(&disk).unwrap();
         disk.heal();
-        let aside = FILES.map(|name| format!("damaged-1.{name}"));
-        assert_eq!(BTreeSet::from_iter(report.aside), BTreeSet::from_iter(aside.clone()));
-        let after: Vec<Vec<u8>> = aside.map(|name| disk.contents(&name).unwrap()).into();
+        let quarantined = FILES.map(|name| format!("damaged-1.{name}"));
+        assert_eq!(
+            BTreeSet::from_iter(report.quarantined),
+            BTreeSet::from_iter(quarantined.clone())
+        );
+        let after: Vec<Vec<u8>> = quarantined.map(|name| disk.contents(&name).unwrap()).into();
         assert!(before == after);
         assert!(FILES[1..].iter().all(|name| disk.contents(name).is_err()));
         let sound = numbers(&disk);
@@ -359,7 +362,7 @@ fn repair_killed_at_each_sync(
 fn check_second_repair(after: &MemoryDisk, was: &[Vec<u8>], at: &str) {
     let report = repair(after).unwrap();
     let now = after.names();
-    assert!(report.aside.iter().all(|name| now.contains(name)), "{report:?}");
+    assert!(report.quarantined.iter().all(|name| now.contains(name)), "{report:?}");
     let files: Vec<_> = now.iter().map(|n| after.contents(n).unwrap()).collect();
     for (name, was) in FILES.iter().zip(was) {
         let is_kept = files.iter().any(|now| now.starts_with(was));
@@ -411,7 +414,7 @@ fn lost_manifest_is_rebuilt() {
     disk.put("manifest", b"noise".to_vec());
     let report = repair(&disk).unwrap();
     assert!(report.repaired && report.survey.sound == 6);
-    assert_eq!(report.aside, ["damaged-1.manifest"]);
+    assert_eq!(report.quarantined, ["damaged-1.manifest"]);
     assert_eq!(disk.contents("damaged-1.manifest").unwrap(), b"noise");
     check_repaired(&stored, &disk, &[1, 2, 3, 4, 5, 6]);
 }

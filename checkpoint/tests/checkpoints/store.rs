@@ -316,12 +316,12 @@ fn replaced_store_fails_the_epoch() {
     let guest = busy();
     for whole in [true, false] {
         let dir = tempfile::tempdir().unwrap();
-        let (path, aside) = (dir.path().join("store"), dir.path().join("aside"));
+        let (path, moved) = (dir.path().join("store"), dir.path().join("moved"));
         let store = Store::create_or_open(&path).unwrap();
         let mut checkpointer = Checkpointer::new(guest.clone(), store).unwrap();
         checkpointer.take().unwrap();
         if whole {
-            std::fs::rename(&path, &aside).unwrap();
+            std::fs::rename(&path, &moved).unwrap();
             drop(Store::create_or_open(&path).unwrap());
         } else {
             std::fs::remove_file(path.join("lock")).unwrap();
@@ -345,14 +345,14 @@ fn replaced_store_fails_the_epoch() {
 #[test]
 fn store_moved_away_and_back_is_reused() {
     let dir = tempfile::tempdir().unwrap();
-    let (path, aside) = (dir.path().join("store"), dir.path().join("aside"));
+    let (path, moved) = (dir.path().join("store"), dir.path().join("moved"));
     let store = Store::create_or_open(&path).unwrap();
     let mut checkpointer = Checkpointer::new(busy(), store).unwrap();
     checkpointer.take().unwrap();
-    std::fs::rename(&path, &aside).unwrap();
+    std::fs::rename(&path, &moved).unwrap();
     let e = checkpointer.take().unwrap_err().to_string();
     assert!(e.contains("was removed or replaced while this process held"), "{e}");
-    std::fs::rename(&aside, &path).unwrap();
+    std::fs::rename(&moved, &path).unwrap();
     let report = checkpointer.take().unwrap();
     let (copy, restored) = restored(&path, None);
     copy.verify().unwrap();

@@ -90,23 +90,23 @@ fn time<R: Ranges>(c: &mut Criterion, case: &Case, name: &str) -> f64 {
     assert_eq!(set.contents(), expected.iter().map(|r| (r.start.0, r.end().0)).collect::<Vec<_>>());
 
     // Large batches, so that reading the clock does not matter.
-    let at_once = (4096 / case.set.len()).max(1);
+    let at_a_time = (4096 / case.set.len()).max(1);
     let mut samples = Vec::new();
     quick(c, "frameset").bench_function(BenchmarkId::new(name, &case.name), |b| {
         b.iter_custom(|iterations| {
             let mut spent = Duration::ZERO;
             for _ in 0..iterations {
-                let mut sets = vec![new.clone(); at_once];
+                let mut sets = vec![new.clone(); at_a_time];
                 let start = Instant::now();
                 sets.iter_mut().for_each(|set| set.add_all(black_box(&case.list)));
                 spent += start.elapsed();
                 black_box(&sets);
             }
-            let ranges = (case.list.len() * at_once) as f64 * iterations as f64;
+            let ranges = (case.list.len() * at_a_time) as f64 * iterations as f64;
             let each = spent.as_nanos() as f64 / ranges;
             note(TIME, &case.name, name, each);
             samples.push(each);
-            spent / at_once as u32
+            spent / at_a_time as u32
         });
     });
     samples.sort_by(f64::total_cmp);

@@ -1,4 +1,4 @@
-//! Removal of records that dead processes left behind.
+//! Removal of records that dead processes left.
 
 use std::collections::HashSet;
 use std::fs;
@@ -20,7 +20,7 @@ struct RemovableRecords {
 }
 
 impl Records {
-    /// Removes records that dead processes left behind, if every answer stays the same:
+    /// Removes records that dead processes left, if every answer stays the same:
     ///
     /// | prepared record | decision | removed |
     /// | --- | --- | --- |

@@ -206,7 +206,7 @@ fn prepared_record_goes_durably_before_its_decision() {
             fs::remove_file(records.prepared_path(token)).unwrap();
         }
         let forget = || records.forget_decision(token, Some(prepared)).unwrap();
-        assert_eq!(syncs(forget), 2, "one behind each: {removed_by_another}");
+        assert_eq!(syncs(forget), 2, "one after each: {removed_by_another}");
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "the site alone");
     }
 }

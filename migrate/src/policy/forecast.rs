@@ -333,15 +333,15 @@ mod tests {
         (easier, harder): (&ForecastConditions, &ForecastConditions),
         (light, heavy): (&WriteCurve, &WriteCurve),
     ) -> Result<(), TestCaseError> {
-        let at_once =
+        let without_record =
             |c: &ForecastConditions, curve| report_of(c, &simulate(c, curve, Duration::ZERO));
-        let (easy, hard) = (at_once(easier, light), at_once(harder, heavy));
+        let (easy, hard) = (without_record(easier, light), without_record(harder, heavy));
         for (e, h) in easy.passes.iter().zip(&hard.passes) {
             prop_assert!(e.frames <= h.frames && e.time_ms <= h.time_ms + 1e-6, "{e:?} {h:?}");
         }
         // Wider by the rounding of the link's rate, which is measured in bytes and nanoseconds.
         let wider = Goals { downtime: easier.goals.downtime.mul_f64(1.01), ..easier.goals };
-        let wide = at_once(&ForecastConditions { goals: wider, ..*easier }, light);
+        let wide = without_record(&ForecastConditions { goals: wider, ..*easier }, light);
         if hard.converges {
             prop_assert!(wide.converges, "{wide:?} beside {hard:?}");
             let shorter = ms(wider.downtime) / (1.0 - FIGURES.shrink_ratio)

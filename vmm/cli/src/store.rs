@@ -123,7 +123,7 @@ fn list(args: &StoreArgs) -> Result<ExitCode, Failure> {
             "damaged": damaged,
             "unfinished": listing.unfinished,
             "foreign": listing.foreign,
-            "aside": listing.aside,
+            "quarantined": listing.quarantined,
         })
     });
     let failure = listing.damaged.first().map(|first| {
@@ -158,7 +158,7 @@ fn listing_table(dir: &Path, listing: &Listing, identity: Option<&Identity>) -> 
         SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_millis() as u64);
     lines.extend(listing.epochs.iter().map(|info| epoch_row(info, now_ms)));
     lines.extend(listing.unfinished.iter().map(|what| format!("{what}: never finished")));
-    lines.extend(listing.aside.iter().map(|name| format!("{name}: kept aside by a repair")));
+    lines.extend(listing.quarantined.iter().map(|name| format!("{name}: quarantined by a repair")));
     lines.extend(listing.foreign.iter().map(|name| format!("{name}: not a part of the store")));
     lines.join("\n")
 }
@@ -270,7 +270,7 @@ fn repair(args: &RepairArgs) -> Result<ExitCode, Failure> {
         print_message(format_args!(
             "repaired {}; what was replaced is in {}: remove it when it is no longer needed",
             args.store.display(),
-            report.aside.join(", ")
+            report.quarantined.join(", ")
         ));
     }
     print(report.survey.verdict())?;

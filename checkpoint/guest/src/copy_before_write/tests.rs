@@ -25,8 +25,8 @@ fn write(cbw: &CopyBeforeWrite, file: &File, run: FrameRun, with: u8) {
     file.write_all_at(&vec![with; run.bytes() as usize - 7], run.start.gpa() + 7).unwrap();
 }
 
-fn copy(frozen: &mut FrozenBlocks, into: &mut BTreeMap<u64, Vec<u8>>, at_once: usize) -> u64 {
-    let (mut runs, mut contents) = (Vec::new(), vec![0; at_once * PAGE_BYTES]);
+fn copy(frozen: &mut FrozenBlocks, into: &mut BTreeMap<u64, Vec<u8>>, at_a_time: usize) -> u64 {
+    let (mut runs, mut contents) = (Vec::new(), vec![0; at_a_time * PAGE_BYTES]);
     let count = frozen.next(&mut runs, &mut contents).unwrap();
     let frames = runs.iter().flat_map(|run| run.frames());
     for (block, content) in frames.zip(contents.chunks_exact(PAGE_BYTES)) {
@@ -56,14 +56,14 @@ proptest! {
         let active: FrameSet = active.iter().map(|(start, count)| run(*start, *count)).collect();
         let mut frozen = cbw.freeze(file.clone(), bytes, active.clone()).unwrap();
         let mut copied = BTreeMap::new();
-        for (step, (start, count, at_once)) in steps.into_iter().enumerate() {
+        for (step, (start, count, at_a_time)) in steps.into_iter().enumerate() {
             // The device runs on this thread: it must not have to wait.
             while cbw.lock().active.as_ref().unwrap().free.len() < 8 {
                 copy(&mut frozen, &mut copied, 1);
             }
             write(&cbw, &file, run(start, count.min(64 - start)), step as u8 & 0x3f);
-            if at_once > 0 {
-                copy(&mut frozen, &mut copied, at_once);
+            if at_a_time > 0 {
+                copy(&mut frozen, &mut copied, at_a_time);
             }
         }
         while copy(&mut frozen, &mut copied, 3) > 0 {}

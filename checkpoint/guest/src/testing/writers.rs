@@ -18,13 +18,13 @@ use crate::{GuestRam, RunState};
 struct WriterControl {
     want: RunState,
     /// Number of callers that park the writers for a moment, whatever `want` is.
-    holds: usize,
+    parkers: usize,
     parked: usize,
 }
 
 impl WriterControl {
     fn writers_park(&self) -> bool {
-        self.want == RunState::Paused || (self.want == RunState::Running && self.holds > 0)
+        self.want == RunState::Paused || (self.want == RunState::Running && self.parkers > 0)
     }
 }
 
@@ -44,7 +44,7 @@ pub(super) struct WriterGate {
 impl WriterGate {
     /// Creates a closed gate for `writers` threads.
     pub(super) fn new(writers: usize) -> Self {
-        let control = Mutex::new(WriterControl { want: RunState::Paused, holds: 0, parked: 0 });
+        let control = Mutex::new(WriterControl { want: RunState::Paused, parkers: 0, parked: 0 });
         let (halt, limit) = (AtomicBool::new(true), AtomicU64::new(0));
         Self { writers, control, changed: Condvar::new(), halt, limit }
     }
@@ -71,7 +71,7 @@ impl WriterGate {
 
     /// Notifies the writers of a change and waits until those that must park have parked.
     fn settle(&self, mut control: MutexGuard<'_, WriterControl>) {
-        let halt = control.want != RunState::Running || control.holds > 0;
+        let halt = control.want != RunState::Running || control.parkers > 0;
         self.halt.store(halt, Ordering::SeqCst);
         self.changed.notify_all();
         while control.writers_park() && control.parked < self.writers {
@@ -94,11 +94,11 @@ impl WriterGate {
     /// Runs `act` while no writer writes, without changing what the writers are to do.
     pub(super) fn while_parked<T>(&self, act: impl FnOnce() -> T) -> T {
         let mut control = self.lock();
-        control.holds += 1;
+        control.parkers += 1;
         self.settle(control);
         let result = act();
         let mut control = self.lock();
-        control.holds -= 1;
+        control.parkers -= 1;
         self.settle(control);
         result
     }
@@ -120,7 +120,7 @@ impl WriterGate {
     /// Sleeps for `time`, or less if the gate changes.
     fn nap(&self, time: Duration) {
         let mut control = self.lock();
-        if control.want == RunState::Running && control.holds == 0 {
+        if control.want == RunState::Running && control.parkers == 0 {
             self.changed.wait_for(&mut control, time);
         }
     }

@@ -99,15 +99,15 @@ impl MemoryDisk {
 
     /// Makes syncs of files wait, until this is called with `false`. A sync that has waited for two
     /// minutes fails, so that a test that panics meanwhile does not hang.
-    pub fn hold_syncs(&self, held: bool) {
+    pub fn stall_syncs(&self, stalled: bool) {
         let mut disk = self.lock();
-        (disk.held, disk.held_file) = (held, None);
+        (disk.stalled, disk.stalled_file) = (stalled, None);
     }
 
-    /// Makes syncs of the file with this name wait, until [`hold_syncs`](Self::hold_syncs) is
+    /// Makes syncs of the file with this name wait, until [`stall_syncs`](Self::stall_syncs) is
     /// called with `false`.
-    pub fn hold_syncs_of(&self, name: &str) {
-        self.lock().held_file = Some(name.to_owned());
+    pub fn stall_syncs_of(&self, name: &str) {
+        self.lock().stalled_file = Some(name.to_owned());
     }
 
     /// Sets the duration of each sync of a file.

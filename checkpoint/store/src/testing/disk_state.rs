@@ -53,9 +53,9 @@ pub(super) struct DiskState {
     /// Number of files opened so far.
     pub(super) opened: u64,
     /// Whether syncs of all files wait.
-    pub(super) held: bool,
+    pub(super) stalled: bool,
     /// Name of the file whose syncs wait.
-    pub(super) held_file: Option<String>,
+    pub(super) stalled_file: Option<String>,
     /// Duration of each sync.
     pub(super) sync_takes: Duration,
     /// Duration of each write.

@@ -13,7 +13,7 @@ use crate::testing::disk_state::{DiskOp, DiskState};
 
 /// Upper bound on the time for which a sync waits. It is far above what a test needs: only a test
 /// that has failed reaches it.
-const HOLD_LIMIT: Duration = Duration::from_secs(120);
+const STALL_LIMIT: Duration = Duration::from_secs(120);
 
 /// An open file.
 #[derive(Debug)]
@@ -92,12 +92,12 @@ impl StoreFile for MemoryFile {
         let changed = self.changed();
         std::thread::sleep(self.lock().sync_takes);
         let named = |disk: &DiskState, name: &String| disk.names.get(name) == Some(&self.inode);
-        let held = |disk: &DiskState| {
-            disk.held || disk.held_file.as_ref().is_some_and(|name| named(disk, name))
+        let stalled = |disk: &DiskState| {
+            disk.stalled || disk.stalled_file.as_ref().is_some_and(|name| named(disk, name))
         };
         let since = Instant::now();
-        while held(&self.lock()) {
-            if since.elapsed() >= HOLD_LIMIT {
+        while stalled(&self.lock()) {
+            if since.elapsed() >= STALL_LIMIT {
                 return Err(Errno::TIMEDOUT.into());
             }
             std::thread::sleep(Duration::from_millis(1));

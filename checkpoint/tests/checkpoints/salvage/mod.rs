@@ -137,7 +137,7 @@ fn hole_across_the_oldest_checkpoint_is_a_loss() {
     let lost = &survey.checkpoints[0];
     assert_eq!((lost.epoch, lost.last), (Some(6), None));
     let report = repair(&disk).unwrap();
-    assert!(report.aside.iter().any(|name| name.ends_with(".pages-1")), "{report:?}");
+    assert!(report.quarantined.iter().any(|name| name.ends_with(".pages-1")), "{report:?}");
     for epoch in [7, 8] {
         assert_eq!(restored(&disk, epoch), all[&epoch]);
     }
@@ -221,7 +221,7 @@ fn lossy_repair_keeps_unrelated_files() {
     disk.put("pages-9", vec![2; 8192]);
     let report = repair(&disk).unwrap();
     for name in ["damaged-1.log-9", "damaged-1.pages-9"] {
-        assert!(report.aside.iter().any(|aside| aside == name), "{report:?}");
+        assert!(report.quarantined.iter().any(|quarantined| quarantined == name), "{report:?}");
         assert!(disk.contents(name).is_ok());
     }
 }
@@ -336,7 +336,7 @@ fn scattered_unreadable_parts_cost_no_sound_checkpoint() {
     for (name, unit, first) in [("log-1", 512, begins[8]), ("pages-1", 4096, 20)] {
         let (unreadable, bent) = (disk.copy(), disk.copy());
         let mut bytes = disk.contents(name).unwrap();
-        for n in (first..first + 16).chain([31, 63, 127].map(|behind| first + behind)) {
+        for n in (first..first + 16).chain([31, 63, 127].map(|distance| first + distance)) {
             let at = n * unit;
             if at >= bytes.len() {
                 break;

@@ -93,7 +93,7 @@ impl Source {
             (Self::Streaming, E::Converged) => (Self::Recording, O::Record),
             (Self::Recording, E::Recorded) => (Self::Recorded, O::Wait),
             (Self::Recorded, E::Prepared) => (Self::Committed, O::Commit),
-            // A record that stays behind does no harm, because COMMIT was never sent.
+            // A record that stays does no harm, because COMMIT was never sent.
             (Self::Streaming | Self::Recording | Self::Recorded, E::Lost) => take_back,
             (Self::Committed | Self::InDoubt, E::Running | E::Answer(Verdict::Running)) => end,
             (Self::Committed | Self::InDoubt, E::Answer(Verdict::Discarded)) => take_back,

@@ -304,12 +304,12 @@ pub fn await_last_message(proxy: &Proxy) {
 /// or for a limit.
 pub const AT_ONCE: usize = 4;
 
-/// Calls `work` for each case, `at_once` at a time, because a case waits for most of its time. A
+/// Calls `work` for each case, `at_a_time` at a time, because a case waits for most of its time. A
 /// failure fails the test.
-pub fn each<T: Send>(cases: Vec<T>, at_once: usize, work: impl Fn(T) + Sync) {
+pub fn each<T: Send>(cases: Vec<T>, at_a_time: usize, work: impl Fn(T) + Sync) {
     let left = Mutex::new(cases.into_iter());
     std::thread::scope(|scope| {
-        for _ in 0..at_once {
+        for _ in 0..at_a_time {
             scope.spawn(|| {
                 // The block releases the lock before the work.
                 while let Some(next) = { left.lock().unwrap().next() } {

@@ -9,7 +9,7 @@ use std::io;
 use crate::backend::is_media_error;
 use crate::error::StoreError;
 use crate::manifest::{Manifest, is_leftover};
-use crate::names::{Named, aside_name, list_name, parse_name};
+use crate::names::{Named, list_name, parse_name, quarantine_name};
 use crate::store::Store;
 
 /// Upper bound on the length of a list, in bytes.
@@ -34,7 +34,7 @@ impl Store {
 
     /// Renames, durably, those of `names` that are in a list and that `manifest` does not name.
     /// Adds the renamed files to `renamed`, also before an error. The lists stay.
-    pub(crate) fn set_aside(
+    pub(crate) fn quarantine(
         &self,
         names: &[String],
         manifest: &Manifest,
@@ -42,7 +42,7 @@ impl Store {
     ) -> Result<(), StoreError> {
         let before = renamed.len();
         for name in names {
-            let Named::AsideList(number) = parse_name(name) else { continue };
+            let Named::QuarantineList(number) = parse_name(name) else { continue };
             let listed = self.read_list(number)?;
             let is_replaced = |name: &&String| {
                 matches!(parse_name(name), Named::Log(_) | Named::Pages(_))
@@ -50,13 +50,13 @@ impl Store {
                     && listed.as_ref().is_none_or(|listed| listed.contains(name))
             };
             for name in names.iter().filter(is_replaced) {
-                let aside = aside_name(number, name);
-                match self.backend().rename(name, &aside) {
+                let quarantined = quarantine_name(number, name);
+                match self.backend().rename(name, &quarantined) {
                     // Another list has named the file, too.
                     Err(e) if e.kind() == io::ErrorKind::NotFound => {}
                     other => {
                         other.map_err(|e| self.io("keeping a copy of", name, e))?;
-                        renamed.push(RenamedFile { from: name.clone(), to: aside });
+                        renamed.push(RenamedFile { from: name.clone(), to: quarantined });
                     }
                 }
             }
