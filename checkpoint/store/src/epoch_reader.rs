@@ -5,7 +5,8 @@ use driftline_dirty_tracker::{FrameRun, Layout, PAGE_SIZE};
 use driftline_format::{MAX_SECTIONS, MAX_STATE, RECORD_HEAD_LEN, RecordHead, is_zero};
 use driftline_guest::{DriveHead, Section, SectionTag};
 
-use crate::error::{Damage, StoreError};
+use crate::damage::Damage;
+use crate::error::StoreError;
 use crate::limits::SECTOR;
 use crate::object::{Objects, decode_drives};
 use crate::records::{

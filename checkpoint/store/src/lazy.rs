@@ -4,8 +4,9 @@
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE};
 use driftline_guest::{PAGE_BYTES, PageSource, PageSourceError};
 
+use crate::damage::Damage;
 use crate::epoch_info::EpochInfo;
-use crate::error::{Damage, StoreError};
+use crate::error::StoreError;
 use crate::frame_map::FrameLocation;
 use crate::page_file::PageReader;
 use crate::pin::{MachineState, Pinned};

@@ -5,9 +5,9 @@ use std::io;
 use driftline_guest::{GuestIdentity, VmId};
 
 use crate::epoch_info::EpochInfo;
-use crate::error::StoreError;
+use crate::error::{StoreError, is_not_found};
 use crate::limits::SECTOR;
-use crate::log::{LogFile, Tail, is_not_found};
+use crate::log::{LogFile, Tail};
 use crate::manifest::{Manifest, is_leftover};
 use crate::names::{Named, log_name, parse_name};
 use crate::store::Store;

@@ -1,14 +1,14 @@
 //! A log: which epochs it has, and how it ends. `epoch_reader` reads a single epoch.
 
 use std::collections::BTreeMap;
-use std::io;
 
 use driftline_format::{HEADER_LEN, Header, MAGIC_LOG, is_zero};
 use driftline_guest::VmId;
 
+use crate::damage::Damage;
 use crate::epoch_info::EpochInfo;
 use crate::epoch_reader::EpochReader;
-use crate::error::{Damage, StoreError};
+use crate::error::StoreError;
 use crate::limits::SECTOR;
 use crate::logged_epoch::{LoggedEpoch, follows};
 use crate::names::log_name;
@@ -494,11 +494,6 @@ impl LogFile {
 /// Returns the sequence number in the record's head at the beginning of a sector's data.
 fn sequence_of(data: &[u8]) -> u32 {
     data[16..20].iter().rev().fold(0, |all, byte| all << 8 | u32::from(*byte))
-}
-
-/// Returns whether an error means that a file does not exist.
-pub(crate) fn is_not_found(e: &StoreError) -> bool {
-    matches!(e, StoreError::Io { cause, .. } if cause.kind() == io::ErrorKind::NotFound)
 }
 
 #[cfg(all(test, feature = "testing"))]

@@ -1,7 +1,7 @@
 //! An epoch in a log's index, and the rules for the epoch after it.
 
+use crate::damage::Damage;
 use crate::epoch_info::EpochInfo;
-use crate::error::Damage;
 use crate::records::Front;
 use crate::sectors::LogPosition;
 

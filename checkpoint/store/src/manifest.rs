@@ -7,7 +7,8 @@ use driftline_format::{HEADER_LEN, Header, MAGIC_STORE, RECORD_HEAD_LEN, RecordH
 use driftline_guest::VmId;
 
 use crate::backend::is_media_error;
-use crate::error::{Damage, StoreError};
+use crate::damage::Damage;
+use crate::error::StoreError;
 use crate::limits::MAX_GENERATION;
 use crate::names::{MANIFEST, MANIFEST_NEW, Named, log_name, pages_name, parse_name};
 use crate::records::{FILES_LEN, Files, TAG_FILES, decode_files, decode_head, encode_files};

@@ -8,7 +8,7 @@ use zerocopy::little_endian::U64;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use crate::address::of_object;
-use crate::error::Damage;
+use crate::damage::Damage;
 
 /// Maximum number of drives of an epoch.
 pub(crate) const MAX_DRIVES: usize = 256;

@@ -5,8 +5,8 @@ use std::path::Path;
 
 use crate::backend::Backend;
 use crate::dir_backend::DirBackend;
-use crate::error::StoreError;
-use crate::log::{LogFile, is_not_found};
+use crate::error::{StoreError, is_not_found};
+use crate::log::LogFile;
 use crate::manifest::{Manifest, is_leftover};
 use crate::names::{MANIFEST, Named, log_name, pages_name, parse_name};
 use crate::page_file::PageReader;

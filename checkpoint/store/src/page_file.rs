@@ -12,7 +12,8 @@ use parking_lot::{Mutex, MutexGuard};
 
 use crate::alloc::{MAX_RUN, SlotRun, Slots};
 use crate::backend::{RangeLock, StoreFile, is_media_error};
-use crate::error::{Damage, StoreError};
+use crate::damage::Damage;
+use crate::error::StoreError;
 use crate::names::pages_name;
 use crate::store::Store;
 use crate::unreadable::UnreadableUnits;

@@ -15,11 +15,12 @@ use driftline_guest::{DriveHead, Section};
 
 use crate::address::MEMORY;
 use crate::backend::RangeLock;
+use crate::damage::Damage;
 use crate::epoch_info::EpochInfo;
 use crate::epoch_reader::Record;
-use crate::error::{Damage, StoreError};
+use crate::error::{StoreError, is_not_found};
 use crate::frame_map::{FrameLocation, FrameMap};
-use crate::log::{LogFile, is_not_found};
+use crate::log::LogFile;
 use crate::manifest::Manifest;
 use crate::names::pages_name;
 use crate::page_file::PageReader;

@@ -9,7 +9,8 @@ use driftline_guest::PAGE_BYTES;
 use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
 use parking_lot::Mutex;
 
-use crate::error::{Damage, StoreError};
+use crate::damage::Damage;
+use crate::error::StoreError;
 use crate::frame_map::FrameLocation;
 use crate::page_file::PageReader;
 

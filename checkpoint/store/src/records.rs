@@ -12,7 +12,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use crate::address::place;
 use crate::alloc::SlotRun;
-use crate::error::Damage;
+use crate::damage::Damage;
 use crate::limits::{MAX_EPOCH, MAX_GENERATION, NO_SLOT};
 use crate::object::{MAX_DRIVES_LEN, Objects};
 

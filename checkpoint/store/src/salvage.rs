@@ -12,9 +12,10 @@ use driftline_format::MAGIC_STORE;
 use driftline_guest::VmId;
 use serde::Serialize;
 
-use crate::error::{Damage, StoreError};
+use crate::damage::Damage;
+use crate::error::{StoreError, is_not_found};
 use crate::frame_map::FrameMap;
-use crate::log::{Hole, LogFile, is_not_found};
+use crate::log::{Hole, LogFile};
 use crate::manifest::Manifest;
 use crate::names::{MANIFEST, Named, log_name, pages_name, parse_name};
 use crate::page_file::PageReader;

@@ -22,7 +22,8 @@ use std::time::{Duration, Instant};
 use driftline_format::{FormatError, is_zero};
 
 use crate::backend::{StoreFile, is_media_error};
-use crate::error::{Damage, StoreError};
+use crate::damage::Damage;
+use crate::error::StoreError;
 use crate::limits::SECTOR;
 use crate::pause_gate::PauseGate;
 use crate::records::Digest;

@@ -12,7 +12,8 @@ use driftline_guest::{Section, SectionTag, VmId};
 use zerocopy::{FromBytes, IntoBytes};
 
 use crate::backend::StoreFile;
-use crate::error::{Damage, StoreError};
+use crate::damage::Damage;
+use crate::error::StoreError;
 use crate::memory_layout::MemoryFileLayout;
 use crate::record_file::front::{RawSnapshot, SNAPSHOT_LEN, TAG_SNAPSHOT};
 use crate::record_file::output::RecordOutput;

@@ -14,7 +14,7 @@ use std::time::Duration;
 use rustix::io::Errno;
 
 use crate::backend::is_media_error;
-use crate::error::Damage;
+use crate::damage::Damage;
 
 /// Limit of the total time of failing reads of a file, after which units are given up untried.
 pub(super) const FAILED_READ_LIMIT: Duration = Duration::from_secs(60);

@@ -7,9 +7,10 @@ use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
 use parking_lot::Mutex;
 use serde::Serialize;
 
+use crate::damage::Damage;
 use crate::epoch_info::EpochInfo;
 use crate::epoch_reader::Record;
-use crate::error::{Damage, StoreError};
+use crate::error::StoreError;
 use crate::frame_map::{FrameLocation, FrameMap};
 use crate::log::LogFile;
 use crate::page_file::PageReader;

@@ -14,7 +14,7 @@ use zerocopy::IntoBytes;
 use zerocopy::little_endian::U64;
 
 use crate::backend::Backend;
-use crate::error::Damage;
+use crate::damage::Damage;
 use crate::names::{WORKING_SET, WORKING_SET_NEW};
 use crate::records::table;
 use crate::store::Store;

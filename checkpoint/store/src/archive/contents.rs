@@ -5,7 +5,7 @@ use zerocopy::IntoBytes;
 use zerocopy::little_endian::U64;
 
 use crate::address::place;
-use crate::error::Damage;
+use crate::damage::Damage;
 use crate::object::Objects;
 use crate::records::{table, wrong_size};
 

@@ -8,7 +8,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use super::front::{SNAPSHOT_LEN, TAG_SNAPSHOT};
 use crate::archive::{MAX_CONTENTS_RECORD, TAG_CONTENTS};
-use crate::error::Damage;
+use crate::damage::Damage;
 use crate::limits::MAX_EPOCH;
 use crate::records;
 use crate::records::{Digest, TAG_DRIVES, TAG_EPOCH, TAG_LAYOUT, TAG_STORE, wrong_size};

@@ -4,7 +4,8 @@ use driftline_dirty_tracker::Layout;
 use driftline_format::{HEADER_LEN, Header, MAX_SECTIONS, MAX_STATE, RecordHead};
 use driftline_guest::{Section, SectionTag};
 
-use crate::error::{Damage, StoreError};
+use crate::damage::Damage;
+use crate::error::StoreError;
 use crate::record_file::records::End;
 use crate::record_file::walk::{RecordPosition, RecordWalk};
 use crate::records::{Digest, TAG_LAYOUT, TAG_STORE, decode_layout};

@@ -7,7 +7,8 @@ use std::path::Path;
 use driftline_format::{RECORD_HEAD_LEN, RecordHead};
 
 use crate::backend::StoreFile;
-use crate::error::{Damage, StoreError};
+use crate::damage::Damage;
+use crate::error::StoreError;
 use crate::record_file::records::{End, TAG_END, decode_head, is_known};
 use crate::records::{Digest, TAG_STORE};
 
