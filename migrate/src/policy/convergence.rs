@@ -161,7 +161,7 @@ pub struct LimitReached {
 
 impl Reason {
     /// Returns the expected pause, if it is known.
-    pub fn expected(&self) -> Option<Duration> {
+    pub(crate) fn expected(&self) -> Option<Duration> {
         match self {
             Self::Fits { expected, .. } => Some(*expected),
             Self::Quiet => None,

@@ -22,7 +22,7 @@ use driftline_dirty_tracker::PAGE_SIZE;
 use serde::{Deserialize, Serialize};
 
 use crate::policy::convergence::{Goals, Judgement, PassMeasurement, expected_downtime, judge};
-use crate::policy::throttle::{Throttle, VcpuWindow, judge_and_throttle};
+use crate::policy::throttle::{PassWrites, Throttle, judge_and_throttle};
 use crate::report::ms;
 
 /// Time until the first pass, in which the destination builds a machine. Guests that send little
@@ -152,7 +152,7 @@ impl ForecastConditions {
         now: Throttle,
         passes: &[PassMeasurement],
         (pending, elapsed): (u64, Duration),
-        writes: VcpuWindow<'_>,
+        writes: PassWrites<'_>,
     ) -> (Judgement, Throttle) {
         match self.throttle {
             true => judge_and_throttle(now, &self.goals, passes, (pending, elapsed), writes),
@@ -269,7 +269,7 @@ fn simulate(
         let (mut dirtied, mut by) = curve.with(window, now);
         elapsed = elapsed.saturating_add(window);
         measured.push(PassMeasurement { frames, bytes, time, dirtied });
-        let writes = VcpuWindow { dirtied: &by, time: window };
+        let writes = PassWrites { dirtied: &by, time: window };
         let (mut end, mut next) = conditions.judge(now, &measured, (dirtied, elapsed), writes);
         if matches!(end, Judgement::SwitchOver(_)) {
             window = window.saturating_add(record_time);
@@ -278,7 +278,7 @@ fn simulate(
             if let Some(last) = measured.last_mut() {
                 last.dirtied = dirtied;
             }
-            let writes = VcpuWindow { dirtied: &by, time: window };
+            let writes = PassWrites { dirtied: &by, time: window };
             (end, next) = conditions.judge(now, &measured, (dirtied, elapsed), writes);
         }
         if end != Judgement::KeepGoing {

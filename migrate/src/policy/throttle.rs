@@ -51,7 +51,7 @@ pub(crate) enum Throttle {
 
 impl Throttle {
     /// Returns the limit of each vCPU, dirty frames a second; `None` at full speed.
-    pub fn rate(&self) -> Option<u64> {
+    pub(crate) fn rate(&self) -> Option<u64> {
         match self {
             Self::Off => None,
             Self::On { rate, .. } => Some(*rate),
@@ -61,7 +61,7 @@ impl Throttle {
 
 /// Frames that vCPUs dirtied between the last two drains.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct VcpuWindow<'a> {
+pub(crate) struct PassWrites<'a> {
     /// Frames that each vCPU dirtied; empty if they are not known.
     pub(crate) dirtied: &'a [u64],
     /// Time between the drains.
@@ -83,7 +83,7 @@ pub(crate) fn throttle(
     goals: &Goals,
     passes: &[PassMeasurement],
     pending: u64,
-    writes: VcpuWindow<'_>,
+    writes: PassWrites<'_>,
 ) -> Throttle {
     let link = link_rate(passes).unwrap_or(0);
     let Some(expected) = expected_downtime(pending, link) else { return now };
@@ -106,7 +106,7 @@ pub(crate) fn judge_and_throttle(
     goals: &Goals,
     passes: &[PassMeasurement],
     (pending, elapsed): (u64, Duration),
-    writes: VcpuWindow<'_>,
+    writes: PassWrites<'_>,
 ) -> (Judgement, Throttle) {
     let verdict = judge(goals, passes, pending, elapsed);
     match verdict {
@@ -136,7 +136,7 @@ fn has_room(
 }
 
 /// Returns the throttle of the approach; `None` if it would slow no vCPU, or is active already.
-fn approach(now: Throttle, passes: &[PassMeasurement], writes: VcpuWindow<'_>) -> Option<Throttle> {
+fn approach(now: Throttle, passes: &[PassMeasurement], writes: PassWrites<'_>) -> Option<Throttle> {
     if matches!(now, Throttle::On { share, .. } if share <= FIGURES.approach_share) {
         return None;
     }
@@ -154,7 +154,7 @@ fn with_share(
     now: Throttle,
     share: f64,
     passes: &[PassMeasurement],
-    writes: VcpuWindow<'_>,
+    writes: PassWrites<'_>,
 ) -> Throttle {
     let Some(rate) = frame_rate(passes).filter(|_| !writes.time.is_zero()) else { return now };
     let frames = share * rate;
@@ -257,7 +257,7 @@ mod tests {
             pending = by.iter().sum();
             passes.push(PassMeasurement { dirtied: pending, ..sent });
             elapsed += sent.time;
-            let writes = VcpuWindow { dirtied: &by, time: sent.time };
+            let writes = PassWrites { dirtied: &by, time: sent.time };
             let (end, next) = match allowed {
                 true => judge_and_throttle(now, goals, &passes, (pending, elapsed), writes),
                 false => (judge(goals, &passes, pending, elapsed), now),
@@ -277,7 +277,7 @@ mod tests {
         ) {
             let goals = goals(Duration::from_millis(300));
             let window = Duration::from_millis(ms);
-            let writes = VcpuWindow { dirtied: &by, time: window };
+            let writes = PassWrites { dirtied: &by, time: window };
             let next = throttle(now, &goals, &p, pending, writes);
             prop_assert_eq!(next, throttle(now, &goals, &p, pending, writes));
             prop_assert!(next.rate().unwrap_or(u64::MAX) <= now.rate().unwrap_or(u64::MAX));
@@ -420,7 +420,7 @@ mod tests {
         let passes = [pass(1_000, 1_000, LINK), pass(1_000, 700, LINK)];
         let elapsed = Duration::from_secs(1);
         let verdict = |goals: Goals| {
-            let writes = VcpuWindow { dirtied: &[700], time: passes[1].time };
+            let writes = PassWrites { dirtied: &[700], time: passes[1].time };
             judge_and_throttle(Throttle::Off, &goals, &passes, (700, elapsed), writes).0
         };
         let goals = goals(Duration::from_millis(300));
@@ -441,7 +441,7 @@ mod tests {
         let by = |frames: u64, p: PassMeasurement| (vec![frames], p.time);
         let after = |now, passes: &[PassMeasurement], pending| {
             let (by, window) = by(pending, *passes.last().unwrap());
-            throttle(now, &goals, passes, pending, VcpuWindow { dirtied: &by, time: window })
+            throttle(now, &goals, passes, pending, PassWrites { dirtied: &by, time: window })
         };
         assert_eq!(after(Throttle::Off, &[big], 40_000), Throttle::Off, "one pass is too few");
         assert_eq!(after(Throttle::Off, &[big, big], 27_000), Throttle::Off, "passes shrink");
@@ -461,7 +461,7 @@ mod tests {
             &goals,
             &[big, big],
             40_000,
-            VcpuWindow { dirtied: &[], time: SECOND },
+            PassWrites { dirtied: &[], time: SECOND },
         );
         assert_eq!(unknown, Throttle::Off);
         let others = throttle(
@@ -469,7 +469,7 @@ mod tests {
             &goals,
             &[big, big],
             40_000,
-            VcpuWindow { dirtied: &[10, 20], time: big.time },
+            PassWrites { dirtied: &[10, 20], time: big.time },
         );
         assert_eq!(others, Throttle::Off, "devices write, not vCPUs");
         // Compressed to a quarter, four times as many frames fit onto the link.

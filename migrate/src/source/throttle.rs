@@ -10,7 +10,7 @@ use driftline_guest::{GuestIdentity, VcpuWrites, WriteThrottle};
 
 use crate::error::{Cause, ThrottleEffect, ThrottledVcpu};
 use crate::policy::convergence::{Goals, Judgement, PassMeasurement, judge};
-use crate::policy::throttle::{Throttle, VcpuWindow, judge_and_throttle};
+use crate::policy::throttle::{PassWrites, Throttle, judge_and_throttle};
 use crate::report::{VcpuThrottle, ms, per_second};
 
 /// The throttle of one guest's vCPUs.
@@ -95,7 +95,7 @@ impl<'g, G: GuestIdentity + WriteThrottle + ?Sized> GuestThrottle<'g, G> {
             return judge(goals, passes, pending, elapsed);
         }
         let left = (pending, elapsed);
-        let writes = VcpuWindow { dirtied: &self.dirtied, time: self.window };
+        let writes = PassWrites { dirtied: &self.dirtied, time: self.window };
         let (verdict, next) = judge_and_throttle(self.now, goals, passes, left, writes);
         self.next = next;
         verdict

@@ -27,7 +27,7 @@ use block::{BLOCK, Block};
 use tree::MaxTree;
 
 /// Longest run that is handed out, in slots.
-pub const MAX_RUN: u32 = BLOCK;
+pub(crate) const MAX_RUN: u32 = BLOCK;
 
 /// A run of consecutive slots.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
