@@ -281,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn call_to_an_ended_thread_fails_at_once() {
+    fn call_to_an_ended_thread_fails_immediately() {
         let (handle, inbox) = inbox::<()>("the opener");
         let queued = handle.begin("open a file", far(), |()| ());
         drop(inbox);

@@ -14,7 +14,7 @@ use crate::payload::Misfit;
 
 /// Why the system, or a worker, did not do its part.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum WorkerError {
+pub(super) enum ThreadMachineError {
     /// The serial port's sink cannot be opened.
     #[error(transparent)]
     Serial(#[from] SerialOutputError),
@@ -38,14 +38,18 @@ pub(super) enum WorkerError {
     Encode(postcard::Error),
 }
 
-impl From<WorkerError> for GuestError {
-    fn from(e: WorkerError) -> Self {
+impl From<ThreadMachineError> for GuestError {
+    fn from(e: ThreadMachineError) -> Self {
         let what = match &e {
-            WorkerError::Serial(_) => "opening the serial port",
-            WorkerError::Thread(_) => "starting a worker",
-            WorkerError::Call(_) => "asking a worker",
-            WorkerError::Length(_) | WorkerError::Outside(_) => "mapping the working set",
-            WorkerError::Index(_) | WorkerError::Encode(_) => "encoding a worker's state",
+            ThreadMachineError::Serial(_) => "opening the serial port",
+            ThreadMachineError::Thread(_) => "starting a worker",
+            ThreadMachineError::Call(_) => "asking a worker",
+            ThreadMachineError::Length(_) | ThreadMachineError::Outside(_) => {
+                "mapping the working set"
+            }
+            ThreadMachineError::Index(_) | ThreadMachineError::Encode(_) => {
+                "encoding a worker's state"
+            }
         };
         Self::System { what, cause: e.into() }
     }

@@ -10,7 +10,7 @@ use driftline_images::workload::{PAGE_SIZE, PageMemory, WorkingSetPlacement};
 use vm_memory::bitmap::{BS, Bitmap};
 use vm_memory::{GuestAddress, GuestMemoryBackend, VolatileMemory, VolatileSlice};
 
-use super::error::WorkerError;
+use super::error::ThreadMachineError;
 
 /// Working-set pages that are adjacent in guest memory.
 struct ContiguousPages<'r> {
@@ -30,7 +30,7 @@ impl<'r> WorkerMemory<'r> {
     pub(super) fn new(
         ram: &'r GuestRam,
         placement: &WorkingSetPlacement,
-    ) -> Result<Self, WorkerError> {
+    ) -> Result<Self, ThreadMachineError> {
         let mut ranges = Vec::new();
         for s in placement.segments() {
             let bytes = usize::try_from(s.pages * PAGE_SIZE)?;

@@ -46,7 +46,7 @@ use parking_lot::{Mutex, MutexGuard};
 use crate::payload::place;
 use clock::GuestClock;
 use end::GuestEnd;
-use error::{Lack, WorkerError, WorkloadError};
+use error::{Lack, ThreadMachineError, WorkloadError};
 use state::SavedThreadWorker;
 use worker::{GuestWorker, WorkerControl};
 
@@ -96,7 +96,7 @@ impl ThreadMachine {
         let placement = place(&spec, config.vcpus, memory.layout())
             .map_err(|e| WorkloadError::from(e).of(&config.boot))?;
         let (serial, serial_thread) =
-            open_serial_output(&host.serial).map_err(WorkerError::from)?;
+            open_serial_output(&host.serial).map_err(ThreadMachineError::from)?;
         let machine = Self {
             vm_id,
             spec,
@@ -135,7 +135,7 @@ impl ThreadMachine {
             };
             let name = format!("worker-{index}");
             let thread = sandbox::spawn(Class::Worker, name, move || worker.run(&inbox))
-                .map_err(WorkerError::from)?;
+                .map_err(ThreadMachineError::from)?;
             control.workers.push((handle, thread));
         }
         Ok(())
@@ -178,7 +178,7 @@ impl RunControl {
         let workers = self.workers.iter().enumerate();
         let calls = workers.map(|(index, (worker, _))| worker.begin(what, deadline, make(index)));
         let calls: Vec<_> = calls.collect();
-        calls.into_iter().map(|call| Ok(call.wait().map_err(WorkerError::from)?)).collect()
+        calls.into_iter().map(|call| Ok(call.wait().map_err(ThreadMachineError::from)?)).collect()
     }
 
     fn run(&self) {

@@ -5,7 +5,7 @@ use driftline_images::PayloadSpec;
 use driftline_machine::codec::{decode_versioned, encode_versioned};
 use serde::{Deserialize, Serialize};
 
-use super::error::{Lack, WorkerError, WorkerStateError};
+use super::error::{Lack, ThreadMachineError, WorkerStateError};
 use super::worker::{self, WorkerState};
 
 /// The content of one section.
@@ -19,8 +19,8 @@ pub(super) struct SavedThreadWorker {
 }
 
 pub(super) fn encode(index: usize, saved: &SavedThreadWorker) -> Result<Section, GuestError> {
-    let instance = u16::try_from(index).map_err(WorkerError::Index)?;
-    let bytes = encode_versioned(saved).map_err(WorkerError::Encode)?;
+    let instance = u16::try_from(index).map_err(ThreadMachineError::Index)?;
+    let bytes = encode_versioned(saved).map_err(ThreadMachineError::Encode)?;
     Ok(Section::new(SectionTag::THREAD_WORKER, instance, bytes))
 }
 

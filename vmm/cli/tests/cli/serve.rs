@@ -147,7 +147,7 @@ fn open_files(vmm: &ServeProcess, tmp: &TestDir) -> Vec<(String, bool)> {
 }
 
 #[test]
-fn named_files_are_opened_at_once() {
+fn named_files_are_opened_immediately() {
     let tmp = TestDir::new();
     let vmm = ServeProcess::start(&tmp, &[]);
     for name in ["kernel", "initrd", "root", "data", "other"] {
@@ -264,7 +264,7 @@ fn signal_ends_a_process_without_guest() {
 }
 
 #[test]
-fn clients_at_once_all_get_their_answers() {
+fn simultaneous_clients_all_get_their_answers() {
     let tmp = TestDir::new();
     let vmm = ServeProcess::start(&tmp, &[]);
     std::thread::scope(|scope| {

@@ -18,7 +18,7 @@ use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::watch;
 
 use super::error::JobError;
-use super::pause_count::{JobRole, PauseCount};
+use super::pause_control::{JobRole, PauseControl};
 use super::totals::CheckpointTotals;
 use crate::model::{
     CheckpointPage, CheckpointRequest, CheckpointSummary, DisksPolicy, EpochLine, EpochOutcome,
@@ -80,7 +80,7 @@ impl CheckpointJob {
     /// Opens the store and starts the run.
     pub(super) fn start(
         number: u64,
-        pauses: &Arc<PauseCount>,
+        pauses: &Arc<PauseControl>,
         totals: Arc<CheckpointTotals>,
         request: &CheckpointRequest,
     ) -> Result<Arc<Self>, JobError> {

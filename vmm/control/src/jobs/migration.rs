@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 use tokio::sync::watch;
 
 use super::error::JobError;
-use super::pause_count::{JobRole, PauseCount};
+use super::pause_control::{JobRole, PauseControl};
 use crate::model::{
     GuestLocation, MigrationFailure, MigrationPage, MigrationRequest, MigrationState,
 };
@@ -37,7 +37,7 @@ impl MigrationJob {
     /// Starts the migration. `records` is the directory of this host's hand-over records.
     pub(super) fn start(
         number: u64,
-        pauses: &Arc<PauseCount>,
+        pauses: &Arc<PauseControl>,
         records: PathBuf,
         request: &MigrationRequest,
     ) -> Result<Arc<Self>, JobError> {
@@ -94,7 +94,7 @@ impl MigrationJob {
     }
 
     /// Ends a lost migration, after the operator has resolved it.
-    pub(super) fn end_lost(&self, pauses: &PauseCount) {
+    pub(super) fn end_lost(&self, pauses: &PauseControl) {
         self.lost.store(false, Ordering::Relaxed);
         pauses.end_migration();
         self.over.send_replace(true);
@@ -180,7 +180,7 @@ fn panicked() -> MigrationFailure {
 /// the guest to the operator.
 struct MigrationEndGuard<'j> {
     job: &'j MigrationJob,
-    pauses: &'j PauseCount,
+    pauses: &'j PauseControl,
 }
 
 impl Drop for MigrationEndGuard<'_> {

@@ -8,7 +8,7 @@ mod dirty_watch;
 mod error;
 mod history;
 mod migration;
-mod pause_count;
+mod pause_control;
 mod sampling;
 mod shadow;
 mod snapshots;
@@ -35,8 +35,8 @@ use checkpoints::CheckpointJob;
 pub use error::JobError;
 use history::JobHistory;
 use migration::MigrationJob;
-pub(crate) use pause_count::OperatorError;
-use pause_count::{JobRole, PauseCount};
+pub(crate) use pause_control::OperatorError;
+use pause_control::{JobRole, PauseControl};
 pub use sampling::{WindowSummary, WriteProfile};
 use shadow::Shadow;
 pub use shadow::{ShadowError, ShadowMode, ShadowReport};
@@ -54,7 +54,7 @@ pub struct Jobs {
     vm: SharedVm,
     /// The guest's logging span.
     span: Span,
-    pauses: Arc<PauseCount>,
+    pauses: Arc<PauseControl>,
     /// Directory of this host's hand-over records.
     records: PathBuf,
     /// Held while a job is started, so that there is at most one of each kind. Reading a job never
@@ -85,7 +85,7 @@ impl Jobs {
     pub fn new(vm: SharedVm, records: PathBuf) -> Arc<Self> {
         Arc::new(Self {
             span: guest_span(vm.vm_id(), &vm.machine_config().identity),
-            pauses: PauseCount::new(vm.clone()),
+            pauses: PauseControl::new(vm.clone()),
             vm,
             records,
             starting: Mutex::default(),

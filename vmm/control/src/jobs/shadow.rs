@@ -30,7 +30,7 @@ use driftline_machine::log;
 use driftline_machine::memory::WriteWatch;
 use vm_memory::{Bytes, GuestAddress};
 
-use super::pause_count::JobGuest;
+use super::pause_control::JobGuest;
 use crate::model::UnknownName;
 
 /// Delay between two checks: at least `MIN_DELAY`, and at least `DELAY_FACTOR` times the duration

@@ -15,7 +15,7 @@ use driftline_store::StoreError;
 use vm_memory::bitmap::Bitmap;
 use vm_memory::{GuestAddress, GuestMemoryBackend};
 
-use super::pause_count::{OperatorError, PauseCount};
+use super::pause_control::{OperatorError, PauseControl};
 
 /// Limit on making the guest's writes to its drives durable.
 const FLUSH_LIMIT: Duration = Duration::from_secs(60);
@@ -122,7 +122,7 @@ pub(crate) enum SnapshotFailure {
 /// Takes a snapshot of the guest of `pauses`.
 pub(super) fn take(
     vm: &dyn Vm,
-    pauses: &PauseCount,
+    pauses: &PauseControl,
     base: &mut SnapshotBase,
     order: SnapshotOrder<'_>,
 ) -> Result<SnapshotReport, SnapshotFailure> {

@@ -219,6 +219,14 @@ mod tests {
             }
             Ok(out)
         }
+
+        fn dirtied(&self) -> &[u64] {
+            &[]
+        }
+
+        fn harvested(&self) -> &[u64] {
+            &[]
+        }
     }
 
     fn collector(slots: SlotLogging) -> (Collector, Arc<Mutex<SlotLogging>>) {

@@ -35,7 +35,7 @@ use crate::vcpu::{StateContext, cpu_compat, cpuid, msrs, tsc};
 /// The first contents of a machine's memory.
 #[derive(Default)]
 pub enum FirstContents {
-    /// A kernel, or what else the configuration boots: the guest is new, and has acquired its
+    /// A kernel or another payload that the configuration boots: the guest is new, and has acquired its
     /// disks.
     #[default]
     Boot,

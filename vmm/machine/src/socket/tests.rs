@@ -118,7 +118,7 @@ fn listener_with_full_backlog_is_in_use() {
 }
 
 /// In each round, `starters` threads start at the same time while a dead process's socket exists.
-fn start_at_once(path: &Path, starters: usize, rounds: u32) {
+fn start_together(path: &Path, starters: usize, rounds: u32) {
     for round in 0..rounds {
         leave_stale(path);
         let all = Barrier::new(starters);
@@ -148,9 +148,9 @@ fn start_at_once(path: &Path, starters: usize, rounds: u32) {
 }
 
 #[test]
-fn of_starters_at_once_one_gets_the_socket() {
+fn of_simultaneous_starters_one_gets_the_socket() {
     let dir = tempfile::tempdir().unwrap();
-    start_at_once(&dir.path().join("api"), 8, 200);
+    start_together(&dir.path().join("api"), 8, 200);
 }
 
 #[test]
@@ -339,7 +339,7 @@ fn longest_path_is_as_good_as_any() {
         assert_eq!(beside(&path), [path.file_name().unwrap()]);
         drop(socket);
         if length < 108 {
-            start_at_once(&path, 4, 50);
+            start_together(&path, 4, 50);
         }
     }
 }

@@ -44,6 +44,14 @@ impl DirtySource for BitmapSource {
             tracker.absorb_bitmap(slot, bitmap).inspect_err(|_| tracker.mark_all())
         })
     }
+
+    fn dirtied(&self) -> &[u64] {
+        &[]
+    }
+
+    fn harvested(&self) -> &[u64] {
+        &[]
+    }
 }
 
 impl BitmapSource {

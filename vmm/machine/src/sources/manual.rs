@@ -125,6 +125,14 @@ impl DirtySource for ManualSource {
         }
         Ok(out)
     }
+
+    fn dirtied(&self) -> &[u64] {
+        &[]
+    }
+
+    fn harvested(&self) -> &[u64] {
+        &[]
+    }
 }
 
 #[cfg(test)]

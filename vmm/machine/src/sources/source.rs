@@ -54,14 +54,10 @@ pub trait DirtySource: Send {
     /// Returns the number of frames that each vCPU has made dirty so far, see
     /// [`Harvester::dirtied`](driftline_dirty_tracker::ring::Harvester::dirtied). Empty
     /// where the writer of a frame is unknown. No system call.
-    fn dirtied(&self) -> &[u64] {
-        &[]
-    }
+    fn dirtied(&self) -> &[u64];
 
     /// Returns the number of entries that the last collection found in each vCPU's ring, see
     /// [`Harvester::harvested`](driftline_dirty_tracker::ring::Harvester::harvested). Empty
     /// where there are no rings. No system call.
-    fn harvested(&self) -> &[u64] {
-        &[]
-    }
+    fn harvested(&self) -> &[u64];
 }

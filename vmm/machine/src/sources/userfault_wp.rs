@@ -80,6 +80,14 @@ impl DirtySource for UserfaultWpSource {
         (out.insert_ns, out.reprotect_ns) = (insert_ns, lap(&mut at).saturating_sub(insert_ns));
         Ok(out)
     }
+
+    fn dirtied(&self) -> &[u64] {
+        &[]
+    }
+
+    fn harvested(&self) -> &[u64] {
+        &[]
+    }
 }
 
 #[cfg(test)]

@@ -22,8 +22,8 @@ use crate::vcpu::{Counters, Vcpu};
 /// How long vCPUs stall and run.
 struct PacingPolicy {
     /// The longest stall. A guest's scheduler, timers and peers do not take it for a hang: it is
-    /// five ticks of a kernel with 250 Hz, and a tenth of the shortest time after which Linux's TCP
-    /// sends again (200 ms).
+    /// five ticks of a kernel with 250 Hz, and a tenth of TCP's minimum retransmission timeout in
+    /// Linux (`TCP_RTO_MIN`, 200 ms).
     max_stall: Duration,
     /// The shortest stall. Less debt than this is not worth an exit, and stays owed.
     min_stall: Duration,
@@ -31,7 +31,9 @@ struct PacingPolicy {
     /// the longest, 0.2 of 20.2 ms.
     min_slice: Duration,
     /// Time after the end of a slice in which the vCPU may report, before it is checked without a
-    /// report: half a tick of a host's kernel with 250 Hz, at which another thread yields to it.
+    /// report. The check kicks the vCPU and costs an exit, so it is made only if the report is late
+    /// by more than half a tick of a host's kernel with 250 Hz. A later check would let the vCPU
+    /// write unthrottled for longer.
     slice_grace: Duration,
     /// The longest time between two checks of a running vCPU. A program that writes fast and has
     /// just moved to the vCPU may write unthrottled for this long: about 5000 frames at 4 GB/s.
@@ -418,7 +420,7 @@ mod tests {
         let mut now = begun + POLICY.min_slice;
         pacing.harvested(&[1 << 16], now);
         let stalled = now + POLICY.max_stall;
-        assert!(fake.state.get() == FakeVcpuState::Stalled(stalled, POLICY.min_slice));
+        assert_eq!(fake.state.get(), FakeVcpuState::Stalled(stalled, POLICY.min_slice));
         let mut checks = 0;
         while now < begun + Duration::from_secs(10) {
             now = pacing.next_check().unwrap();

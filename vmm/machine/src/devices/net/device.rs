@@ -179,12 +179,12 @@ impl Device for Net {
         if let Some(tap) = self.tap.take()
             && self.queued_frames.read_from(&tap, &mut self.buffer)
         {
-            self.count_lost("more frames arrived during the move than are kept");
+            self.count_lost("more packets are queued for the guest than are kept");
         }
         self.watched = false;
         self.queued_frames.encode(room).unwrap_or_else(|why| {
             self.count_lost(&format!(
-                "frames that arrived during the move cannot be encoded: {why}"
+                "the packets that are queued for the guest cannot be encoded: {why}"
             ));
             Vec::new()
         })

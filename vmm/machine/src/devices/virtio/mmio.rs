@@ -108,7 +108,6 @@ impl MmioInterface {
     /// Reached only if no ioeventfd has taken the write.
     fn notify(&self, queue: u32, send: impl FnOnce(DriverCommand)) {
         match self.kicks.get(queue as usize) {
-            // Fails only at 2^64 - 1 notifications.
             Some(kick) => kick.signal(),
             None => {
                 let why = format!("its driver notifies queue {queue}, which does not exist");

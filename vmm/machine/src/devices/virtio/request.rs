@@ -61,7 +61,10 @@ pub(crate) enum QueuedPacketsError {
     #[error("the packets that are queued for the guest are malformed: {0}")]
     Decode(#[from] DecodeError),
     /// The list names a device that the guest does not have.
-    #[error("the packets that are queued for the guest are malformed: device {0} does not exist")]
+    #[error(
+        "the packets that are queued for the guest are malformed: one is for device {0}, which \
+         does not exist"
+    )]
     NoDevice(u16),
 }
 

@@ -59,7 +59,6 @@ impl SharedDeviceState {
         // SeqCst: the change that is reported comes before the bit, and the bit before the
         // interrupt.
         self.interrupt_status.fetch_or(bit, Ordering::SeqCst);
-        // Fails only if 2^64 - 1 interrupts are pending; another one would change nothing.
         self.line.signal();
     }
 

@@ -223,8 +223,8 @@ impl Transport {
         PendingRequest(self.thread.worker.begin_even_late("release its files", deadline, undo))
     }
 
-    /// Disconnects the guest's peers. Returns the data that arrived since the save, in at most
-    /// `room` bytes.
+    /// Disconnects the guest's peers. Returns the packets that are queued for the guest, in at
+    /// most `room` bytes.
     pub(crate) fn detach_by(&self, room: usize, by: Instant) -> Result<Vec<u8>, RequestError> {
         self.ask("release its peers", by, move |worker| Ok(worker.detach(room))).wait()
     }

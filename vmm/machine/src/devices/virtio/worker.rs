@@ -128,7 +128,7 @@ impl DeviceWorker {
         for event in events {
             match event {
                 Event::Job => {
-                    // The count that is read here covers the jobs in the inbox, or more.
+                    // Cleared before the inbox is read, so that no job is missed.
                     self.wake.clear();
                     if !self.run_jobs() {
                         return false;
@@ -444,7 +444,7 @@ impl DeviceWorker {
     /// Releases files and peers. Data must be durable within `limit`.
     pub(super) fn undo_acquire(&mut self, limit: Duration) -> Result<(), RequestError> {
         let released = self.device.undo_acquire(Instant::now() + limit);
-        // The guest does not run here, so data that arrived for it is of no use.
+        // The guest does not run here, so packets that are queued for it are of no use.
         self.detach(0);
         released.map_err(RequestError::Device)
     }

@@ -12,23 +12,26 @@ use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 use super::shared::LazyRestoreShared;
 use crate::memory::region::frame_at;
 
-/// How much is fetched, and when. The rows "lazy" of `cargo bench -p tests --bench restore` measure
-/// a restore with it.
+/// How much is fetched, and when. The page on performance of restores
+/// (`docs/src/performance/memory.md`) has the speeds that the arithmetic uses.
 struct FetchPolicy {
     /// Frames that one background fetch takes. A fault may have to wait while it lasts: 256 KiB
-    /// take 0.1 ms at 2.9 GB/s, the speed of a whole restore, and 1.3 ms from a disk of 200 MB/s.
+    /// take 0.1 ms at 3.0 GB/s, the speed of a whole restore, and 1.3 ms from a disk of 200 MB/s.
     background_batch: u64,
     /// Frames that are fetched for one fault: the guest is likely to access its neighbours next.
     /// Linux, too, maps 64 KiB around a fault (`fault_around_bytes`).
     readahead: u64,
     /// Upper bound on delaying background fetches until the guest runs, so that they do not compete
     /// with VM construction for CPU. Until then only faulted frames and the recorded working set
-    /// are fetched. A lazily restored guest runs 6 ms after the start of its process, 9 ms on a
-    /// busy host: a build that takes ten times as long does not gain from a further delay.
+    /// are fetched. A lazily restored guest runs 7 ms after the start of its process: a build that
+    /// takes ten times as long does not gain from a further delay.
     boot_grace: Duration,
     /// Interval between two checks whether the guest runs: the background copy begins at most that
-    /// much later, a tenth of the time to build a guest.
+    /// much later. That is less than a tenth of the time to build the guest.
     run_check_interval: Duration,
+    /// Interval between two attempts to fetch what a page source has failed to read while the guest
+    /// ends: short against `poison_delay`.
+    retry_interval: Duration,
     /// Time from the guest's end until lost pages are poisoned. That kills the threads that wait
     /// for them, and the process with them. A process with one guest has normally ended by then.
     poison_delay: Duration,
@@ -42,6 +45,7 @@ const POLICY: FetchPolicy = FetchPolicy {
     readahead: 16,
     boot_grace: Duration::from_millis(100),
     run_check_interval: Duration::from_micros(500),
+    retry_interval: Duration::from_millis(1),
     poison_delay: Duration::from_secs(1),
     max_recorded_faults: 1 << 16,
 };
@@ -132,7 +136,7 @@ impl Fetcher {
                 if self.lost.is_empty() {
                     break;
                 }
-                std::thread::sleep(Duration::from_millis(1));
+                std::thread::sleep(POLICY.retry_interval);
             }
         }
         self.finish(began);

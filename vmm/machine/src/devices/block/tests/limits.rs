@@ -191,7 +191,7 @@ fn tokens_move_with_the_guest() {
 }
 
 #[test]
-fn changed_limits_hold_at_once() {
+fn changed_limits_hold_immediately() {
     let limits = RateLimits { bandwidth: limit(512, 0), operations: limit(100, 0) };
     let mut disk = LimitedDisk::new(limits, EngineKind::Sync);
     let control = disk.driver.transport.rate_limits("d", 1);

@@ -1,4 +1,4 @@
-//! Owns the count of the guest's pauses. Checkpoints, a migration and the operator pause the guest
+//! Decides when the guest is paused. Checkpoints, a migration and the operator pause the guest
 //! independently. The guest runs only while none of them wants it paused.
 //!
 //! Each job sees the guest through a [`JobGuest`], which delegates everything to the guest except
@@ -15,43 +15,43 @@ use driftline_guest::{
 use driftline_machine::vm::SharedVm;
 use parking_lot::{Mutex, MutexGuard};
 
-/// The guest, and the count of the jobs that have paused it.
-pub(super) struct PauseCount {
+/// The guest, and the jobs and wishes that keep it paused.
+pub(super) struct PauseControl {
     vm: SharedVm,
     /// Held while the guest is paused or resumed, for as long as a stuck device delays that.
-    state: Mutex<CountedPause>,
+    state: Mutex<PauseState>,
     /// The state shown to the operator in place of the guest's own, while that state is being
     /// changed or a job has paused the guest. Never locked for long.
     displayed: Mutex<Option<RunState>>,
 }
 
 /// The locked state. Dropping it updates what the operator is shown.
-struct PauseGuard<'h> {
-    pauses: &'h PauseCount,
-    state: MutexGuard<'h, CountedPause>,
+struct PauseStateGuard<'p> {
+    pauses: &'p PauseControl,
+    state: MutexGuard<'p, PauseState>,
 }
 
-impl Deref for PauseGuard<'_> {
-    type Target = CountedPause;
+impl Deref for PauseStateGuard<'_> {
+    type Target = PauseState;
 
-    fn deref(&self) -> &CountedPause {
+    fn deref(&self) -> &PauseState {
         &self.state
     }
 }
 
-impl DerefMut for PauseGuard<'_> {
-    fn deref_mut(&mut self) -> &mut CountedPause {
+impl DerefMut for PauseStateGuard<'_> {
+    fn deref_mut(&mut self) -> &mut PauseState {
         &mut self.state
     }
 }
 
-impl Drop for PauseGuard<'_> {
+impl Drop for PauseStateGuard<'_> {
     fn drop(&mut self) {
         *self.pauses.displayed.lock() = (self.state.jobs > 0).then_some(self.state.wanted);
     }
 }
 
-struct CountedPause {
+struct PauseState {
     /// Number of jobs that have paused the guest.
     jobs: u32,
     /// Whether one of these jobs is the migration.
@@ -65,7 +65,7 @@ struct CountedPause {
     snapshotting: bool,
 }
 
-impl CountedPause {
+impl PauseState {
     /// Counts a job. Returns the state that the job receives: the guest ran, in which case the job
     /// must resume it, or the guest was paused, in which case the job is not counted.
     fn add_job(&mut self, role: JobRole) -> RunState {
@@ -106,9 +106,9 @@ pub(crate) enum OperatorError {
     Guest(#[from] GuestError),
 }
 
-impl PauseCount {
+impl PauseControl {
     pub(super) fn new(vm: SharedVm) -> Arc<Self> {
-        let state = CountedPause {
+        let state = PauseState {
             jobs: 0,
             migration_pauses: false,
             wanted: RunState::Paused,
@@ -143,8 +143,8 @@ impl PauseCount {
         Ok(())
     }
 
-    /// Resumes the guest for the operator: now, or when the last job resumes it. Does nothing
-    /// if the guest already runs.
+    /// Resumes the guest for the operator: now, or when the last job resumes it. Does nothing if the
+    /// guest already runs.
     pub(super) fn operator_resume(&self) -> Result<(), OperatorError> {
         let mut state = self.lock();
         if state.migrating {
@@ -189,8 +189,8 @@ impl PauseCount {
         self.lock().migrating = true;
     }
 
-    /// Marks the end of a migration. If the guest is still paused for the migration, that failed to
-    /// resume it. The guest then stays paused, and the operator may resume it.
+    /// Marks the end of a migration. If the guest is still paused for it, the migration has failed
+    /// to resume the guest: it stays paused, and the operator may resume it.
     pub(super) fn end_migration(&self) {
         let mut state = self.lock();
         state.migrating = false;
@@ -212,12 +212,12 @@ impl PauseCount {
         Arc::new(JobGuest { pauses: self.clone(), role })
     }
 
-    fn lock(&self) -> PauseGuard<'_> {
+    fn lock(&self) -> PauseStateGuard<'_> {
         let state = self.state.lock();
         let mut displayed = self.displayed.lock();
         displayed.get_or_insert_with(|| self.vm.run_state());
         drop(displayed);
-        PauseGuard { pauses: self, state }
+        PauseStateGuard { pauses: self, state }
     }
 
     fn pause_for(&self, role: JobRole) -> Result<RunState, GuestError> {
@@ -256,7 +256,7 @@ impl PauseCount {
 }
 
 /// The operator's pause, which lasts at least until this is dropped.
-pub(super) struct KeptPause<'h>(&'h PauseCount);
+pub(super) struct KeptPause<'p>(&'p PauseControl);
 
 impl Drop for KeptPause<'_> {
     fn drop(&mut self) {
@@ -276,7 +276,7 @@ pub(super) enum JobRole {
 
 /// The guest as one job sees it.
 pub(super) struct JobGuest {
-    pauses: Arc<PauseCount>,
+    pauses: Arc<PauseControl>,
     role: JobRole,
 }
 
@@ -321,16 +321,16 @@ mod tests {
     };
     use driftline_machine::testing::{kvm_or_skip, payload_config};
 
-    fn running() -> (SharedVm, Arc<PauseCount>) {
+    fn running() -> (SharedVm, Arc<PauseControl>) {
         launch(BackendKind::Threads, Vec::new())
     }
 
-    fn launch(backend: BackendKind, devices: Vec<DeviceConfig>) -> (SharedVm, Arc<PauseCount>) {
+    fn launch(backend: BackendKind, devices: Vec<DeviceConfig>) -> (SharedVm, Arc<PauseControl>) {
         let config = MachineConfig { devices, ..payload_config(backend) };
         let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
         let vm = driftline_backends::launch(config, &host).unwrap();
         vm.resume().unwrap();
-        (vm.clone(), PauseCount::new(vm))
+        (vm.clone(), PauseControl::new(vm))
     }
 
     #[test]
@@ -379,7 +379,7 @@ mod tests {
     #[test]
     fn kept_pause_is_not_resumed() {
         let (vm, pauses) = running();
-        let refused = |pauses: &PauseCount| pauses.keep_paused().err().unwrap().to_string();
+        let refused = |pauses: &PauseControl| pauses.keep_paused().err().unwrap().to_string();
         assert!(refused(&pauses).contains("this one is running"));
         let checkpoint = pauses.guest_for(JobRole::Checkpoint);
         checkpoint.pause().unwrap();
