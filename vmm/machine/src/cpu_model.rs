@@ -340,7 +340,14 @@ pub(crate) fn names() -> impl Iterator<Item = &'static str> {
 /// at most a third of it.
 pub(crate) fn nearest(name: &str) -> Option<&'static str> {
     let edits = |known: &&str| strsim::damerau_levenshtein(name, known);
-    names().min_by_key(edits).filter(|known| edits(known) * 3 <= known.len())
+    of_similar_length(name).min_by_key(edits).filter(|known| edits(known) * 3 <= known.len())
+}
+
+/// Returns the names that `name` can become with edits of at most a third of them. None is left for
+/// a long `name`, so the cost of [`nearest`] is bounded.
+fn of_similar_length(name: &str) -> impl Iterator<Item = &'static str> {
+    let length = name.chars().count();
+    names().filter(move |known| length.abs_diff(known.len()) * 3 <= known.len())
 }
 
 /// Returns the place of the feature called `name`.
@@ -434,5 +441,11 @@ mod tests {
         for strange in ["", "warp", "a-long-name-that-means-nothing"] {
             assert_eq!(nearest(strange), None, "{strange}");
         }
+    }
+
+    #[test]
+    fn long_name_is_compared_with_no_feature() {
+        assert_eq!(of_similar_length(&"avx512".repeat(1 << 14)).next(), None);
+        assert!(of_similar_length("avx5l2f").any(|known| known == "avx512f"));
     }
 }

@@ -77,10 +77,7 @@ impl CpuConfig {
         }
         match self.without.iter().find(|name| cpu_model::find(name).is_none()) {
             None => Ok(()),
-            Some(name) => {
-                let nearest = cpu_model::nearest(name);
-                Err(ConfigError::UnknownFeature { name: name.clone(), nearest })
-            }
+            Some(name) => Err(ConfigError::UnknownFeature { name: name.clone() }),
         }
     }
 }
@@ -117,8 +114,20 @@ impl FromStr for CpuConfig {
             without.push(name.to_owned());
         }
         let config = Self { model, without, ..Self::default() };
-        config.check()?;
+        config.check().map_err(with_nearest)?;
         Ok(config)
+    }
+}
+
+/// Adds a suggestion to the refusal of a user's text. Configurations of a peer or a store have
+/// none.
+fn with_nearest(refusal: ConfigError) -> ConfigError {
+    match refusal {
+        ConfigError::UnknownFeature { name } => {
+            let nearest = cpu_model::nearest(&name);
+            ConfigError::MisspelledFeature { name, nearest }
+        }
+        other => other,
     }
 }
 
@@ -137,13 +146,25 @@ mod tests {
             refused("host,cx16"),
             "\"cx16\" is not a valid feature to remove: write -NAME, such as -cx16"
         );
-        let list = "`driftline doctor -v` lists those of this host";
+        let list = "`driftline doctor -v` lists the features of this host";
         assert_eq!(refused("host,-warp"), format!("unknown processor feature \"warp\"; {list}"));
         assert_eq!(
             refused("host,-avx521f"),
-            format!("unknown processor feature \"avx521f\": did you mean avx512f?; {list}")
+            format!("unknown processor feature \"avx521f\": did you mean avx512f? {list}")
         );
         let many = format!("host{}", ",-cx16".repeat(65));
         assert!(refused(&many).contains("65 features"));
+    }
+
+    #[test]
+    fn long_feature_name_is_quoted_in_part() {
+        let name = "x".repeat(64 << 10);
+        let long = CpuConfig { without: vec![name.clone()], ..CpuConfig::default() };
+        let refusal = long.check().unwrap_err();
+        assert_eq!(refusal, ConfigError::UnknownFeature { name: name.clone() });
+        assert!(refusal.to_string().ends_with("x\"... of 65536 bytes"));
+        let refusal = format!("host,-{name}").parse::<CpuConfig>().unwrap_err();
+        assert!(refusal.to_string().len() < 200, "{refusal}");
+        assert_eq!(refusal, ConfigError::MisspelledFeature { name, nearest: None });
     }
 }

@@ -30,12 +30,18 @@ pub enum ConfigError {
         choices: &'static str,
     },
     /// No processor feature has this name.
-    #[error(
-        "unknown processor feature {}{}; `driftline doctor -v` lists those of this host",
-        quoted(name),
-        nearest.map_or(String::new(), |nearest| format!(": did you mean {nearest}?"))
-    )]
+    #[error("unknown processor feature {}", quoted(name))]
     UnknownFeature {
+        /// The name.
+        name: String,
+    },
+    /// No processor feature has the name that a user gave.
+    #[error(
+        "unknown processor feature {}{} `driftline doctor -v` lists the features of this host",
+        quoted(name),
+        nearest.map_or(";".to_owned(), |nearest| format!(": did you mean {nearest}?"))
+    )]
+    MisspelledFeature {
         /// The name.
         name: String,
         /// The feature that has a similar name.
