@@ -1,17 +1,28 @@
 //! Parses sizes as users write them.
 
-use parse_size::{ByteSuffix, Config};
-
 /// The forms of a size, as the end of a sentence that begins with "a size is".
-pub const SIZE_FORMS: &str =
-    "a number and K, M or G, or KiB, MiB or GiB (powers of two; not KB, MB or GB), such as 64M";
+pub const SIZE_FORMS: &str = "a number of bytes, or a number with K, M, G, KiB, MiB or GiB \
+                              (powers of two; not KB, MB or GB), such as 64M";
 
-/// Returns the bytes of a size: a number, then nothing, or `K`, `M`, `G` and so on (powers of two),
-/// each with or without `iB`. A unit such as `MB`, which others read as a power of ten, is refused.
+/// Returns the bytes of a size: digits, perhaps with a fraction, then nothing or `K`, `M`, `G` or
+/// `T` (powers of two), each perhaps with `i` or `iB`. A unit such as `MB`, which others read as a
+/// power of ten, is refused, and so is a fraction that is not a whole number of bytes.
 pub fn parse_size(text: &str) -> Option<u64> {
-    let text = text.strip_suffix('B').filter(|number| number.ends_with('i')).unwrap_or(text);
-    let config = Config::new().with_binary().with_byte_suffix(ByteSuffix::Deny);
-    config.parse_size(text).ok()
+    let is_number = |c: char| c.is_ascii_digit() || c == '.';
+    let (number, unit) = text.split_at(text.find(|c| !is_number(c)).unwrap_or(text.len()));
+    let shift = match unit {
+        "" => 0,
+        "K" | "Ki" | "KiB" => 10,
+        "M" | "Mi" | "MiB" => 20,
+        "G" | "Gi" | "GiB" => 30,
+        "T" | "Ti" | "TiB" => 40,
+        _ => return None,
+    };
+    let (whole, fraction) = number.split_once('.').unwrap_or((number, "0"));
+    let (whole, parts): (u128, u128) = (whole.parse().ok()?, fraction.parse().ok()?);
+    let scale = 10_u128.checked_pow(fraction.len().try_into().ok()?)?;
+    let scaled = whole.checked_mul(scale)?.checked_add(parts)?.checked_mul(1 << shift)?;
+    scaled.is_multiple_of(scale).then(|| u64::try_from(scaled / scale).ok())?
 }
 
 #[cfg(test)]
@@ -25,23 +36,24 @@ mod tests {
         assert_eq!(parse_size("64M"), Some(64 << 20));
         assert_eq!(parse_size("16G"), Some(16 << 30));
         assert_eq!(parse_size("64MiB"), Some(64 << 20));
-        assert_eq!(parse_size("64m"), Some(64 << 20));
         assert_eq!(parse_size("1.5G"), Some(3 << 29));
+        assert_eq!(parse_size("0.50KiB"), Some(512));
+        assert_eq!(parse_size("18446744073709551615"), Some(u64::MAX));
+        assert_eq!(parse_size("16777215.5T"), Some(33_554_431 << 39));
+    }
+
+    #[test]
+    fn other_forms_of_a_size_are_refused() {
         for wrong in [
-            "",
-            "M",
-            "MiB",
-            "+1",
-            "-1",
-            "1,5G",
-            "1.5.1G",
-            "64MB",
-            "64mb",
-            "64B",
-            "18446744073709551616",
-            "17179869184G",
+            "", "M", "MiB", ".", ".5G", "1.G", "+1", "-1", "1,5G", "1.5.1G", "1.+5G", " 1", "1 M",
+            "64MB", "64mb", "64B", "64b", "64i", "64iB", "64m", "64mib", "64miB", "64MIB", "64Mib",
+            "1e", "1E", "1e3", "1P", "1_0 0M", "1_000", "1.5", "0.0001K", "0.1M", "٣K", "1MM",
         ] {
             assert_eq!(parse_size(wrong), None, "{wrong}");
+        }
+        let long = format!("0.{}", "0".repeat(64 << 10));
+        for large in ["18446744073709551616", "17179869184G", "16777216T", &long] {
+            assert_eq!(parse_size(large), None, "{large}");
         }
     }
 

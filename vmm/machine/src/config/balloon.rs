@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::error::ConfigError;
 use super::spec::{SpecError, Syntax};
-use crate::size::parse_size;
+use crate::size::{SIZE_FORMS, parse_size};
 
 /// A memory balloon. Its command line form is
 /// `[size=SIZE][,deflate-on-oom=on|off][,reporting=on|off][,hinting=on|off]`.
@@ -51,7 +51,7 @@ impl FromStr for BalloonConfig {
 fn read_size(text: &str) -> Result<u64, ConfigError> {
     let bytes = parse_size(text).filter(|bytes| bytes.is_multiple_of(PAGE_SIZE));
     bytes.ok_or_else(|| {
-        let form = "a number and K, M or G, whole pages of 4K";
+        let form = format!("{SIZE_FORMS}; whole pages of 4K");
         ConfigError::malformed("size of a balloon", text, form)
     })
 }

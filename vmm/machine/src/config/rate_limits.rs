@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::error::ConfigError;
 use super::spec::{GivenOptions, SpecError};
-use crate::size::parse_size;
+use crate::size::{SIZE_FORMS, parse_size};
 
 /// Nanoseconds in a millisecond.
 const NS_PER_MS: u64 = 1_000_000;
@@ -89,7 +89,7 @@ pub(super) fn read_bandwidth(
 ) -> Result<Option<RateLimit>, SpecError> {
     let read = |text: &str| {
         let rate = parse_size(text).filter(|rate| *rate > 0);
-        let form = "at least 1 byte per second, as a number and K, M or G";
+        let form = format!("{SIZE_FORMS}; at least 1 byte per second");
         rate.map(RateLimit::per_second)
             .ok_or_else(|| ConfigError::malformed("bandwidth", text, form).into())
     };
