@@ -190,6 +190,7 @@ mod tests {
             ("payload,ws=12Q", "\"ws=12Q\" in \"payload,ws=12Q\" is not a size such as 64M"),
             ("payload,ws=12MB", "is not a size such as 64M"),
             ("payload,ws=12iB", "is not a size such as 64M"),
+            ("payload,ws=1.5G", "is not a size such as 64M (a whole number, then nothing, K,"),
             ("payload,ws=0", "is an empty working set"),
             ("payload,ws=5000", "is not a multiple of the page size"),
             ("payload,ws=64", "; did you mean ws=64M?"),

@@ -254,11 +254,13 @@ impl PayloadSpec {
 
 fn parse_ws(value: &[u8]) -> Result<u64, SettingRefusal> {
     match parse_size(value) {
-        None => Err(SettingRefusal("is not a size such as 64M (digits, then nothing, K, M or G)")),
+        None => Err(SettingRefusal(
+            "is not a size such as 64M (a whole number, then nothing, K, M, G, KiB, MiB or GiB)",
+        )),
         Some(0) => Err(SettingRefusal("is an empty working set")),
-        Some(bytes) if !bytes.is_multiple_of(PAGE_SIZE) => {
-            Err(SettingRefusal("is not a multiple of the page size, 4K; sizes take K, M or G"))
-        }
+        Some(bytes) if !bytes.is_multiple_of(PAGE_SIZE) => Err(SettingRefusal(
+            "is not a multiple of the page size, 4K, in bytes or with K, M, G, KiB, MiB or GiB",
+        )),
         Some(bytes) if bytes > WS_MAX => {
             Err(SettingRefusal("is more than the payload can map (256G)"))
         }
@@ -271,7 +273,10 @@ fn parse_rate(value: &[u8]) -> Result<WriteRate, SettingRefusal> {
         return Ok(WriteRate::Max);
     }
     match parse_size(value) {
-        None => Err(SettingRefusal("is neither `max` nor a size a second such as 320M")),
+        None => Err(SettingRefusal(
+            "is neither `max` nor a size a second such as 320M (a whole number, then nothing, K, \
+             M, G, KiB, MiB or GiB)",
+        )),
         Some(rate) if !(PAGE_SIZE..=RATE_MAX).contains(&rate) => {
             Err(SettingRefusal("is out of range (from 4K, a page a second, to 64G, or max)"))
         }

@@ -20,6 +20,9 @@ const GROUPS: [(Group, &str); 6] = [
     (Group::Capability, "KVM capabilities"),
 ];
 
+/// Columns of the report. Longer findings continue on the next line.
+const COLUMNS: usize = 100;
+
 /// `driftline doctor`; `verbose` also shows the capabilities.
 pub(super) fn doctor(args: &DoctorArgs, verbose: bool) -> Result<ExitCode, Failure> {
     let diagnosis = diagnose();
@@ -69,7 +72,10 @@ fn report(diagnosis: &Diagnosis, verbose: bool, colours: bool) -> String {
                 (false, false) => "missing",
                 (false, true) => "\x1b[31mmissing\x1b[0m",
             };
-            lines.push(format!("  {mark}  {:width$}  {}", finding.name, describe(finding)));
+            // Two blanks come before the mark, before the name, and before the description.
+            let indent = width + 2 + "missing".len() + 2 + 2;
+            let described = wrap(&describe(finding), indent);
+            lines.push(format!("  {mark}  {:width$}  {described}", finding.name));
         }
     }
     lines.join("\n")
@@ -81,6 +87,25 @@ fn describe(finding: &Finding) -> String {
         (true, cost) => format!("{}: {cost}", finding.value),
         (false, cost) => cost.to_owned(),
     }
+}
+
+/// Breaks `text`, which starts at column `indent`, into lines that start and end like the first.
+fn wrap(text: &str, indent: usize) -> String {
+    let mut wrapped = String::new();
+    let mut column = indent;
+    for word in text.split(' ') {
+        let length = word.chars().count();
+        if column > indent && column + 1 + length > COLUMNS {
+            wrapped.push_str(&format!("\n{:indent$}", ""));
+            column = indent;
+        } else if column > indent {
+            wrapped.push(' ');
+            column += 1;
+        }
+        wrapped.push_str(word);
+        column += length;
+    }
+    wrapped
 }
 
 #[cfg(test)]
@@ -109,5 +134,16 @@ mod tests {
         assert!(report(&diagnosis, true, false).contains("KVM_CAP_IRQCHIP"));
         (diagnosis.kvm, diagnosis.findings[0].present) = (false, false);
         assert!(verdict(&diagnosis).contains("cannot run KVM guests: it lacks /dev/kvm;"));
+    }
+
+    #[test]
+    fn long_finding_continues_on_the_next_line() {
+        let value = ["avx512f"; 100].join(" ");
+        let long = Finding { value, ..finding(Group::Capability, "processor features", true) };
+        let text = report(&Diagnosis { kvm: true, findings: vec![long] }, true, false);
+        assert!(text.lines().all(|line| line.len() <= COLUMNS), "{text}");
+        assert_eq!(text.matches("avx512f").count(), 100);
+        let indent = text.lines().find_map(|line| line.find("avx512f")).unwrap();
+        assert!(text.lines().skip(4).all(|line| line.find(|c| c != ' ') == Some(indent)), "{text}");
     }
 }

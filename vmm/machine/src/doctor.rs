@@ -109,7 +109,8 @@ fn kvm_findings(kvm: &Kvm, findings: &mut Vec<Finding>) {
     findings.push(ring.of(Group::Migration));
     match kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES) {
         Err(e) => findings.push(
-            missing(BASELINE, &format!("KVM_GET_SUPPORTED_CPUID failed: {e}")).of(Group::Migration),
+            missing(BASELINE_FINDING, &format!("KVM_GET_SUPPORTED_CPUID failed: {e}"))
+                .of(Group::Migration),
         ),
         Ok(supported) => {
             findings.push(baseline_processor(&supported).of(Group::Migration));
@@ -128,17 +129,17 @@ fn kvm_findings(kvm: &Kvm, findings: &mut Vec<Finding>) {
     }
 }
 
-const BASELINE: &str = "baseline processor";
+const BASELINE_FINDING: &str = "baseline processor";
 
 fn baseline_processor(supported: &CpuId) -> Finding {
     let lacks = baseline::lacks(supported);
     if lacks.is_empty() {
-        return present(BASELINE, "offered".into(), "");
+        return present(BASELINE_FINDING, "offered".into(), "");
     }
     let (want, without) = (lacks.join(", "), lacks.join(",-"));
     let cost =
         format!("--cpu baseline is refused: {want} is missing; --cpu baseline,-{without} works");
-    missing(BASELINE, &cost)
+    missing(BASELINE_FINDING, &cost)
 }
 
 fn hypervisor() -> Finding {

@@ -297,7 +297,7 @@ pub(crate) struct ReceiveArgs {
     ///
     /// The receiver discards a complete guest if the source does not commit, or if it cannot take
     /// the guest over. It then waits to answer the source. `driftline stop` and signals shorten
-    /// this wait to 2 s. Such as 500ms, 30s or 5m.
+    /// this wait to 2 s. For example, 500ms, 30s or 5m.
     #[arg(long, value_name = "TIME", default_value = "30s", value_parser = values::duration,
           help_heading = headings::WAITING)]
     pub(crate) answer_timeout: Duration,

@@ -21,7 +21,7 @@ fn unknown_tracking_is_refused_with_the_known() {
     for (option, most) in [("--interval", "3600"), ("--duration", "86400"), ("--settle", "3600")] {
         let bound = format!("it is at most {most} s");
         for (much, why) in
-            [("18446744073709551615s", "a duration is at most a year"), ("86401s", &bound)]
+            [("18446744073709551615s", "a duration is at most 365d"), ("86401s", &bound)]
         {
             let stderr = fail(2, &["compare", "--kernel", "none", option, much]);
             assert!(stderr.contains(why), "{option} {much}: {stderr}");

@@ -38,7 +38,8 @@ const ROWS: &[Row] = &[
     (
         "run --guest payload,ws=64",
         2,
-        "is not a multiple of the page size, 4K; sizes take K, M or G; did you mean ws=64M?",
+        "is not a multiple of the page size, 4K, in bytes or with K, M, G, KiB, MiB or GiB; did \
+         you mean ws=64M?",
     ),
     ("RUN --disk path=PLACE/file,copy", 2, "'copy' of --disk is only for receive-migration"),
     ("RUN --disk path=PLACE/file", 1, "driftline: the threads backend has no devices"),

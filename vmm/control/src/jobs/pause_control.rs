@@ -143,8 +143,8 @@ impl PauseControl {
         Ok(())
     }
 
-    /// Resumes the guest for the operator: now, or when the last job resumes it. Does nothing if the
-    /// guest already runs.
+    /// Resumes the guest for the operator: now, or when the last job resumes it. Does nothing if
+    /// the guest already runs.
     pub(super) fn operator_resume(&self) -> Result<(), OperatorError> {
         let mut state = self.lock();
         if state.migrating {

@@ -35,8 +35,8 @@ use crate::vcpu::{StateContext, cpu_compat, cpuid, msrs, tsc};
 /// The first contents of a machine's memory.
 #[derive(Default)]
 pub enum FirstContents {
-    /// A kernel or another payload that the configuration boots: the guest is new, and has acquired its
-    /// disks.
+    /// A kernel or another payload that the configuration boots: the guest is new, and has
+    /// acquired its disks.
     #[default]
     Boot,
     /// Zeros: memory and state are restored into the machine. The guest has acquired nothing: call
