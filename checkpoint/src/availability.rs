@@ -60,7 +60,12 @@ impl ProtectionAvailability {
         match (phase, cause) {
             // Failures of drives do not concern it.
             (EpochStep::CopyDrives, _) => {}
-            (EpochStep::Protect | EpochStep::CopyInBackground, EpochFailure::Guest(_)) => {
+            (
+                EpochStep::Protect | EpochStep::CopyInBackground,
+                EpochFailure::Guest(_)
+                | EpochFailure::NoThread { .. }
+                | EpochFailure::ThreadEnded { .. },
+            ) => {
                 self.offer = ProtectionOffer::Unknown;
                 self.skip(policy.rest_after_failure, cause);
             }
@@ -99,5 +104,35 @@ impl WaitAvailability {
                 self.epochs_to_skip
             );
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+
+    use driftline_guest::GuestError;
+
+    use super::*;
+
+    #[test]
+    fn failed_background_copy_is_avoided_for_a_while() {
+        let policy = CopyPolicy::default();
+        let causes: [fn() -> EpochFailure; 3] = [
+            || GuestError::unsupported("protecting", io::Error::other("refused")).into(),
+            || EpochFailure::NoThread { thread: "copy", cause: io::Error::other("limit") },
+            || EpochFailure::ThreadEnded { thread: "copy" },
+        ];
+        for phase in [EpochStep::Protect, EpochStep::CopyInBackground] {
+            for cause in causes {
+                let mut availability = ProtectionAvailability::default();
+                availability.failed(&policy, phase, &cause());
+                let skipped = availability.epochs_to_skip;
+                assert_eq!(skipped, policy.rest_after_failure, "{phase}: {}", cause());
+            }
+        }
+        let mut availability = ProtectionAvailability::default();
+        availability.failed(&policy, EpochStep::CopyDrives, &causes[2]());
+        assert_eq!(availability.epochs_to_skip, 0, "a drive's failure does not concern it");
     }
 }

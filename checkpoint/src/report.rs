@@ -142,7 +142,7 @@ pub enum EpochFailure {
         cause: io::Error,
     },
     /// A thread that an epoch needs has ended.
-    #[error("the {thread} thread has ended")]
+    #[error("the {thread} thread has ended; the log says why")]
     ThreadEnded {
         /// Its job.
         thread: &'static str,

@@ -88,7 +88,8 @@ pub enum Cause {
         #[source]
         cause: DriveFailure,
     },
-    /// The storage of copies of disks is slower than the source sends them.
+    /// Copies of disks cannot be written: their storage is slower than the source sends them, or
+    /// fails.
     #[error("writing copies of disks failed: {cause}")]
     Copies {
         /// The reason.
@@ -209,10 +210,11 @@ pub enum Cause {
 
 /// A limit of pre-copy.
 #[derive(Debug)]
+#[non_exhaustive]
 pub enum PrecopyLimit {
-    /// That of passes or of time, reached between two passes.
+    /// The limit of passes or of time, found between two passes.
     Reached(Box<LimitReached>),
-    /// That of time, reached within a pass.
+    /// The time limit, reached within a pass.
     Timeout(Duration),
 }
 
@@ -235,6 +237,7 @@ impl fmt::Display for PrecopyLimit {
 
 /// What the throttle did in a pre-copy that did not converge.
 #[derive(Debug)]
+#[non_exhaustive]
 pub enum ThrottleEffect {
     /// The operator had forbidden it.
     Forbidden,
@@ -263,7 +266,9 @@ pub struct ThrottledVcpu {
 impl fmt::Display for ThrottleEffect {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (most, vcpus) = match self {
-            Self::Forbidden => return f.write_str("its vCPUs were not throttled, as asked"),
+            Self::Forbidden => {
+                return f.write_str("its vCPUs were not throttled, as asked");
+            }
             Self::NotMeasured => {
                 return f.write_str(
                     "none of its vCPUs was throttled: which of them write is not known",

@@ -12,6 +12,7 @@ use driftline_guest::PAGE_BYTES;
 /// Bytes to populate: twice the dozen pages of a guest with few vCPUs, and less than the 128 KiB
 /// from which on the allocators of glibc and musl return a freed block to the system.
 const BYTES: usize = 96 << 10;
+
 /// Grows the heap if it has less free memory than [`BYTES`]. Takes about ten microseconds if it
 /// has to grow.
 pub(crate) fn grow() {

@@ -4,9 +4,8 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
-use driftline_guest::PAGE_BYTES;
-
 use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
+use driftline_guest::PAGE_BYTES;
 use parking_lot::Mutex;
 
 use crate::damage::Damage;

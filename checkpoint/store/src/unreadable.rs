@@ -231,7 +231,8 @@ mod tests {
             let guessed = failed_read_limit == 0 && guesses;
             assert!((0..200).all(|unit| unreadable.has(unit) == is_bad(unit)) != guessed);
             assert_eq!(unreadable.must_end(), failed_read_limit == 0 && !guesses);
-            assert!(matches!(unreadable.damage(31), Damage::Unreadable { .. }));
+            let Damage::Unreadable { cause } = unreadable.damage(31) else { panic!("{guesses}") };
+            assert_eq!(cause.raw_os_error(), bad().raw_os_error());
             if guessed {
                 let why = "it cannot be read: not tried, since other reads failed for 7 s";
                 assert_eq!(unreadable.damage(32).to_string(), why);

@@ -12,7 +12,7 @@ pub(crate) struct PrecopyFigures {
     /// a smaller pass is mostly that of its acknowledgement.
     pub(crate) min_measured_bytes: u64,
     /// Expected pause below which no further pass is sent. 2 ms: pausing and resuming a guest takes
-    /// about as long by itself (the downtimes in `docs/src/performance/migration.md`).
+    /// about as long by itself: downtimes of 0.8 to 2.3 ms in `docs/src/performance/migration.md`.
     pub(crate) short_pause: Duration,
     /// Upper bound on the ratio of dirty frames to the pass's frames at which another pass shortens
     /// the pause. It counts frames, because zero frames and compressed frames have few bytes in any
@@ -21,7 +21,7 @@ pub(crate) struct PrecopyFigures {
     pub(crate) shrink_ratio: f64,
     /// First share of the link's rate that vCPUs may fill. 0.6, so far below
     /// [`shrink_ratio`](Self::shrink_ratio) that the throttle need not be exact: a guest that
-    /// exceeds its share by a sixth still converges.
+    /// exceeds its share by a tenth still converges.
     pub(crate) first_share: f64,
     /// Factor of the share after a pass that did not shrink under the throttle. 0.5, chosen.
     pub(crate) tighten_factor: f64,
@@ -30,9 +30,8 @@ pub(crate) struct PrecopyFigures {
     pub(crate) least_share: f64,
     /// Share during the approach. A smaller share makes the pause shorter and the guest slower
     /// before it. With 0.6 each pass has 0.6 times the frames of the previous one; with 0.15 the
-    /// second pass takes some milliseconds. A guest that dirties 256 MiB as fast as the link
-    /// carries it is then paused for 2 ms instead of 30 to 60, and its migration takes 15 % longer
-    /// (`tests/bench/migrate_vs_qemu.rs` has such a guest).
+    /// second pass takes some milliseconds. 0.15, chosen. The guest "256 MiB, one word a page" of
+    /// `docs/src/performance/migration.md` has such an approach.
     pub(crate) approach_share: f64,
     /// Expected pause above which the approach begins. 5 ms, chosen, and longer than
     /// [`short_pause`](Self::short_pause): else the approach would gain nothing.

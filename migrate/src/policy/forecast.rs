@@ -25,16 +25,16 @@ use crate::policy::convergence::{Goals, Judgement, PassMeasurement, expected_dow
 use crate::policy::throttle::{PassWrites, Throttle, judge_and_throttle};
 use crate::report::ms;
 
-/// Time until the first pass, in which the destination builds a machine. Guests that send little
-/// take 21 and 25 ms in `docs/src/performance/migration.md`.
+/// Time until the first pass, in which the destination builds a machine. An upper bound: whole
+/// migrations of guests that send little take 21 and 25 ms in `docs/src/performance/migration.md`.
 const SETUP_TIME: Duration = Duration::from_millis(25);
 /// Time from a pass's last byte to the next pass: acknowledgement and drain. Assumed.
 const PASS_OVERHEAD: Duration = Duration::from_millis(1);
-/// Time from the verdict to the pause, in which the hand-over record becomes durable.
-/// Assumed.
+/// Time from the verdict to the pause, in which the hand-over record becomes durable. Assumed.
 const RECORD_OVERHEAD: Duration = Duration::from_millis(3);
 /// Part of the downtime that does not depend on the pending frames: pause, state, hand-over,
-/// resume. The medians there are 0.8 to 2.3 ms.
+/// resume. An upper bound for most guests: the median downtimes in
+/// `docs/src/performance/migration.md`, which include the last frames, are 0.8 to 2.3 ms.
 const PAUSE_OVERHEAD: Duration = Duration::from_millis(2);
 
 /// Bytes of a pass besides contents.

@@ -38,6 +38,7 @@ const _: () = assert!(ZERO_RUNS as u64 + MAX_PAGES < MAX_ZERO_RUNS as u64);
 const PIECE: usize = 512;
 /// Bytes of a cache line.
 const LINE: usize = 64;
+
 /// Sends a guest's memory, or shares of it, over one channel.
 pub(super) struct FrameSender<'a> {
     ram: &'a GuestRam,
