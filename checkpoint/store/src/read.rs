@@ -16,7 +16,8 @@ use crate::page_file::PageReader;
 /// Number of frames that one thread reads at a time: 1 MiB, which stays in a CPU cache until it has
 /// been checked and copied.
 const BATCH_FRAMES: usize = 256;
-/// Maximum number of threads that read.
+/// Maximum number of threads that read. One copies 1.7 GB/s into untouched memory (the bench
+/// `restore`), so four take what a disk at PCIe 4.0 gives, 7 GB/s.
 const THREADS: usize = 4;
 /// Number of frames that the system is asked to read ahead in one call: 128 KiB, its own default
 /// for reading ahead. It may ignore longer requests.

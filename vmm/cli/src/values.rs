@@ -92,7 +92,9 @@ const DURATION_UNITS: [&str; 5] = ["ms", "s", "m", "h", "d"];
 /// Parses a duration in whole milliseconds: numbers with [`DURATION_UNITS`].
 pub(super) fn duration(text: &str) -> Result<Duration, String> {
     let mut units = text.split(|c: char| !c.is_alphabetic()).filter(|unit| !unit.is_empty());
-    let are_known = units.all(|unit| DURATION_UNITS.contains(&unit));
+    // `humantime` reads "1 30m" as 130 minutes.
+    let have_units = text.split_whitespace().all(|part| part.ends_with(char::is_alphabetic));
+    let are_known = have_units && units.all(|unit| DURATION_UNITS.contains(&unit));
     match humantime::parse_duration(text).ok().filter(|_| are_known) {
         None => {
             Err("a duration is a number and ms, s, m, h or d, such as 100ms or 1h 30m".to_owned())
@@ -230,6 +232,8 @@ mod tests {
             "1h 2weeks",
             "1min",
             "1H",
+            "1 30m",
+            "1 m",
         ] {
             assert!(duration(wrong).unwrap_err().contains("such as 100ms or 1h 30m"), "{wrong}");
         }

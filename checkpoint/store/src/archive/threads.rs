@@ -4,7 +4,8 @@ use std::thread;
 
 use crate::archive::contents::MAX_FRAMES;
 
-/// Maximum number of threads that pack or unpack.
+/// Maximum number of threads that pack or unpack. 8, chosen: each has a record of 2 MiB and its
+/// packed form in work, so all have at most 32 MiB.
 const THREADS: usize = 8;
 
 /// Runs `work` on as many threads as there are processors, but no more than this number of frames
