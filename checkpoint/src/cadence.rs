@@ -13,8 +13,8 @@ use crate::{CheckpointError, Checkpointer, EpochReport, Percentiles};
 /// Longest time that a wait continues after its cancellation.
 const CANCEL_LATENCY: Duration = Duration::from_millis(10);
 
-/// Maximum number of epochs in flight to the disk. 4, chosen: with one, the disk would be idle while
-/// the next epoch is taken. A crash of the host loses all that are in flight.
+/// Maximum number of epochs in flight to the disk. 4, chosen: with one, the disk would be idle
+/// while the next epoch is taken. A crash of the host loses all that are in flight.
 const MAX_IN_FLIGHT: usize = 4;
 
 /// Minimum interval at which a wait polls how much has changed; it polls up to four times per
