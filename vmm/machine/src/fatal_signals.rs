@@ -226,7 +226,7 @@ fn kill_after_limit() {
     let mut set: libc::sigset_t = unsafe { MaybeUninit::zeroed().assume_init() };
     // SAFETY: the set is initialized, and this is the number of a signal.
     unsafe { libc::sigaddset(&raw mut set, libc::SIGALRM) };
-    // All threads block it, and so does the handler.
+    // All threads of this process block SIGALRM, and it stays blocked in the handler.
     // SAFETY: the set is initialized; the old one is not requested.
     unsafe { libc::pthread_sigmask(libc::SIG_UNBLOCK, &raw const set, std::ptr::null_mut()) };
     // SAFETY: a call without pointers, whose signal has its default action.

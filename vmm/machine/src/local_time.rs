@@ -6,20 +6,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 pub fn local_time(unix_ms: u64) -> String {
     // 64 bits of milliseconds are 54 bits of seconds.
     let seconds = (unix_ms / 1000) as i64;
-    calendar(seconds).map_or_else(
-        || format!("{seconds} s"),
-        |tm| {
-            format!(
-                "{:04}-{:02}-{:02} {:02}:{:02}:{:02}",
-                i64::from(tm.tm_year) + 1900,
-                tm.tm_mon + 1,
-                tm.tm_mday,
-                tm.tm_hour,
-                tm.tm_min,
-                tm.tm_sec
-            )
-        },
-    )
+    calendar(seconds).map_or_else(|| format!("{seconds} s"), |tm| date_and_time(&tm, ' '))
 }
 
 /// Formats a time in the host's time zone to the nanosecond: `2026-11-24T18:19:40.000000001`. The C
@@ -29,19 +16,20 @@ pub fn local_time_ns(time: SystemTime) -> String {
     let since = time.duration_since(UNIX_EPOCH).unwrap_or_default();
     let seconds = i64::try_from(since.as_secs()).unwrap_or(i64::MAX);
     let nanoseconds = since.subsec_nanos();
-    calendar(seconds).map_or_else(
-        || format!("{seconds}.{nanoseconds:09}"),
-        |tm| {
-            format!(
-                "{}-{:02}-{:02}T{:02}:{:02}:{:02}.{nanoseconds:09}",
-                i64::from(tm.tm_year) + 1900,
-                tm.tm_mon + 1,
-                tm.tm_mday,
-                tm.tm_hour,
-                tm.tm_min,
-                tm.tm_sec
-            )
-        },
+    let whole = calendar(seconds).map_or_else(|| seconds.to_string(), |tm| date_and_time(&tm, 'T'));
+    format!("{whole}.{nanoseconds:09}")
+}
+
+/// Formats a date and a time of day to the second, with `separator` between them.
+fn date_and_time(tm: &libc::tm, separator: char) -> String {
+    format!(
+        "{:04}-{:02}-{:02}{separator}{:02}:{:02}:{:02}",
+        i64::from(tm.tm_year) + 1900,
+        tm.tm_mon + 1,
+        tm.tm_mday,
+        tm.tm_hour,
+        tm.tm_min,
+        tm.tm_sec
     )
 }
 

@@ -28,7 +28,7 @@ impl Caller {
         Self(None)
     }
 
-    /// Returns whether the process makes the request itself. Its answer goes to nobody else.
+    /// Returns whether the process makes the request itself. No client receives the answer.
     pub fn is_own(&self) -> bool {
         self.0.is_none()
     }
