@@ -7,12 +7,13 @@ use std::path::{Path, PathBuf};
 
 use driftline_control::firecracker::{
     ApiFault, BalloonDeviceConfig, BlockDeviceConfig, DriveFault, HugePageConfig, MicroVmConfig,
-    RateLimiterConfig, SerialConfig, StartFault, TokenBucketConfig,
+    SerialConfig, StartFault,
 };
+use driftline_control::model::RateLimiterConfig;
 use driftline_machine::config::{
     BackendKind, BalloonConfig, Boot, CpuConfig, DEFAULT_RING_ENTRIES, DeviceConfig, DiskConfig,
-    HostConfig, Identity, MAX_SERIAL_BYTES, MachineConfig, OpenedFile, RateLimit, RateLimits,
-    RngConfig, SerialSink,
+    HostConfig, Identity, MAX_SERIAL_BYTES, MachineConfig, OpenedFile, RateLimits, RngConfig,
+    SerialSink,
 };
 use driftline_machine::devices::probe_opened_disk;
 use driftline_machine::machine::command_line;
@@ -165,15 +166,7 @@ fn disk(drive: &BlockDeviceConfig, files: &ClientFiles) -> Result<DiskConfig, Ap
 
 /// Returns the limits of a device. The configuration has no bucket that is off: `PUT` drops those.
 fn limits(limiter: Option<RateLimiterConfig>) -> RateLimits {
-    let limit = |bucket: TokenBucketConfig| RateLimit {
-        size: bucket.size,
-        refill_ms: bucket.refill_time,
-        one_time_burst: bucket.one_time_burst.unwrap_or(0),
-    };
-    limiter.map_or_else(RateLimits::default, |RateLimiterConfig { bandwidth, ops }| RateLimits {
-        bandwidth: bandwidth.map(limit),
-        operations: ops.map(limit),
-    })
+    limiter.map(RateLimits::from).unwrap_or_default()
 }
 
 /// Returns the serial number that Firecracker gives to a drive with this file.

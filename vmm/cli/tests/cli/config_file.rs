@@ -82,14 +82,15 @@ fn configuration_of_a_kvm_guest_restarts_it() {
     assert_eq!(first["boot-source"]["boot_args"], "root=/dev/vda quiet");
     assert_eq!(first["balloon"]["target_bytes"], 1028 << 10);
     assert_eq!(first["machine-config"]["cpu"].as_str(), Some("host,-cx16"));
-    let bucket = |size: u64, ms: u64| json!({ "size": size, "refill_time": ms });
+    let bucket =
+        |size: u64, ms: u64| json!({ "size": size, "one_time_burst": null, "refill_time": ms });
     let limits = json!({ "bandwidth": bucket(1 << 20, 125), "ops": bucket(7, 1000) });
     assert_eq!(first["drives"][0]["rate_limiter"], limits);
-    let limits = json!({ "bandwidth": bucket(1 << 10, 125) });
+    let limits = json!({ "bandwidth": bucket(1 << 10, 125), "ops": null });
     assert_eq!(first["network-interfaces"][0]["tx_rate_limiter"], limits);
     assert!(first["network-interfaces"][0].get("rx_rate_limiter").is_none());
     let burst = json!({ "size": 5, "refill_time": 6, "one_time_burst": 7 });
-    first["entropy"]["rate_limiter"] = json!({ "ops": burst });
+    first["entropy"]["rate_limiter"] = json!({ "bandwidth": null, "ops": burst });
     // A name that no option could give.
     let second = json!({ "path_on_host": tmp.text("b,readonly.img"), "is_read_only": true });
     first["drives"].as_array_mut().unwrap().push(second);

@@ -28,8 +28,8 @@ pub(crate) use metrics::{CountedCall, latency_names};
 pub use model::{
     BalloonDeviceConfig, BlockDeviceConfig, BootSourceConfig, CacheType, FileEngineType,
     HugePageConfig, LoadSnapshotParams, LoggerConfig, LoggerLevel, MachineConfiguration,
-    MemBackendConfig, MemBackendType, MetricsConfig, NetworkOverride, RateLimiterConfig,
-    SerialConfig, SnapshotLoadHugePageConfig, TokenBucketConfig,
+    MemBackendConfig, MemBackendType, MetricsConfig, NetworkOverride, SerialConfig,
+    SnapshotLoadHugePageConfig,
 };
 pub use operation::Operation;
 pub(crate) use parse::{ParsedCall, parse};

@@ -10,7 +10,7 @@ use driftline_machine::config::{
 use driftline_machine::tracking::TrackingMode;
 use serde::{Deserialize, Serialize};
 
-use super::rate_limits::RateLimiterSettings;
+use super::rate_limits::RateLimiterConfig;
 
 /// A guest's configuration. An answer has every value of the guest; a file may omit values that
 /// have a default.
@@ -108,7 +108,7 @@ pub struct DriveSettings {
     pub bytes: Option<u64>,
     /// Limits of the bytes read and written, and of all requests.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub rate_limiter: Option<RateLimiterSettings>,
+    pub rate_limiter: Option<RateLimiterConfig>,
 }
 
 /// A network interface.
@@ -128,10 +128,10 @@ pub struct InterfaceSettings {
     pub queue_pairs: Option<u8>,
     /// Limits of what the guest receives.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub rx_rate_limiter: Option<RateLimiterSettings>,
+    pub rx_rate_limiter: Option<RateLimiterConfig>,
     /// Limits of what the guest sends.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub tx_rate_limiter: Option<RateLimiterSettings>,
+    pub tx_rate_limiter: Option<RateLimiterConfig>,
 }
 
 /// The vsock device.
@@ -150,7 +150,7 @@ pub struct VsockSettings {
 pub struct EntropySettings {
     /// Limits of the random bytes and of the requests.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub rate_limiter: Option<RateLimiterSettings>,
+    pub rate_limiter: Option<RateLimiterConfig>,
 }
 
 /// The balloon.
@@ -196,7 +196,7 @@ impl From<&MachineConfig> for VmConfig {
                 DeviceConfig::Net(net) => all.network_interfaces.push(net.into()),
                 DeviceConfig::Vsock(vsock) => all.vsock = Some(vsock.into()),
                 DeviceConfig::Rng(rng) => {
-                    let rate_limiter = RateLimiterSettings::shown(&rng.limits);
+                    let rate_limiter = RateLimiterConfig::shown(&rng.limits);
                     all.entropy = Some(EntropySettings { rate_limiter });
                 }
                 DeviceConfig::Balloon(balloon) => all.balloon = Some(balloon.into()),
@@ -246,7 +246,7 @@ impl From<&DiskConfig> for DriveSettings {
             is_read_only: disk.readonly,
             serial: Some(disk.serial.clone()),
             bytes: Some(disk.bytes),
-            rate_limiter: RateLimiterSettings::shown(&disk.limits),
+            rate_limiter: RateLimiterConfig::shown(&disk.limits),
         }
     }
 }
@@ -258,8 +258,8 @@ impl From<&NetConfig> for InterfaceSettings {
             host_dev_name: net.tap.clone(),
             guest_mac: Some(net.mac),
             queue_pairs: Some(net.queues),
-            rx_rate_limiter: RateLimiterSettings::shown(&net.limits.receive),
-            tx_rate_limiter: RateLimiterSettings::shown(&net.limits.transmit),
+            rx_rate_limiter: RateLimiterConfig::shown(&net.limits.receive),
+            tx_rate_limiter: RateLimiterConfig::shown(&net.limits.transmit),
         }
     }
 }

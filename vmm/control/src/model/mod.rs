@@ -30,7 +30,7 @@ pub use migration::{
     GuestLocation, MAX_DOWNTIME_MS, MAX_TIMEOUT_S, MigrationFailure, MigrationPage,
     MigrationRequest, MigrationState, ResolveRequest,
 };
-pub use rate_limits::{BucketSettings, RateLimiterSettings};
+pub use rate_limits::{RateLimiterConfig, TokenBucketConfig};
 pub use watch::{
     CheckpointSummary, MAX_BINS, MemoryRange, VcpuWindow, WatchPage, WatchRequest, WatchStarted,
 };

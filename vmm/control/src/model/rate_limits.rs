@@ -1,55 +1,100 @@
-//! JSON of rate limits, in Firecracker's format.
+//! JSON of rate limits: Firecracker's, in both APIs.
 
 use driftline_machine::config::{RateLimit, RateLimits};
 use serde::{Deserialize, Serialize};
 
-/// Limits of a device, or of one direction of a network interface.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct RateLimiterSettings {
-    /// Limit of the bytes.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub bandwidth: Option<BucketSettings>,
-    /// Limit of the number of requests.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub ops: Option<BucketSettings>,
-}
-
-/// A limit as a token bucket.
+/// A token bucket. Firecracker ignores unknown fields here.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct BucketSettings {
-    /// Capacity, in bytes or requests.
+pub struct TokenBucketConfig {
+    /// Capacity, in bytes or operations.
     pub size: u64,
-    /// Time in which an empty bucket becomes full, in ms.
-    pub refill_time: u64,
-    /// Tokens that are taken first, and never refilled.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    /// Tokens that are spent first and never refilled.
     pub one_time_burst: Option<u64>,
+    /// Time in which an empty bucket fills, in ms.
+    pub refill_time: u64,
 }
 
-impl RateLimiterSettings {
-    /// Returns the limits as an answer shows them: `None` if there are none.
-    pub(super) fn shown(limits: &RateLimits) -> Option<Self> {
-        let bucket = |limit: RateLimit| {
-            let RateLimit { size, refill_ms, one_time_burst } = limit;
-            let one_time_burst = (one_time_burst > 0).then_some(one_time_burst);
-            BucketSettings { size, refill_time: refill_ms, one_time_burst }
-        };
-        let RateLimits { bandwidth, operations } = limits;
-        (!limits.is_none())
-            .then(|| Self { bandwidth: bandwidth.map(bucket), ops: operations.map(bucket) })
+impl TokenBucketConfig {
+    /// Returns the bucket as Firecracker shows it: a bucket without capacity or refill time does
+    /// not exist, nor does an empty burst, nor a bucket whose refill time in ns exceeds 64 bits.
+    pub(crate) fn in_effect(self) -> Option<Self> {
+        let one_time_burst = self.one_time_burst.filter(|&burst| burst != 0);
+        let refill_ns = self.refill_time.checked_mul(1_000_000)?;
+        (self.size != 0 && refill_ns != 0).then_some(Self { one_time_burst, ..self })
+    }
+
+    fn limit(self) -> RateLimit {
+        let Self { size, one_time_burst, refill_time } = self;
+        RateLimit { size, refill_ms: refill_time, one_time_burst: one_time_burst.unwrap_or(0) }
     }
 }
 
-impl From<RateLimiterSettings> for RateLimits {
-    fn from(settings: RateLimiterSettings) -> Self {
-        let limit = |bucket: BucketSettings| {
-            let BucketSettings { size, refill_time, one_time_burst } = bucket;
-            let one_time_burst = one_time_burst.unwrap_or(0);
-            RateLimit { size, refill_ms: refill_time, one_time_burst }
-        };
-        let RateLimiterSettings { bandwidth, ops } = settings;
-        Self { bandwidth: bandwidth.map(limit), operations: ops.map(limit) }
+impl From<RateLimit> for TokenBucketConfig {
+    fn from(limit: RateLimit) -> Self {
+        let RateLimit { size, refill_ms, one_time_burst } = limit;
+        let one_time_burst = (one_time_burst > 0).then_some(one_time_burst);
+        Self { size, one_time_burst, refill_time: refill_ms }
+    }
+}
+
+/// Limits of a device, or of one direction of a network interface.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RateLimiterConfig {
+    /// Limit of the bytes.
+    pub bandwidth: Option<TokenBucketConfig>,
+    /// Limit of the operations.
+    pub ops: Option<TokenBucketConfig>,
+}
+
+impl RateLimiterConfig {
+    /// Returns the limits as Firecracker shows them.
+    pub(crate) fn in_effect(self) -> Option<Self> {
+        let bandwidth = self.bandwidth.and_then(TokenBucketConfig::in_effect);
+        let ops = self.ops.and_then(TokenBucketConfig::in_effect);
+        (bandwidth.is_some() || ops.is_some()).then_some(Self { bandwidth, ops })
+    }
+
+    /// Returns the limits of a device as an answer shows them: `None` if there are none.
+    pub(crate) fn shown(limits: &RateLimits) -> Option<Self> {
+        let RateLimits { bandwidth, operations } = *limits;
+        let (bandwidth, ops) = (bandwidth.map(Into::into), operations.map(Into::into));
+        (!limits.is_none()).then_some(Self { bandwidth, ops })
+    }
+}
+
+impl From<RateLimiterConfig> for RateLimits {
+    fn from(RateLimiterConfig { bandwidth, ops }: RateLimiterConfig) -> Self {
+        Self {
+            bandwidth: bandwidth.map(TokenBucketConfig::limit),
+            operations: ops.map(TokenBucketConfig::limit),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bucket(size: u64, refill_time: u64) -> TokenBucketConfig {
+        TokenBucketConfig { size, one_time_burst: Some(0), refill_time }
+    }
+
+    #[test]
+    fn bucket_without_size_or_refill_is_off() {
+        let limits = |bucket| RateLimiterConfig { bandwidth: Some(bucket), ops: None };
+        assert_eq!(limits(bucket(0, 100)).in_effect(), None);
+        assert_eq!(limits(bucket(100, 0)).in_effect(), None);
+        assert_eq!(limits(bucket(100, u64::MAX / 1_000_000 + 1)).in_effect(), None);
+        let shown = limits(bucket(100, 50)).in_effect().and_then(|limits| limits.bandwidth);
+        assert_eq!(shown, Some(TokenBucketConfig { one_time_burst: None, ..bucket(100, 50) }));
+    }
+
+    #[test]
+    fn limits_are_shown_as_they_were_given() {
+        let ops = Some(TokenBucketConfig { one_time_burst: Some(3), ..bucket(1, 2) });
+        let given = RateLimiterConfig { bandwidth: None, ops };
+        assert_eq!(RateLimiterConfig::shown(&given.into()), Some(given));
+        assert_eq!(RateLimiterConfig::shown(&RateLimits::default()), None);
     }
 }

@@ -1,6 +1,6 @@
 //! Configurations with files of their own, and the machines that follow.
 
-use driftline_machine::config::{DiskCache, DiskEngine};
+use driftline_machine::config::{DiskCache, DiskEngine, RateLimit};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 

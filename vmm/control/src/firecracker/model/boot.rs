@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use super::limits::TokenBucketConfig;
+use crate::model::TokenBucketConfig;
 
 /// Body of `PUT /boot-source`.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]

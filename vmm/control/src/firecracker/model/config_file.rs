@@ -8,7 +8,7 @@ use super::balloon::BalloonDeviceConfig;
 use super::boot::{BootSourceConfig, VsockDeviceConfig};
 use super::cpu::CustomCpuTemplate;
 use super::drive::BlockDeviceConfig;
-use super::limits::EntropyDeviceConfig;
+use super::entropy::EntropyDeviceConfig;
 use super::log::{LoggerConfig, MetricsConfig};
 use super::machine::MachineConfiguration;
 use super::mmds::MmdsConfig;

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::limits::RateLimiterConfig;
+use crate::model::RateLimiterConfig;
 
 /// Whether the drive offers a flush to the guest.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]

@@ -5,7 +5,7 @@ use std::fmt;
 use serde::de::Error;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use super::limits::RateLimiterConfig;
+use crate::model::RateLimiterConfig;
 
 /// An Ethernet address. Any six bytes are accepted here, as Firecracker does.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

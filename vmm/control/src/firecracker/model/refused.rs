@@ -3,7 +3,7 @@
 
 use serde::Deserialize;
 
-use super::limits::RateLimiterConfig;
+use crate::model::RateLimiterConfig;
 
 /// Body of `PUT /pmem/{id}`.
 #[derive(Clone, PartialEq, Eq, Debug, Deserialize)]

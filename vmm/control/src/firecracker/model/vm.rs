@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use super::balloon::BalloonDeviceConfig;
 use super::boot::{BootSourceConfig, VsockDeviceConfig};
 use super::drive::BlockDeviceConfig;
-use super::limits::EntropyDeviceConfig;
+use super::entropy::EntropyDeviceConfig;
 use super::machine::MachineConfiguration;
 use super::mmds::MmdsConfig;
 use super::net::NetworkInterfaceConfig;
