@@ -61,7 +61,7 @@ pub(super) fn load_plan(
     shown.machine.huge_pages = huge_pages(params.huge_pages, shown.machine.huge_pages)?;
     let files = open_drives(&shown, &config)?;
     config.identity = Identity::booted(id.parse().ok());
-    let opened = files.for_machine();
+    let opened = files.for_machine(&shown);
     let host = HostConfig {
         serial,
         nets,
@@ -117,21 +117,23 @@ fn check_shown(shown: &MicroVmConfig, config: &MachineConfig) -> Result<(), Load
     let mut named = Vec::new();
     for device in &config.devices {
         named.push(match device {
-            DeviceConfig::Disk(disk) => ("drive", disk.id.as_str()),
-            DeviceConfig::Net(net) => ("interface", net.id.as_str()),
-            DeviceConfig::Vsock(_) => ("vsock", ""),
-            DeviceConfig::Balloon(_) => ("balloon", ""),
-            DeviceConfig::Rng(_) => ("entropy", ""),
+            DeviceConfig::Disk(disk) => ("drive", disk.id.clone()),
+            DeviceConfig::Net(net) => ("interface", net.id.clone()),
+            DeviceConfig::Vsock(_) => ("vsock", String::new()),
+            DeviceConfig::Balloon(_) => ("balloon", String::new()),
+            DeviceConfig::Rng(_) => ("entropy", String::new()),
         });
     }
-    let drives = shown.drives.iter().map(|drive| ("drive", drive.drive_id.as_str()));
-    let nets = shown.interfaces.iter().map(|net| ("interface", net.iface_id.as_str()));
+    let drives = shown.drives.iter().map(|drive| ("drive", shown.drive_name(&drive.drive_id)));
+    let nets = shown.interfaces.iter();
+    let nets = nets.map(|net| ("interface", shown.interface_name(&net.iface_id)));
     let single = [
         (shown.vsock.is_some(), "vsock"),
         (shown.balloon.is_some(), "balloon"),
         (shown.entropy.is_some(), "entropy"),
     ];
-    let single = single.into_iter().filter(|(is_there, _)| *is_there).map(|(_, name)| (name, ""));
+    let single = single.into_iter().filter(|(is_there, _)| *is_there);
+    let single = single.map(|(_, kind)| (kind, String::new()));
     let mut expected: Vec<_> = drives.chain(nets).chain(single).collect();
     named.sort_unstable();
     expected.sort_unstable();
@@ -153,12 +155,13 @@ fn replace_channels(
     for with in &params.network_overrides {
         let net = shown.interfaces.iter_mut().find(|net| net.iface_id == with.iface_id);
         net.ok_or(LoadFault::UnknownInterface)?.host_dev_name.clone_from(&with.host_dev_name);
+        let id = shown.interface_name(&with.iface_id);
         // As in Firecracker, the last one counts.
-        nets.retain(|spec: &NetSpec| spec.id.as_deref() != Some(&with.iface_id));
+        nets.retain(|spec: &NetSpec| spec.id.as_deref() != Some(&id));
         nets.push(NetSpec {
             tap: with.host_dev_name.clone(),
             mac: None,
-            id: Some(with.iface_id.clone()),
+            id: Some(id),
             queues: None,
             limits: NetLimits::default(),
         });
@@ -191,7 +194,7 @@ fn huge_pages(
 fn open_drives(shown: &MicroVmConfig, config: &MachineConfig) -> Result<ClientFiles, LoadFault> {
     let mut files = ClientFiles::default();
     for disk in disks(&config.devices) {
-        let drive = shown.drives.iter().find(|drive| drive.drive_id == disk.id);
+        let drive = shown.drives.iter().find(|drive| shown.drive_name(&drive.drive_id) == disk.id);
         let drive = drive.ok_or_else(|| damaged("a drive has no configuration"))?;
         let path = disk.path.to_str().ok_or_else(|| damaged("a drive's path is not UTF-8"))?;
         let drive = BlockDeviceConfig {

@@ -13,6 +13,7 @@
 mod load;
 mod metrics;
 mod opened;
+mod opened_networks;
 mod plan;
 mod requests;
 mod start;

@@ -8,9 +8,12 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 
 use driftline_control::firecracker::{
-    ApiFault, BlockDeviceConfig, BootFault, BootSourceConfig, CacheType, DriveFault, FileEngineType,
+    ApiFault, BlockDeviceConfig, BootFault, BootSourceConfig, CacheType, DriveFault,
+    FileEngineType, MicroVmConfig,
 };
 use driftline_machine::config::{DiskCache, DiskEngine, OpenedDisk, OpenedFile, OpenedFiles};
+
+use super::opened_networks::ClientNetworks;
 
 /// The open files.
 #[derive(Default, Debug)]
@@ -19,6 +22,8 @@ pub(super) struct ClientFiles {
     initrd: Option<OpenedFile>,
     /// The drives' files, by name.
     drives: HashMap<String, OpenedDisk>,
+    /// Taps, and the vsock's socket.
+    pub(super) networks: ClientNetworks,
 }
 
 impl ClientFiles {
@@ -74,10 +79,17 @@ impl ClientFiles {
         self.drives.get(id)
     }
 
-    /// Returns the files as a machine takes them.
-    pub(super) fn for_machine(&self) -> OpenedFiles {
-        let (kernel, initrd) = (self.kernel.clone(), self.initrd.clone());
-        OpenedFiles { kernel, initrd, disks: self.drives.values().cloned().collect() }
+    /// Returns the files as the machine of `config` takes them.
+    pub(super) fn for_machine(&self, config: &MicroVmConfig) -> OpenedFiles {
+        let disk =
+            |disk: &OpenedDisk| OpenedDisk { id: config.drive_name(&disk.id), ..disk.clone() };
+        OpenedFiles {
+            kernel: self.kernel.clone(),
+            initrd: self.initrd.clone(),
+            disks: self.drives.values().map(disk).collect(),
+            taps: self.networks.taps(config),
+            vsock: self.networks.vsock(),
+        }
     }
 }
 

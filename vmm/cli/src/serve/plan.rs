@@ -7,13 +7,13 @@ use std::path::{Path, PathBuf};
 
 use driftline_control::firecracker::{
     ApiFault, BalloonDeviceConfig, BlockDeviceConfig, DriveFault, HugePageConfig, MicroVmConfig,
-    SerialConfig, StartFault,
+    NetworkInterfaceConfig, SerialConfig, StartFault,
 };
 use driftline_control::model::RateLimiterConfig;
 use driftline_machine::config::{
     BackendKind, BalloonConfig, Boot, CpuConfig, DEFAULT_RING_ENTRIES, DeviceConfig, DiskConfig,
-    HostConfig, Identity, MAX_SERIAL_BYTES, MachineConfig, OpenedFile, RateLimits, RngConfig,
-    SerialSink,
+    HostConfig, Identity, MAX_SERIAL_BYTES, MacAddr, MachineConfig, NetConfig, NetLimits,
+    OpenedFile, RateLimits, RngConfig, SerialSink, VsockConfig,
 };
 use driftline_machine::devices::probe_opened_disk;
 use driftline_machine::machine::command_line;
@@ -84,7 +84,7 @@ pub(super) fn plan(
         serial,
         memory: MemoryOptions { huge_pages, ..MemoryOptions::default() },
         keyboard: true,
-        opened: files.for_machine(),
+        opened: files.for_machine(config),
         ..HostConfig::default()
     };
     Ok(GuestPlan { config: plan, host })
@@ -99,8 +99,7 @@ fn refuse_unbuilt(config: &MicroVmConfig) -> Result<(), ApiFault> {
         (has_template, "a CPU template of PUT /cpu-config"),
         (balloon(|b| b.stats_polling_interval_s > 0), "stats_polling_interval_s of PUT /balloon"),
         (balloon(|b| b.free_page_hinting), "free_page_hinting of PUT /balloon"),
-        (!config.interfaces.is_empty(), "a network interface"),
-        (config.vsock.is_some(), "a vsock device"),
+        (config.interfaces.iter().any(|net| net.mtu.is_some()), "mtu of PUT /network-interfaces"),
     ];
     match unbuilt.into_iter().find(|(is_wanted, _)| *is_wanted) {
         Some((_, what)) => Err(ApiFault::NotBuilt(what)),
@@ -134,7 +133,14 @@ fn devices(config: &MicroVmConfig, files: &ClientFiles) -> Result<Vec<DeviceConf
         })
     }));
     for drive in &config.drives {
-        devices.push(DeviceConfig::Disk(disk(drive, files)?));
+        let id = config.drive_name(&drive.drive_id);
+        devices.push(DeviceConfig::Disk(disk(id, drive, files)?));
+    }
+    let net = |net| DeviceConfig::Net(interface(config, net));
+    devices.extend(config.interfaces.iter().map(net));
+    if let Some(vsock) = &config.vsock {
+        let (cid, uds) = (vsock.guest_cid, absolute(&vsock.uds_path)?);
+        devices.push(DeviceConfig::Vsock(VsockConfig { cid, uds }));
     }
     devices.extend(
         config
@@ -145,14 +151,33 @@ fn devices(config: &MicroVmConfig, files: &ClientFiles) -> Result<Vec<DeviceConf
     Ok(devices)
 }
 
-fn disk(drive: &BlockDeviceConfig, files: &ClientFiles) -> Result<DiskConfig, ApiFault> {
+fn interface(config: &MicroVmConfig, net: &NetworkInterfaceConfig) -> NetConfig {
+    NetConfig {
+        id: config.interface_name(&net.iface_id),
+        tap: net.host_dev_name.clone(),
+        // Without an address in Firecracker, the guest makes one up.
+        mac: net.guest_mac.map_or_else(MacAddr::random, |mac| MacAddr(mac.0)),
+        queues: 1,
+        limits: NetLimits {
+            receive: limits(net.rx_rate_limiter),
+            transmit: limits(net.tx_rate_limiter),
+        },
+    }
+}
+
+/// Returns the configuration of a drive, which the machine calls `id`.
+fn disk(
+    id: String,
+    drive: &BlockDeviceConfig,
+    files: &ClientFiles,
+) -> Result<DiskConfig, ApiFault> {
     let path = drive.path_on_host.as_deref().ok_or(DriveFault::NoBackend)?;
     let opened = files.drive(&drive.drive_id).ok_or(DriveFault::NoBackend)?;
     let readonly = drive.is_read_only == Some(true);
     let path = absolute(path)?;
     let bytes = probe_opened_disk(&opened.file, &path, readonly).map_err(machine_fault)?;
     Ok(DiskConfig {
-        id: drive.drive_id.clone(),
+        id,
         serial: serial(&opened.file).map_err(machine_fault)?,
         path,
         readonly,

@@ -9,6 +9,7 @@ use driftline_control::firecracker::{
     Answer, ApiCounts, ApiFault, MetricsFault, MicroVm, MicroVmAction, MicroVmEvent, Operation,
     Task,
 };
+use driftline_guest::VmId;
 
 use super::metrics::{MetricsFile, MetricsWriter};
 use super::opened::ClientFiles;
@@ -95,7 +96,8 @@ impl ApiRequests {
                         });
                     }
                     MicroVmAction::Perform(task) => {
-                        next.push_back(MicroVmEvent::Finished(self.perform(&task, &mut files)));
+                        let result = self.perform(&task, &mut files, starter.vm_id());
+                        next.push_back(MicroVmEvent::Finished(result));
                     }
                     // A request that waited for the start.
                     MicroVmAction::ToGuest(caller, operation) => match &started {
@@ -183,11 +185,18 @@ impl ApiRequests {
         self.counts.time_guest(operation, || self.vm.ask_guest(operation, &guest.jobs))
     }
 
-    /// Performs a task other than the start.
-    fn perform(&mut self, task: &Task, files: &mut ClientFiles) -> Result<(), ApiFault> {
+    /// Performs a task other than the start. `vm_id` is that of the guest to be started.
+    fn perform(
+        &mut self,
+        task: &Task,
+        files: &mut ClientFiles,
+        vm_id: VmId,
+    ) -> Result<(), ApiFault> {
         match task {
             Task::OpenBootSource(source) => files.open_boot_source(source),
             Task::OpenDrive(drive) => files.open_drive(drive),
+            Task::OpenTap(net) => files.networks.open_tap(net, vm_id),
+            Task::BindVsock(vsock) => files.networks.bind_vsock(vsock),
             Task::OpenMetrics(config) => {
                 let file = MetricsFile::open(config)?;
                 file.start_thread().map_err(MetricsFault::File)?;

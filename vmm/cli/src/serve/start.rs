@@ -66,6 +66,11 @@ impl GuestStarter {
         Self { id, vm_id, sandbox, is_closed, state_dir, control, app, has_boot_timer }
     }
 
+    /// Returns the id of the guest to be started.
+    pub(super) fn vm_id(&self) -> VmId {
+        self.vm_id
+    }
+
     /// Builds the guest of `config` with its open files, and runs it.
     ///
     /// # Errors
@@ -150,12 +155,13 @@ impl GuestStarter {
             let places = if disk.readonly { &mut sandbox.read } else { &mut sandbox.write };
             places.push(disk.path.clone());
         }
-        for device in &config.devices {
-            if let DeviceConfig::Vsock(vsock) = device {
-                sandbox.sockets.push(vsock.uds.clone());
-            }
-        }
         sandbox.write.push(self.state_dir.clone());
+        // The socket may have to be bound once more, after a migration that has failed.
+        let sockets = config.devices.iter().filter_map(|device| match device {
+            DeviceConfig::Vsock(vsock) => Some(vsock.uds.clone()),
+            _ => None,
+        });
+        sandbox.sockets.extend(sockets);
         if let SerialSink::File(path) = &host.serial {
             sandbox.write.push(path.clone());
         }

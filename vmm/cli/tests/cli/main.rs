@@ -34,6 +34,7 @@ mod refusals;
 mod sandbox;
 mod serve;
 mod serve_guest;
+mod serve_networks;
 mod serve_snapshot;
 mod shadow;
 mod stuck;

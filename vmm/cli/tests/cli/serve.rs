@@ -110,19 +110,12 @@ fn what_is_not_built_is_refused_by_name() {
     // First, because the others configure a guest that boots.
     for (path, body, name) in [
         ("/snapshot/load", load, "backend_type Uffd of PUT /snapshot/load is not built"),
-        (
-            "/network-interfaces/a",
-            json!({ "iface_id": "a", "host_dev_name": "lo" }),
-            "PUT /network-interfaces is not built",
-        ),
-        ("/vsock", json!({ "guest_cid": 3, "uds_path": "v" }), "PUT /vsock is not built"),
         ("/pmem/a", json!({ "id": "a", "path_on_host": &image }), "Driftline has no pmem devices"),
         ("/machine-config", json!({ "vcpu_count": 2, "mem_size_mib": 8, "smt": true }), "smt"),
     ] {
         let text = vmm.refusal("PUT", path, &body.to_string());
         assert!(text.starts_with(NOT_SUPPORTED) && text.contains(name), "PUT {path}: {text}");
     }
-    assert_eq!(vmm.get("/vm/config")["network-interfaces"], json!([]));
     assert_eq!(vmm.get("/")["state"], "Not started");
 }
 

@@ -155,7 +155,6 @@ fn started_guest_refuses_in_firecrackers_words() {
         ),
         ("GET", "/mmds", "", no_metadata),
         ("PUT", "/mmds", "{}", no_metadata),
-        ("PATCH", "/drives/a", r#"{"drive_id": "a"}"#, &built("PATCH /drives")),
         (
             "PUT",
             "/snapshot/create",
@@ -178,11 +177,10 @@ fn failed_start_is_retried_with_another_kernel() {
     let vmm = ServeProcess::start(&tmp, &[]);
     std::fs::write(tmp.path("bad"), [0; 4096]).unwrap();
     vmm.done("PUT", "/boot-source", &json!({ "kernel_image_path": tmp.text("bad") }).to_string());
-    let limited = json!({ "rate_limiter": { "size": 1, "refill_time": 1 } }).to_string();
-    vmm.done("PUT", "/serial", &limited);
+    vmm.done("PUT", "/cpu-config", r#"{"kvm_capabilities": ["171"]}"#);
     let refusal = vmm.refusal("PUT", "/actions", START);
-    assert!(refusal.contains("rate_limiter of PUT /serial is not built"), "{refusal}");
-    vmm.done("PUT", "/serial", "{}");
+    assert!(refusal.contains("a CPU template of PUT /cpu-config is not built"), "{refusal}");
+    vmm.done("PUT", "/cpu-config", "{}");
     let limited = json!({ "rate_limiter": { "ops": { "size": 9, "refill_time": 1 } } });
     vmm.done("PUT", "/drives/a", &drive(&tmp, "a", limited));
     let refusal = vmm.refusal("PUT", "/actions", START);

@@ -172,14 +172,20 @@ impl MicroVmConfig {
         if let Some(mac) = net.guest_mac.filter(|&mac| in_use(mac)) {
             return Err(NetFault::MacInUse(mac.to_string()).into());
         }
-        if let Some(at) = self.interfaces.iter().position(|other| !is_other(other)) {
-            self.interfaces.swap_remove(at);
-            self.forget_metadata_interface(&net.iface_id);
+        // Unlike in Firecracker, an interface stays if its successor is refused for this.
+        if let Some(mtu) = net.mtu.filter(|mtu| *mtu < MIN_MTU) {
+            return Err(NetFault::Mtu(mtu).into());
         }
-        match net.mtu {
-            Some(mtu) if mtu < MIN_MTU => Err(NetFault::Mtu(mtu).into()),
-            _ => Ok(()),
+        match self.interfaces.iter().position(|other| !is_other(other)) {
+            Some(at) => {
+                self.interfaces.swap_remove(at);
+                self.forget_metadata_interface(&net.iface_id);
+            }
+            // Each interface has an open tap, and the process can have only so many files.
+            None if self.interfaces.len() >= MAX_DEVICES => return Err(NetFault::TooMany.into()),
+            None => {}
         }
+        Ok(())
     }
 
     /// Adds an interface whose tap is open.

@@ -194,6 +194,21 @@ pub enum DriveFault {
     /// A guest has no more devices. Firecracker refuses them when the guest starts.
     #[error("Unable to create the virtio block device: a guest has at most {MAX_DEVICES} devices.")]
     TooMany,
+    /// A started guest has no such drive.
+    #[error(
+        "Unable to patch the block device: Failed perform action on device: Device not found \
+         Please verify the request arguments."
+    )]
+    Unknown,
+    /// A change of a started guest's drive changes nothing, as only that of a vhost-user drive may.
+    #[error(
+        "Unable to patch the block device: Block: Running method expected different backend. \
+         Please verify the request arguments."
+    )]
+    NothingChanged,
+    /// A started guest's drive does not change. The text says why.
+    #[error("Unable to patch the block device: {0} Please verify the request arguments.")]
+    Unchanged(String),
     /// Its file cannot be opened.
     #[error(
         "Unable to create the virtio block device: Virtio backend error: Error manipulating the \
@@ -351,6 +366,24 @@ pub enum NetFault {
     /// Its largest frame is out of range.
     #[error("Could not create the network device: MTU {0} is out of range [68, 65535]")]
     Mtu(u16),
+    /// The tap's name is too long.
+    #[error("Could not create the network device: Open tap device failed: Invalid interface name")]
+    TapName,
+    /// The host has no taps.
+    #[error(
+        "Could not create the network device: Open tap device failed: Couldn't open /dev/net/tun: \
+         {0}"
+    )]
+    NoTun(#[source] io::Error),
+    /// A guest has no more devices. Firecracker refuses them when the guest starts.
+    #[error("Could not create the network device: a guest has at most {MAX_DEVICES} devices.")]
+    TooMany,
+    /// A started guest has no such interface.
+    #[error("Unable to update the net device: Failed perform action on device: Device not found")]
+    Unknown,
+    /// A started guest's interface does not change. The text says why.
+    #[error("Unable to update the net device: {0}")]
+    Unchanged(String),
     /// Its tap cannot be opened.
     #[error(
         "Could not create the network device: Open tap device failed: Error while creating ifreq \

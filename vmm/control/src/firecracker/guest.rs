@@ -7,6 +7,7 @@ use driftline_machine::devices::{BalloonControl, KeyboardFull};
 
 use super::answer::Answer;
 use super::fault::{ApiFault, BalloonFault, BalloonUpdateFault, CreateFault};
+use super::limits::{patch_drive, patch_interface, show_limits};
 use super::model::{BalloonDeviceConfig, BalloonUpdateConfig, CreateSnapshotParams, SnapshotType};
 use super::operation::Operation;
 use super::saved::to_section;
@@ -33,10 +34,13 @@ impl<C> MicroVm<C> {
             Operation::GetConfig => {
                 let mut shown = self.config().shown();
                 shown.balloon = jobs.vm().balloon().map(balloon_shown);
+                show_limits(&mut shown, self.config(), jobs);
                 Answer::page(&shown)
             }
             Operation::GetBalloon => Answer::page(&balloon_shown(balloon(jobs)?)),
             Operation::PatchBalloon(update) => resize(update, jobs),
+            Operation::PatchDrive(update) => patch_drive(update, self.config(), jobs),
+            Operation::PatchInterface(update) => patch_interface(update, self.config(), jobs),
             Operation::Pause => done(jobs.pause()),
             Operation::Resume => done(jobs.resume()),
             Operation::SendCtrlAltDel => press_ctrl_alt_del(jobs),
@@ -104,8 +108,6 @@ fn name_of(operation: &Operation) -> &'static str {
         Operation::GetHinting => "GET /balloon/hinting/status",
         Operation::StartHinting(_) => "PATCH /balloon/hinting/start",
         Operation::StopHinting => "PATCH /balloon/hinting/stop",
-        Operation::PatchDrive(_) => "PATCH /drives",
-        Operation::PatchInterface(_) => "PATCH /network-interfaces",
         _ => "this request to a started guest",
     }
 }

@@ -9,8 +9,10 @@
 mod answer;
 mod config;
 mod config_file;
+mod device_names;
 mod fault;
 mod guest;
+mod limits;
 mod metadata;
 mod metrics;
 mod model;
@@ -22,14 +24,16 @@ mod state;
 pub use answer::Answer;
 pub use config::MicroVmConfig;
 pub use config_file::{ConfigFileFault, config_file_operations, config_file_text};
-pub use fault::{ApiFault, BootFault, DriveFault, LoadFault, MetricsFault, StartFault};
+pub use fault::{
+    ApiFault, BootFault, DriveFault, LoadFault, MetricsFault, NetFault, StartFault,
+};
 pub use metrics::{ApiCounts, FirecrackerMetrics, UnwrittenLines};
 pub(crate) use metrics::{CountedCall, latency_names};
 pub use model::{
     BalloonDeviceConfig, BlockDeviceConfig, BootSourceConfig, CacheType, FileEngineType,
     HugePageConfig, LoadSnapshotParams, LoggerConfig, LoggerLevel, MachineConfiguration,
-    MemBackendConfig, MemBackendType, MetricsConfig, NetworkOverride, SerialConfig,
-    SnapshotLoadHugePageConfig,
+    MemBackendConfig, MemBackendType, MetricsConfig, NetworkInterfaceConfig, NetworkOverride,
+    SerialConfig, SnapshotLoadHugePageConfig, VsockDeviceConfig,
 };
 pub use operation::Operation;
 pub(crate) use parse::{ParsedCall, parse};

@@ -1,6 +1,6 @@
 //! JSON of rate limits: Firecracker's, in both APIs.
 
-use driftline_machine::config::{RateLimit, RateLimits};
+use driftline_machine::config::{LimitChange, LimitsChange, RateLimit, RateLimits};
 use serde::{Deserialize, Serialize};
 
 /// A token bucket. Firecracker ignores unknown fields here.
@@ -23,9 +23,20 @@ impl TokenBucketConfig {
         (self.size != 0 && refill_ns != 0).then_some(Self { one_time_burst, ..self })
     }
 
-    fn limit(self) -> RateLimit {
-        let Self { size, one_time_burst, refill_time } = self;
-        RateLimit { size, refill_ms: refill_time, one_time_burst: one_time_burst.unwrap_or(0) }
+    /// Returns the change of a limit by a bucket that is given, or is not.
+    fn change(given: Option<Self>) -> LimitChange {
+        match given.map(Self::in_effect) {
+            None => LimitChange::Keep,
+            Some(None) => LimitChange::Remove,
+            Some(Some(bucket)) => LimitChange::Set(bucket.into()),
+        }
+    }
+}
+
+impl From<TokenBucketConfig> for RateLimit {
+    fn from(bucket: TokenBucketConfig) -> Self {
+        let TokenBucketConfig { size, one_time_burst, refill_time } = bucket;
+        Self { size, refill_ms: refill_time, one_time_burst: one_time_burst.unwrap_or(0) }
     }
 }
 
@@ -61,14 +72,20 @@ impl RateLimiterConfig {
         let (bandwidth, ops) = (bandwidth.map(Into::into), operations.map(Into::into));
         (!limits.is_none()).then_some(Self { bandwidth, ops })
     }
+
+    /// Returns the change of a started device's limits: a bucket that is absent stays, and one that
+    /// is off removes the limit.
+    pub(crate) fn change(given: Option<Self>) -> LimitsChange {
+        given.map_or_else(LimitsChange::default, |Self { bandwidth, ops }| LimitsChange {
+            bandwidth: TokenBucketConfig::change(bandwidth),
+            operations: TokenBucketConfig::change(ops),
+        })
+    }
 }
 
 impl From<RateLimiterConfig> for RateLimits {
     fn from(RateLimiterConfig { bandwidth, ops }: RateLimiterConfig) -> Self {
-        Self {
-            bandwidth: bandwidth.map(TokenBucketConfig::limit),
-            operations: ops.map(TokenBucketConfig::limit),
-        }
+        Self { bandwidth: bandwidth.map(RateLimit::from), operations: ops.map(RateLimit::from) }
     }
 }
 
@@ -88,6 +105,20 @@ mod tests {
         assert_eq!(limits(bucket(100, u64::MAX / 1_000_000 + 1)).in_effect(), None);
         let shown = limits(bucket(100, 50)).in_effect().and_then(|limits| limits.bandwidth);
         assert_eq!(shown, Some(TokenBucketConfig { one_time_burst: None, ..bucket(100, 50) }));
+    }
+
+    #[test]
+    fn only_given_buckets_change_limits() {
+        assert_eq!(RateLimiterConfig::change(None), LimitsChange::default());
+        let given = RateLimiterConfig { bandwidth: Some(bucket(0, 100)), ops: None };
+        let (bandwidth, operations) = (LimitChange::Remove, LimitChange::Keep);
+        let expected = LimitsChange { bandwidth, operations };
+        assert_eq!(RateLimiterConfig::change(Some(given)), expected);
+        let given = RateLimiterConfig { bandwidth: None, ops: Some(bucket(7, 9)) };
+        let limit = RateLimit { size: 7, refill_ms: 9, one_time_burst: 0 };
+        let (bandwidth, operations) = (LimitChange::Keep, LimitChange::Set(limit));
+        let expected = LimitsChange { bandwidth, operations };
+        assert_eq!(RateLimiterConfig::change(Some(given)), expected);
     }
 
     #[test]

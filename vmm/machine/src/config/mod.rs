@@ -34,7 +34,9 @@ pub use identity::DiskIdentity;
 pub use lineage::{GuestName, Identity, Lineage, Restored, guest_span};
 pub use machine::{Boot, DEFAULT_RING_ENTRIES, MachineConfig};
 pub use net::{MAX_QUEUE_PAIRS, MacAddr, NetConfig, NetSpec, VsockConfig, VsockSpec};
-pub use opened::{DiskCache, DiskEngine, OpenedDisk, OpenedFile, OpenedFiles};
+pub use opened::{
+    DiskCache, DiskEngine, OpenedDisk, OpenedFile, OpenedFiles, OpenedSocket, OpenedTap,
+};
 pub use rate_limits::{LimitChange, LimitsChange, NetLimits, RateLimit, RateLimits};
 pub use replace::ReplaceError;
 pub use spec::SpecError;

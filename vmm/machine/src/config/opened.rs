@@ -3,6 +3,7 @@
 
 use std::fs::File;
 use std::io::{self, Seek};
+use std::os::unix::net::{UnixDatagram, UnixListener};
 use std::sync::Arc;
 
 /// An open file. Equal to its clones only.
@@ -74,6 +75,61 @@ pub struct OpenedDisk {
     pub engine: DiskEngine,
 }
 
+/// A tap of one queue pair that is attached to. The host can give it to no other process until the
+/// last clone is dropped.
+#[derive(Clone, Debug)]
+pub struct OpenedTap {
+    /// The interface's name.
+    pub id: String,
+    file: OpenedFile,
+    /// Keep other processes of this host away.
+    claims: Arc<[UnixDatagram]>,
+}
+
+impl OpenedTap {
+    pub(crate) fn new(id: &str, file: File, claims: Arc<[UnixDatagram]>) -> Self {
+        Self { id: id.to_owned(), file: file.into(), claims }
+    }
+
+    /// Returns the tap's file and its claims.
+    pub(crate) fn parts(&self) -> io::Result<(File, Arc<[UnixDatagram]>)> {
+        Ok((self.file.file().try_clone()?, self.claims.clone()))
+    }
+}
+
+impl PartialEq for OpenedTap {
+    fn eq(&self, other: &Self) -> bool {
+        (&self.id, &self.file) == (&other.id, &other.file)
+    }
+}
+
+impl Eq for OpenedTap {}
+
+/// A unix socket that listens, and that is not removed. Equal to its clones only.
+#[derive(Clone, Debug)]
+pub struct OpenedSocket(Arc<UnixListener>);
+
+impl OpenedSocket {
+    /// Returns a clone of the listener, which does not block.
+    pub(crate) fn listener(&self) -> io::Result<UnixListener> {
+        self.0.try_clone()
+    }
+}
+
+impl From<UnixListener> for OpenedSocket {
+    fn from(listener: UnixListener) -> Self {
+        Self(Arc::new(listener))
+    }
+}
+
+impl PartialEq for OpenedSocket {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl Eq for OpenedSocket {}
+
 /// The open files of a new guest. A file that is not among them is opened by its name.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct OpenedFiles {
@@ -83,11 +139,20 @@ pub struct OpenedFiles {
     pub initrd: Option<OpenedFile>,
     /// The disks.
     pub disks: Vec<OpenedDisk>,
+    /// The taps.
+    pub taps: Vec<OpenedTap>,
+    /// The vsock's socket.
+    pub vsock: Option<OpenedSocket>,
 }
 
 impl OpenedFiles {
     /// Returns the disk named `id`.
     pub(crate) fn disk(&self, id: &str) -> Option<&OpenedDisk> {
         self.disks.iter().find(|disk| disk.id == id)
+    }
+
+    /// Returns the tap of the network interface named `id`.
+    pub(crate) fn tap(&self, id: &str) -> Option<&OpenedTap> {
+        self.taps.iter().find(|tap| tap.id == id)
     }
 }

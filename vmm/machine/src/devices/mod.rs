@@ -47,7 +47,7 @@ pub(crate) use bus::{
 pub use error::{DeviceError, StateError};
 pub(crate) use keyboard::Keyboard;
 pub use keyboard::KeyboardFull;
-pub use net::TapError;
+pub use net::{TapError, open_tap};
 pub(crate) use placement::{DevicePlacement, placement};
 pub(crate) use power::PowerState;
 #[cfg(any(test, fuzzing))]

@@ -85,6 +85,7 @@ fn long_command_line_is_refused() {
     // Two bytes of room, and the final 0.
     let room = 2048 - 1 - " pci=off".len();
     assert!(TestConfig::new(Some(&"x".repeat(room))).plan().is_ok());
+    let bucket = json!({ "size": 1, "refill_time": 1 });
     let refusal = TestConfig::new(Some(&"x".repeat(room + 1))).plan().unwrap_err();
     assert!(refusal.starts_with("Start microvm error: Kernel cmdline error"), "{refusal}");
 }
@@ -163,8 +164,55 @@ fn devices_have_the_limits_of_their_rate_limiters() {
 }
 
 #[test]
+fn interfaces_and_vsock_follow_the_drives() {
+    let mut test = TestConfig::new(None);
+    let net = |net: Value| serde_json::from_value(net).unwrap();
+    let limiter = json!({ "bandwidth": { "size": 5, "refill_time": 6 } });
+    test.config.interfaces = vec![
+        net(json!({ "iface_id": "a", "host_dev_name": "t0", "guest_mac": "06:00:00:00:00:01",
+            "tx_rate_limiter": limiter })),
+        net(json!({ "iface_id": "b", "host_dev_name": "t1" })),
+    ];
+    let vsock = json!({ "guest_cid": 7, "uds_path": test.dir.path().join("v") });
+    test.config.vsock = serde_json::from_value(vsock).unwrap();
+    test.config.entropy = serde_json::from_value(json!({})).unwrap();
+    test.add_drive("d", json!({}));
+    let devices = test.plan().unwrap().config.devices;
+    let [_, DeviceConfig::Net(a), DeviceConfig::Net(b), DeviceConfig::Vsock(vsock), _] =
+        &devices[..]
+    else {
+        panic!("{devices:?}");
+    };
+    assert_eq!((a.tap.as_str(), a.mac, a.queues), ("t0", MacAddr([6, 0, 0, 0, 0, 1]), 1));
+    let bandwidth = Some(RateLimit { size: 5, refill_ms: 6, one_time_burst: 0 });
+    assert_eq!(a.limits.transmit, RateLimits { bandwidth, operations: None });
+    assert!(a.limits.receive.is_none());
+    assert_eq!(b.tap, "t1");
+    assert_eq!((vsock.cid, vsock.uds.clone()), (7, test.dir.path().join("v")));
+}
+
+#[test]
+fn same_name_in_two_kinds_is_possible() {
+    let mut test = TestConfig::new(None);
+    test.add_drive("1", json!({}));
+    test.add_drive("vsock", json!({}));
+    let net = |id| {
+        let net = json!({ "iface_id": id, "host_dev_name": format!("t-{id}") });
+        serde_json::from_value(net).unwrap()
+    };
+    test.config.interfaces = vec![net("1"), net("vsock"), net("rng"), net("2")];
+    let vsock = json!({ "guest_cid": 7, "uds_path": "v" });
+    test.config.vsock = serde_json::from_value(vsock).unwrap();
+    let GuestPlan { config, host } = test.plan().unwrap();
+    let ids: Vec<_> = config.devices.iter().map(DeviceConfig::id).collect();
+    assert_eq!(ids, ["1", "disk-vsock", "net-1", "net-vsock", "net-rng", "2", "vsock"]);
+    let mut opened: Vec<_> = host.opened.disks.iter().map(|disk| disk.id.as_str()).collect();
+    opened.sort();
+    assert_eq!(opened, ["1", "disk-vsock"]);
+}
+
+#[test]
 fn unbuilt_part_is_refused_by_name() {
-    let bucket = json!({ "size": 1, "refill_time": 1 });
     let refusal = |change: &dyn Fn(&mut TestConfig)| {
         let mut test = TestConfig::new(None);
         change(&mut test);
@@ -188,6 +236,13 @@ fn unbuilt_part_is_refused_by_name() {
                 t.config.cpu_template = serde_json::from_value(template).unwrap();
             }),
             "a CPU template of PUT /cpu-config",
+        ),
+        (
+            refusal(&|t| {
+                let net = json!({ "iface_id": "a", "host_dev_name": "t", "mtu": 1400 });
+                t.config.interfaces.push(serde_json::from_value(net).unwrap());
+            }),
+            "mtu of PUT /network-interfaces",
         ),
         (
             refusal(&|t| t.config.balloon = Some(balloon(r#""free_page_hinting": true"#))),

@@ -42,11 +42,11 @@ use self::control::ControlRequest;
 use self::frame::{HEADER, MAX_FRAME, NUM_BUFFERS};
 use self::queued_frames::QueuedFrames;
 use self::tap::Tap;
-pub use self::tap::TapError;
+pub use self::tap::{TapError, open as open_tap};
 use super::opener::Opener;
 use super::stats::NetCounters;
 use super::virtio::{Chain, Device, DeviceIo, DeviceRing, Violation, Watcher};
-use crate::config::NetConfig;
+use crate::config::{NetConfig, OpenedTap};
 
 const QUEUE_SIZE: u16 = 256;
 /// Most reads of a tap in a row that give no frame. After these the tap counts as broken.
@@ -62,7 +62,7 @@ const TRANSMIT_LIMITER: usize = 1;
 pub(super) struct Net {
     config: NetConfig,
     /// Opens and attaches the tap.
-    open: Box<dyn Fn() -> Result<Tap, TapError> + Send>,
+    open: Box<dyn FnMut() -> Result<Tap, TapError> + Send>,
     /// The tap, while peers reach the guest through this host.
     tap: Option<Tap>,
     /// Whether the tap's files are watched.
@@ -106,7 +106,8 @@ enum NetQueue {
 
 impl Net {
     /// Opens the interface of `config` for the guest `holder`. It attaches to its tap in
-    /// [`Device::acquire`], or, if possible, already in [`Device::restore`].
+    /// [`Device::acquire`], or, if possible, already in [`Device::restore`]. The first time it takes
+    /// the tap that is `opened` already, if there is one.
     ///
     /// # Errors
     ///
@@ -115,22 +116,26 @@ impl Net {
     pub(super) fn open(
         config: &NetConfig,
         holder: VmId,
+        opened: Option<&OpenedTap>,
         opener: &Opener,
     ) -> Result<Self, TapError> {
         let NetConfig { tap: name, queues, .. } = config.clone();
-        match Tap::open(&name, queues, holder) {
-            Ok(_) => {}
+        match opened.map_or_else(|| Tap::open(&name, queues, holder).map(drop), |_| Ok(())) {
+            Ok(()) => {}
             Err(TapError::InUse { .. }) if tap::is_held_for(&name, holder) => {}
             Err(e) => return Err(e),
         }
         let cannot = |cause| TapError::System { name: name.clone(), what: "making a timer", cause };
         let announcements = Announcements::new().map_err(cannot)?;
-        let opener = opener.clone();
+        let (opener, mut opened) = (opener.clone(), opened.cloned());
         let open = move || {
+            let failed = |what, cause| TapError::System { name: name.clone(), what, cause };
+            if let Some(opened) = opened.take() {
+                return Tap::of_opened(&opened).map_err(|e| failed("duplicating its file", e));
+            }
             let tap = name.clone();
             let opened = opener.run(move || Tap::open(&tap, queues, holder));
-            let what = "asking the opener";
-            opened.map_err(|cause| TapError::System { name: name.clone(), what, cause })?
+            opened.map_err(|e| failed("asking the opener", e))?
         };
         Ok(Self::new(config, announcements, Box::new(open)))
     }
@@ -149,7 +154,7 @@ impl Net {
     fn new(
         config: &NetConfig,
         announcements: Announcements,
-        open: Box<dyn Fn() -> Result<Tap, TapError> + Send>,
+        open: Box<dyn FnMut() -> Result<Tap, TapError> + Send>,
     ) -> Self {
         Self {
             config: config.clone(),

@@ -5,6 +5,7 @@ use std::io::{self, Read, Write};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
+use std::sync::Arc;
 
 use driftline_guest::VmId;
 use rustix::net::{AddressFamily, SocketType};
@@ -12,6 +13,7 @@ use virtio_bindings::virtio_net::*;
 
 use super::frame::HEADER;
 use super::tun;
+use crate::config::OpenedTap;
 use crate::fail_point;
 
 /// Reason why a tap cannot be used.
@@ -25,6 +27,15 @@ pub enum TapError {
     Missing {
         /// Name of the tap.
         name: String,
+    },
+    /// The host has no taps, or this process may not use any.
+    #[error("tap \"{name}\": opening /dev/net/tun failed: {cause}")]
+    NoTun {
+        /// Name of the tap.
+        name: String,
+        /// Error of the system.
+        #[source]
+        cause: io::Error,
     },
     /// The tap is in use; it can have one owner only.
     #[error("tap \"{name}\" is in use by another process")]
@@ -81,7 +92,7 @@ pub(super) struct Tap {
     /// Number of queue pairs that the kernel uses.
     enabled: u8,
     /// Claims that other processes of this host see while this process holds the tap.
-    _claims: Vec<UnixDatagram>,
+    claims: Arc<[UnixDatagram]>,
 }
 
 impl Tap {
@@ -97,7 +108,7 @@ impl Tap {
         }
         // Several processes can attach to a tap with several queues. The claim keeps other
         // driftline processes away.
-        let claims = vec![claim(name, &sole(name))?, claim(name, &held_for(name, holder))?];
+        let claims = [claim(name, &sole(name))?, claim(name, &held_for(name, holder))?].into();
         let mut flags = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR;
         if queues > 1 {
             flags |= libc::IFF_MULTI_QUEUE;
@@ -108,7 +119,7 @@ impl Tap {
                 let mut options = OpenOptions::new();
                 options.read(true).write(true).custom_flags(libc::O_NONBLOCK).open("/dev/net/tun")
             });
-            let file = opened.map_err(failed("opening /dev/net/tun"))?;
+            let file = opened.map_err(|cause| TapError::NoTun { name: name.to_owned(), cause })?;
             tun::attach(&file, name, flags).map_err(|cause| match cause.raw_os_error() {
                 Some(libc::EBUSY) => TapError::InUse { name: name.to_owned() },
                 Some(libc::EINVAL) => TapError::Kind { name: name.to_owned(), queues, cause },
@@ -118,17 +129,23 @@ impl Tap {
                 .map_err(failed("setting the header size"))?;
             files.push(file);
         }
-        let mut tap = Self { queues: files, is_tap: true, enabled: queues, _claims: claims };
+        let mut tap = Self { queues: files, is_tap: true, enabled: queues, claims };
         fail_point::pass("tap offloads").map_err(failed("setting offloads"))?;
         tap.set_offloads(0).map_err(failed("setting offloads"))?;
         tap.enable(1).map_err(failed("choosing a queue"))?;
         Ok(tap)
     }
 
+    /// Returns a tap of one queue pair that was attached to earlier.
+    pub(super) fn of_opened(opened: &OpenedTap) -> io::Result<Self> {
+        let (file, claims) = opened.parts()?;
+        Ok(Self { queues: vec![file], is_tap: true, enabled: 1, claims })
+    }
+
     /// Returns a tap that uses datagram sockets instead.
     #[cfg(any(test, fuzzing))]
     pub(super) fn of_sockets(queues: Vec<File>) -> Self {
-        Self { queues, is_tap: false, enabled: 1, _claims: Vec::new() }
+        Self { queues, is_tap: false, enabled: 1, claims: Arc::new([]) }
     }
 
     /// Returns the files. A readable file has frames.
@@ -186,6 +203,18 @@ impl Tap {
         let Some(mut file) = self.queues.get(usize::from(pair)) else { return Ok(()) };
         file.write(frame).map(drop)
     }
+}
+
+/// Attaches to the tap `name` with one queue pair, for the interface `id` of a guest `holder` that
+/// is built later.
+///
+/// # Errors
+///
+/// The tap cannot be attached to.
+pub fn open(id: &str, name: &str, holder: VmId) -> Result<OpenedTap, TapError> {
+    let Tap { mut queues, claims, .. } = Tap::open(name, 1, holder)?;
+    let file = queues.pop().ok_or_else(|| TapError::Missing { name: name.to_owned() })?;
+    Ok(OpenedTap::new(id, file, claims))
 }
 
 /// Returns whether this network namespace has an interface of that name.

@@ -2,6 +2,7 @@
 
 mod limits;
 mod moves;
+mod opened;
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -313,7 +314,7 @@ fn missing_tap_is_named() {
     let (id, tap) = ("n".to_owned(), "dl-none-dl".to_owned());
     let config = NetConfig { id, tap, mac: MAC, queues: 1, limits: NetLimits::default() };
     let opener = Opener::start().unwrap();
-    let error = Net::open(&config, VmId::random(), &opener).err().unwrap().to_string();
+    let error = Net::open(&config, VmId::random(), None, &opener).err().unwrap().to_string();
     assert!(error.contains("tap \"dl-none-dl\" does not exist"), "{error}");
 }
 

@@ -191,13 +191,15 @@ impl DeviceSet {
             }
             DeviceConfig::Rng(config) => Box::new(Rng::new(config)),
             DeviceConfig::Net(config) => {
-                let net = Net::open(config, guest, self.opener().map_err(system)?)?;
+                let opened = host.opened.tap(&config.id);
+                let net = Net::open(config, guest, opened, self.opener().map_err(system)?)?;
                 self.stats_handles
                     .push(StatsHandle::Net(config.id.clone(), net.counters().clone()));
                 Box::new(net)
             }
             DeviceConfig::Vsock(vsock) => {
-                Box::new(Vsock::open(vsock, self.opener().map_err(system)?)?)
+                let opened = host.opened.vsock.as_ref();
+                Box::new(Vsock::open(vsock, opened, self.opener().map_err(system)?)?)
             }
             DeviceConfig::Balloon(config) => {
                 let (balloon, control) =

@@ -6,7 +6,7 @@ use std::time::Instant;
 use vmm_sys_util::epoll::EventSet;
 
 use super::host::VsockListener;
-use super::{EVENT, LISTENER, QUEUE_SIZE, TIMER, TRANSMIT, Vsock, VsockState};
+use super::{EVENT, LISTENER, QUEUE_SIZE, TIMER, TRANSMIT, Vsock, VsockError, VsockState};
 use crate::devices::error::DeviceError;
 use crate::devices::virtio::{
     Device, DeviceIo, DeviceKind, QuiesceError, Violation, Watcher, decode_state, encode_state,
@@ -113,7 +113,13 @@ impl Device for Vsock {
 
     fn acquire(&mut self) -> Result<(), DeviceError> {
         if self.listener.is_none() {
-            self.listener = Some(VsockListener::open(&self.config.uds, &self.opener)?);
+            let uds = &self.config.uds;
+            self.listener = Some(match self.opened.take() {
+                Some(opened) => {
+                    VsockListener::of_opened(&opened).map_err(|e| VsockError::system(uds, e))?
+                }
+                None => VsockListener::open(uds, &self.opener)?,
+            });
             (self.listener_watched, self.accept_retry) = (false, None);
         }
         Ok(())

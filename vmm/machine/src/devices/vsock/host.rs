@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::net::{AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketType};
 
+use crate::config::OpenedSocket;
 use crate::devices::opener::{DropOnOpener, Opener};
 use crate::socket::{ListeningSocket, SocketError};
 
@@ -30,11 +31,12 @@ impl VsockError {
     }
 }
 
-/// Socket at which programs of the host request connections. Dropping it removes its file.
+/// Socket at which programs of the host request connections. Dropping it removes its file, if it
+/// was bound here.
 #[derive(Debug)]
 pub(super) struct VsockListener {
     listener: UnixListener,
-    _file: DropOnOpener<ListeningSocket>,
+    _file: Option<DropOnOpener<ListeningSocket>>,
 }
 
 impl VsockListener {
@@ -43,7 +45,12 @@ impl VsockListener {
         let name = path.to_owned();
         let file = opener.run(move || ListeningSocket::bind(&name)).map_err(system)??;
         let listener = file.listener().map_err(system)?;
-        Ok(Self { listener, _file: opener.drop_here(file) })
+        Ok(Self { listener, _file: Some(opener.drop_here(file)) })
+    }
+
+    /// Returns the socket that was bound earlier.
+    pub(super) fn of_opened(opened: &OpenedSocket) -> io::Result<Self> {
+        Ok(Self { listener: opened.listener()?, _file: None })
     }
 
     pub(super) fn listener(&self) -> &UnixListener {

@@ -45,7 +45,7 @@ use self::packet::{HEADER, HOST_CID, PacketHeader, STREAM};
 use super::opener::Opener;
 use super::timer::Timer;
 use super::virtio::{Chain, DeviceIo, Violation, Watcher};
-use crate::config::VsockConfig;
+use crate::config::{OpenedSocket, VsockConfig};
 use crate::limits;
 
 const QUEUE_SIZE: u16 = 256;
@@ -65,6 +65,9 @@ const TRANSPORT_RESET: u32 = 0;
 pub(super) struct Vsock {
     config: VsockConfig,
     opener: Opener,
+    /// A socket that was bound before the device was built. The device takes it the first time that
+    /// it listens.
+    opened: Option<OpenedSocket>,
     /// Listening socket, while this host has the guest.
     listener: Option<VsockListener>,
     listener_watched: bool,
@@ -104,20 +107,27 @@ struct VsockState {
 }
 
 impl Vsock {
-    /// Opens the device of `config`.
+    /// Opens the device of `config`, with the socket that is `opened` already, if there is one.
     ///
     /// # Errors
     ///
     /// Fails if its unix socket cannot be used. A socket that another process listens on is
     /// accepted here; [`acquire`](super::virtio::Device::acquire) fails if that is still so.
-    pub(super) fn open(config: &VsockConfig, opener: &Opener) -> Result<Self, VsockError> {
-        match VsockListener::open(&config.uds, opener) {
-            Ok(_) => {}
+    pub(super) fn open(
+        config: &VsockConfig,
+        opened: Option<&OpenedSocket>,
+        opener: &Opener,
+    ) -> Result<Self, VsockError> {
+        match opened.map_or_else(|| VsockListener::open(&config.uds, opener).map(drop), |_| Ok(()))
+        {
+            Ok(()) => {}
             // The listener may be the host process that the guest comes from.
             Err(e) if e.is_in_use() => {}
             Err(e) => return Err(e),
         }
-        Self::new(config, opener).map_err(|cause| VsockError::system(&config.uds, cause))
+        let device = Self::new(config, opener);
+        let device = device.map_err(|cause| VsockError::system(&config.uds, cause))?;
+        Ok(Self { opened: opened.cloned(), ..device })
     }
 
     /// Returns the device like [`open`](Self::open), without checking the socket.
@@ -125,6 +135,7 @@ impl Vsock {
         Ok(Self {
             config: config.clone(),
             opener: opener.clone(),
+            opened: None,
             listener: None,
             listener_watched: false,
             accept_retry: None,

@@ -204,7 +204,7 @@ fn refused_socket_leaves_no_vsock() {
 #[test]
 fn interfaces_have_addresses_of_their_own() {
     let mut vm = TestMachine::new();
-    let net = |id, mac| {
+    let net = |id: &str, mac: &str| {
         let mac = format!("06:00:00:00:00:{mac}");
         format!(r#"{{"iface_id": "{id}", "host_dev_name": "t", "guest_mac": "{mac}"}}"#)
     };
@@ -220,6 +220,16 @@ fn interfaces_have_addresses_of_their_own() {
     let shown = vm.get("/vm/config")["network-interfaces"].clone();
     let ids = shown.as_array().unwrap().iter().map(|net| net["iface_id"].as_str().unwrap());
     assert_eq!(ids.collect::<Vec<_>>(), ["c", "b", "a"]);
+    let many = "Network config error: Could not create the network device: a guest has at most 16 \
+                devices.";
+    for n in 10..23 {
+        vm.done(
+            "PUT",
+            &format!("/network-interfaces/{n}"),
+            &net(&n.to_string(), &format!("{n:02}")),
+        );
+    }
+    assert_eq!(vm.refusal("PUT", "/network-interfaces/z", &net("z", "ff")), many);
     let small = r#"{"iface_id": "d", "host_dev_name": "t", "mtu": 67}"#;
     assert_eq!(
         vm.refusal("PUT", "/network-interfaces/d", small),

@@ -41,7 +41,7 @@ impl TestSockets {
 
     fn vsock(&self) -> Vsock {
         let config = VsockConfig { cid: CID, uds: self.uds() };
-        Vsock::open(&config, &Opener::start().unwrap()).unwrap()
+        Vsock::open(&config, None, &Opener::start().unwrap()).unwrap()
     }
 
     fn guest(&self) -> VsockGuest {

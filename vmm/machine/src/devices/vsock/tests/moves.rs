@@ -81,6 +81,30 @@ fn socket_has_one_owner_and_is_removed() {
     assert!(!sockets.uds().exists());
     b.acquire().unwrap();
     let nowhere = VsockConfig { cid: 3, uds: "/nonexistent-dl/v".into() };
-    let error = Vsock::open(&nowhere, &Opener::start().unwrap()).err().unwrap().to_string();
+    let error = Vsock::open(&nowhere, None, &Opener::start().unwrap()).err().unwrap().to_string();
     assert!(error.contains("/nonexistent-dl/v"), "{error}");
+}
+
+#[test]
+fn socket_bound_earlier_is_listened_on_and_stays() {
+    let sockets = TestSockets::new();
+    let bound = crate::socket::ListeningSocket::bind_new(&sockets.uds()).unwrap();
+    let opened = OpenedSocket::from(bound.listener().unwrap());
+    drop(bound);
+    let config = VsockConfig { cid: CID, uds: sockets.uds() };
+    let opener = Opener::start().unwrap();
+    // A build that fails leaves the socket to the next one.
+    for _ in 0..2 {
+        Vsock::open(&config, Some(&opened), &opener).unwrap().acquire().unwrap();
+    }
+    let mut vsock = Vsock::open(&config, Some(&opened), &opener).unwrap();
+    drop(opened);
+    vsock.acquire().unwrap();
+    let mut guest = VsockGuest::new(Driver::started(Box::new(vsock)));
+    let program = sockets.call(7);
+    let (header, _) = guest.next();
+    assert_eq!((header.op.get(), header.dst_port.get()), (op::REQUEST, 7));
+    drop((program, guest));
+    assert!(sockets.uds().exists());
+    assert!(UnixStream::connect(sockets.uds()).is_err(), "nothing listens");
 }

@@ -1,0 +1,34 @@
+//! A tap of the host that is attached to before its interface is built.
+
+use super::*;
+use crate::testing::{TestTap, skip, soon};
+
+#[test]
+fn opened_tap_is_held_until_detached() {
+    let name = match TestTap::new("op") {
+        Ok(tap) => tap,
+        Err(e) => return skip("opened_tap_is_held_until_detached", &e.to_string()),
+    };
+    let (tap, holder) = (&name.0, VmId::random());
+    let opened = open_tap("n", tap, holder).unwrap();
+    let in_use = |result: Result<_, TapError>| matches!(result, Err(TapError::InUse { .. }));
+    assert!(in_use(open_tap("other", tap, VmId::random())));
+    let (id, limits) = ("n".to_owned(), NetLimits::default());
+    let config = NetConfig { id, tap: tap.clone(), mac: MAC, queues: 1, limits };
+    let opener = Opener::start().unwrap();
+    // A build that fails leaves the tap to the next one.
+    for _ in 0..2 {
+        let mut net = Net::open(&config, holder, Some(&opened), &opener).unwrap();
+        net.acquire().unwrap();
+    }
+    let mut net = Net::open(&config, holder, Some(&opened), &opener).unwrap();
+    drop(opened);
+    net.acquire().unwrap();
+    assert!(in_use(open_tap("other", tap, VmId::random())));
+    net.release(soon()).unwrap();
+    net.detach(0);
+    drop(open_tap("other", tap, VmId::random()).unwrap());
+    // Attached again by its name.
+    net.acquire().unwrap();
+    assert!(in_use(open_tap("other", tap, VmId::random())));
+}
