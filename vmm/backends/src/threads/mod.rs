@@ -96,7 +96,7 @@ impl ThreadMachine {
         let placement = place(&spec, config.vcpus, memory.layout())
             .map_err(|e| WorkloadError::from(e).of(&config.boot))?;
         let (serial, serial_thread) =
-            open_serial_output(&host.serial).map_err(ThreadMachineError::from)?;
+            open_serial_output(&host.serial, host.serial_limit).map_err(ThreadMachineError::from)?;
         let machine = Self {
             vm_id,
             spec,

@@ -17,7 +17,7 @@ use driftline_machine::memory::{PrivateFile, layout};
 use driftline_store::{SnapshotState, StoreError};
 
 use super::opened::ClientFiles;
-use super::plan::serial_sink;
+use super::plan::{serial_limit, serial_sink};
 
 /// What a guest is loaded from.
 #[derive(Debug)]
@@ -64,6 +64,7 @@ pub(super) fn load_plan(
     let opened = files.for_machine(&shown);
     let host = HostConfig {
         serial,
+        serial_limit: serial_limit(&own.serial),
         nets,
         vsock,
         opened,

@@ -13,7 +13,7 @@ use driftline_control::model::RateLimiterConfig;
 use driftline_machine::config::{
     BackendKind, BalloonConfig, Boot, CpuConfig, DEFAULT_RING_ENTRIES, DeviceConfig, DiskConfig,
     HostConfig, Identity, MAX_SERIAL_BYTES, MacAddr, MachineConfig, NetConfig, NetLimits,
-    OpenedFile, RateLimits, RngConfig, SerialSink, VsockConfig,
+    OpenedFile, RateLimit, RateLimits, RngConfig, SerialSink, VsockConfig,
 };
 use driftline_machine::devices::probe_opened_disk;
 use driftline_machine::machine::command_line;
@@ -82,6 +82,7 @@ pub(super) fn plan(
     };
     let host = HostConfig {
         serial,
+        serial_limit: serial_limit(&config.serial),
         memory: MemoryOptions { huge_pages, ..MemoryOptions::default() },
         keyboard: true,
         opened: files.for_machine(config),
@@ -206,12 +207,14 @@ fn serial(file: &OpenedFile) -> io::Result<String> {
 ///
 /// # Errors
 ///
-/// A part of the configuration cannot be honoured, or the file cannot be created.
+/// The file cannot be used or created.
 pub(super) fn serial_sink(serial: &SerialConfig) -> Result<SerialSink, ApiFault> {
-    if serial.rate_limiter.is_some() {
-        return Err(ApiFault::NotBuilt("rate_limiter of PUT /serial"));
-    }
     serial.serial_out_path.as_deref().map_or(Ok(SerialSink::Stdio), sink)
+}
+
+/// Returns the limit of the serial port's output. The configuration has no bucket that is off.
+pub(super) fn serial_limit(serial: &SerialConfig) -> Option<RateLimit> {
+    serial.rate_limiter.map(RateLimit::from)
 }
 
 fn sink(path: &Path) -> Result<SerialSink, ApiFault> {

@@ -297,6 +297,22 @@ fn keyboard_tells_the_guest_to_shut_down() {
 }
 
 #[test]
+fn serial_output_beyond_its_limit_is_dropped() {
+    if !kvm_or_skip("serial_output_beyond_its_limit_is_dropped") {
+        return;
+    }
+    let tmp = TestDir::new();
+    let mut vmm = ServeProcess::start(&tmp, &[]);
+    configure(&vmm, &tmp, AfterPrint::Reset);
+    let bucket = json!({ "size": 3, "one_time_burst": 2, "refill_time": 1_000_000_000 });
+    let serial = json!({ "serial_out_path": tmp.text("serial"), "rate_limiter": bucket });
+    vmm.done("PUT", "/serial", &serial.to_string());
+    vmm.done("PUT", "/actions", START);
+    assert_eq!(vmm.wait().0, Some(0));
+    assert_eq!(tmp.read("serial"), "quiet");
+}
+
+#[test]
 fn signal_ends_a_configured_guest() {
     if !kvm_or_skip("signal_ends_a_configured_guest") {
         return;

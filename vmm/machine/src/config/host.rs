@@ -12,6 +12,7 @@ use super::error::ConfigError;
 use super::lineage::Restored;
 use super::net::{NetSpec, VsockSpec};
 use super::opened::OpenedFiles;
+use super::rate_limits::RateLimit;
 use crate::memory::MemoryOptions;
 
 /// The destination of the first serial port's output.
@@ -59,6 +60,8 @@ impl fmt::Debug for Image {
 pub struct HostConfig {
     /// The destination of COM1's output, and the source of its input.
     pub serial: SerialSink,
+    /// The limit of COM1's output, in bytes. Bytes beyond it are dropped.
+    pub serial_limit: Option<RateLimit>,
     /// The host memory that backs guest memory.
     pub memory: MemoryOptions,
     /// Files on this host that replace the disks of an arriving guest. A spec with a name replaces

@@ -1,5 +1,6 @@
 //! Output of COM1: a bounded buffer, emptied by a thread of its own, so that a slow or stuck reader
-//! never delays a vCPU. Output that does not fit is dropped and counted.
+//! never delays a vCPU. Output that does not fit, or that exceeds a rate limit, is dropped and
+//! counted.
 //!
 //! Lines are written whole. An unfinished line, such as a prompt, is written after
 //! [`LINE_TIMEOUT`].
@@ -9,11 +10,12 @@ use std::io::{self, Write};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-use crate::config::SerialSink;
+use super::rate_limit::DeviceRateLimiter;
+use crate::config::{RateLimit, RateLimits, SerialSink};
 use crate::sandbox::{self, Class};
 
 /// Bytes that may wait for a slow reader. Further output is dropped.
@@ -51,6 +53,9 @@ pub enum SerialOutputError {
 struct OutputState {
     bytes: Vec<u8>,
     dropped: u64,
+    limiter: Option<OutputLimiter>,
+    /// Bytes that the rate limit has dropped.
+    limited: u64,
     /// Whether unfinished lines are written without waiting for their end.
     flush_now: bool,
     /// Whether the thread is writing bytes that it has taken.
@@ -70,6 +75,27 @@ struct OutputBuffer {
 impl OutputBuffer {
     fn lock(&self) -> MutexGuard<'_, OutputState> {
         self.state.lock()
+    }
+}
+
+/// Limit of the output. Its clock runs while the guest is paused, too.
+#[derive(Clone, Debug)]
+struct OutputLimiter {
+    rate: DeviceRateLimiter,
+    began: Instant,
+}
+
+impl OutputLimiter {
+    fn new(limit: RateLimit) -> Self {
+        let limits = RateLimits { bandwidth: Some(limit), operations: None };
+        Self { rate: DeviceRateLimiter::new(limits, 0), began: Instant::now() }
+    }
+
+    /// Returns the part of `bytes` that is not dropped: each byte needs a token of its own.
+    fn admitted(&mut self, bytes: &[u8]) -> Vec<u8> {
+        let now_ns = u64::try_from(self.began.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        let admits = |_: &u8| self.rate.take(1, now_ns).is_ok();
+        bytes.iter().copied().filter(admits).collect()
     }
 }
 
@@ -93,12 +119,15 @@ impl SerialWriter {
 impl Write for SerialWriter {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let mut state = self.0.lock();
-        if state.bytes.len() + bytes.len() > CAPACITY {
-            state.dropped += bytes.len() as u64;
+        let admitted = state.limiter.as_mut().map(|limiter| limiter.admitted(bytes));
+        let output = admitted.as_deref().unwrap_or(bytes);
+        state.limited += (bytes.len() - output.len()) as u64;
+        if state.bytes.len() + output.len() > CAPACITY {
+            state.dropped += output.len() as u64;
             return Ok(bytes.len());
         }
-        let wake = state.bytes.is_empty() || bytes.contains(&b'\n');
-        state.bytes.extend_from_slice(bytes);
+        let wake = !output.is_empty() && (state.bytes.is_empty() || output.contains(&b'\n'));
+        state.bytes.extend_from_slice(output);
         drop(state);
         if wake {
             self.0.changed.notify_all();
@@ -118,12 +147,15 @@ pub struct SerialOutputThread {
     thread: Option<JoinHandle<()>>,
 }
 
-/// Opens `sink` and starts its thread.
+/// Opens `sink` and starts its thread. Output beyond `limit` is dropped.
 ///
 /// # Errors
 ///
 /// Fails if the file cannot be opened or the thread cannot be started.
-pub fn open(sink: &SerialSink) -> Result<(SerialWriter, SerialOutputThread), SerialOutputError> {
+pub fn open(
+    sink: &SerialSink,
+    limit: Option<RateLimit>,
+) -> Result<(SerialWriter, SerialOutputThread), SerialOutputError> {
     let to: Box<dyn Write + Send> = match sink {
         SerialSink::Stdio => Box::new(io::stdout()),
         SerialSink::Null => Box::new(io::sink()),
@@ -133,6 +165,7 @@ pub fn open(sink: &SerialSink) -> Result<(SerialWriter, SerialOutputThread), Ser
         }
     };
     let shared = Arc::new(OutputBuffer::default());
+    shared.lock().limiter = limit.map(OutputLimiter::new);
     let buffer = shared.clone();
     let run = move || {
         write_out(&buffer, to);
@@ -148,11 +181,14 @@ pub fn open(sink: &SerialSink) -> Result<(SerialWriter, SerialOutputThread), Ser
 fn write_out(shared: &OutputBuffer, mut to: Box<dyn Write + Send>) {
     let mut broken = false;
     loop {
-        let PendingOutput { bytes, dropped, is_last } = next(shared);
+        let PendingOutput { bytes, dropped, limited, is_last } = next(shared);
         if dropped > 0 {
             tracing::warn!(
                 "{dropped} bytes of serial output were dropped: its reader does not keep up"
             );
+        }
+        if limited > 0 {
+            tracing::debug!("{limited} bytes of serial output were dropped: they exceed its limit");
         }
         if !broken && let Err(e) = to.write_all(&bytes).and_then(|()| to.flush()) {
             tracing::warn!("serial output is lost from here on: {e}");
@@ -166,11 +202,14 @@ fn write_out(shared: &OutputBuffer, mut to: Box<dyn Write + Send>) {
     }
 }
 
-/// Output to be written.
+/// Output for the thread.
 struct PendingOutput {
     bytes: Vec<u8>,
-    /// Bytes that were dropped after the previous output.
+    /// Bytes that did not fit.
     dropped: u64,
+    /// Bytes that the rate limit has dropped.
+    limited: u64,
+    /// Whether no more output will come.
     is_last: bool,
 }
 
@@ -187,6 +226,7 @@ fn next(shared: &OutputBuffer) -> PendingOutput {
     PendingOutput {
         bytes: std::mem::take(&mut state.bytes),
         dropped: std::mem::take(&mut state.dropped),
+        limited: std::mem::take(&mut state.limited),
         is_last: state.closed,
     }
 }
@@ -217,7 +257,7 @@ mod tests {
     fn output_is_written_in_order() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("serial");
-        let (mut writer, thread) = open(&SerialSink::File(path.clone())).unwrap();
+        let (mut writer, thread) = open(&SerialSink::File(path.clone()), None).unwrap();
         for i in 0..1000 {
             write!(writer, "line {i}\npart").unwrap();
         }
@@ -231,7 +271,7 @@ mod tests {
     fn unfinished_line_is_written_soon() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("serial");
-        let (mut writer, _thread) = open(&SerialSink::File(path.clone())).unwrap();
+        let (mut writer, _thread) = open(&SerialSink::File(path.clone()), None).unwrap();
         write!(writer, "login: ").unwrap();
         let end = std::time::Instant::now() + Duration::from_secs(5);
         while std::fs::read(&path).unwrap() != b"login: " {
@@ -249,5 +289,18 @@ mod tests {
         }
         assert_eq!(shared.lock().bytes.len(), CAPACITY);
         assert_eq!(shared.lock().dropped, 100);
+    }
+    #[test]
+    fn output_beyond_the_limit_is_dropped() {
+        let shared = Arc::new(OutputBuffer::default());
+        // A bucket that stays empty, for as long as a test may last.
+        let limit = RateLimit { size: 3, refill_ms: 1 << 40, one_time_burst: 2 };
+        shared.lock().limiter = Some(OutputLimiter::new(limit));
+        let mut writer = SerialWriter(shared.clone());
+        writer.write_all(b"abc").unwrap();
+        writer.write_all(b"defg").unwrap();
+        let state = shared.lock();
+        assert_eq!(state.bytes, b"abcde");
+        assert_eq!((state.limited, state.dropped), (2, 0));
     }
 }

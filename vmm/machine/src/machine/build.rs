@@ -141,7 +141,7 @@ impl KvmMachine {
         if let Some(before_devices) = before_devices {
             before_devices().map_err(MachineError::system("restricting the process"))?;
         }
-        let (sink, serial_thread) = open_serial_output(&host.serial)?;
+        let (sink, serial_thread) = open_serial_output(&host.serial, host.serial_limit)?;
         let devices = devices(&config, &memory, vm_id, is_new)?;
         devices.note_disks(&mut config.devices);
 

@@ -1,6 +1,6 @@
 //! Configurations with files of their own, and the machines that follow.
 
-use driftline_machine::config::{DiskCache, DiskEngine, RateLimit};
+use driftline_machine::config::{DiskCache, DiskEngine};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -85,7 +85,6 @@ fn long_command_line_is_refused() {
     // Two bytes of room, and the final 0.
     let room = 2048 - 1 - " pci=off".len();
     assert!(TestConfig::new(Some(&"x".repeat(room))).plan().is_ok());
-    let bucket = json!({ "size": 1, "refill_time": 1 });
     let refusal = TestConfig::new(Some(&"x".repeat(room + 1))).plan().unwrap_err();
     assert!(refusal.starts_with("Start microvm error: Kernel cmdline error"), "{refusal}");
 }
@@ -223,13 +222,6 @@ fn unbuilt_part_is_refused_by_name() {
         serde_json::from_str(&json).unwrap()
     };
     for (refusal, part) in [
-        (
-            refusal(&|t| {
-                let serial = json!({ "rate_limiter": bucket });
-                t.config.serial = serde_json::from_value(serial).unwrap();
-            }),
-            "rate_limiter of PUT /serial",
-        ),
         (
             refusal(&|t| {
                 let template = json!({ "kvm_capabilities": ["171"] });
