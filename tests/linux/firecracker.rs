@@ -1,28 +1,32 @@
 //! A Linux guest that a client of Firecracker's API configures and starts.
 
 use std::fs::File;
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use tests::{
-    GuestConsole, LinuxImage, SOON, ScratchDir, assert_clean, driftline, has_booted, wait_for,
+    EchoClient, GuestConsole, LinuxImage, Namespace, PEER, SOON, ScratchDir, assert_clean,
+    driftline, has_booted, wait_for,
 };
 
 use super::{DISK_BYTES, text};
 
 /// Time limit of a boot, and of progress of the checkers.
 const BOOT: Duration = Duration::from_secs(240);
-/// As the harness boots its guests; without a network.
+/// Port of the guest's echo.
+const ECHO_PORT: u16 = 7;
+/// As the harness boots its guests.
 const BOOT_ARGS: &str = "console=ttyS0 reboot=k panic=-1 quiet loglevel=5 noxsave tsc=reliable \
      no_timer_check rodata=off clearcpuid=popcnt,smap,erms,fsrm,cx16 noreplace-smp \
-     driftline.check=mem,disk driftline.disk=path=/dev/vda,pause=50ms";
+     driftline.ip=10.77.0.2/24 driftline.check=mem,disk,tcp \
+     driftline.disk=path=/dev/vda,pause=50ms";
 
 /// A process named `firecracker`. Dropping it kills the process.
 struct FirecrackerProcess {
@@ -32,9 +36,10 @@ struct FirecrackerProcess {
 }
 
 impl FirecrackerProcess {
-    fn start(scratch: &ScratchDir) -> Self {
+    fn start(host: &Namespace, scratch: &ScratchDir) -> Self {
         let (socket, console) = (scratch.path("fc.sock"), scratch.path("fc.console"));
-        let child = Command::new(driftline())
+        let child = host
+            .command(driftline())
             .args(["firecracker", "--id", "linux-1", "--api-sock"])
             .arg(&socket)
             // Without a file of its own the log is on the console.
@@ -119,6 +124,21 @@ impl Drop for FirecrackerProcess {
     }
 }
 
+/// Returns what the guest's echo answers over the vsock's socket.
+fn echo_over_vsock(socket: &Path, sent: &[u8]) -> Vec<u8> {
+    let stream = UnixStream::connect(socket).expect("the process listens");
+    stream.set_read_timeout(Some(SOON)).expect("a time limit");
+    let mut stream = BufReader::new(stream);
+    writeln!(stream.get_mut(), "CONNECT {ECHO_PORT}").expect("it reads");
+    let mut line = String::new();
+    stream.read_line(&mut line).expect("an answer");
+    assert!(line.starts_with("OK "), "{line}");
+    stream.get_mut().write_all(sent).expect("the guest reads");
+    let mut answer = vec![0; sent.len()];
+    stream.read_exact(&mut answer).expect("the guest answers");
+    answer
+}
+
 fn configure(process: &FirecrackerProcess, linux: &LinuxImage, disk: &Path) {
     process.done("PUT", "/machine-config", &json!({ "vcpu_count": 2, "mem_size_mib": 128 }));
     let (kernel, initrd) = (linux.file("vmlinux"), linux.file("initramfs.cpio"));
@@ -134,16 +154,27 @@ fn configure(process: &FirecrackerProcess, linux: &LinuxImage, disk: &Path) {
         "path_on_host": text(&other) });
     process.done("PUT", "/drives/other", &drive);
     process.done("PUT", "/entropy", &json!({}));
+    let net = json!({ "iface_id": "eth0", "host_dev_name": "tap0",
+        "guest_mac": "06:00:0a:4d:00:02" });
+    process.done("PUT", "/network-interfaces/eth0", &net);
+    let vsock = json!({ "guest_cid": 3, "uds_path": text(&disk.with_extension("vsock")) });
+    process.done("PUT", "/vsock", &vsock);
 }
 
 #[test]
 fn client_of_firecracker_boots_linux() {
     let _alone = tests::one_at_a_time();
-    let Some(linux) = LinuxImage::or_skip("client_of_firecracker_boots_linux") else { return };
+    let test = "client_of_firecracker_boots_linux";
+    let Some(linux) = LinuxImage::or_skip(test) else { return };
+    let host = Namespace::new(PEER).and_then(|host| host.add_tap("tap0").map(|()| host));
+    let host = match host {
+        Ok(host) => host,
+        Err(why) => return driftline_machine::testing::skip(test, &why),
+    };
     let scratch = ScratchDir::new();
     let disk = scratch.path("disk");
     File::create(&disk).and_then(|file| file.set_len(DISK_BYTES)).expect("a file");
-    let mut process = FirecrackerProcess::start(&scratch);
+    let mut process = FirecrackerProcess::start(&host, &scratch);
     assert_eq!(process.state(), "Not started");
     configure(&process, &linux, &disk);
     process.done("PUT", "/actions", &json!({ "action_type": "InstanceStart" }));
@@ -154,6 +185,26 @@ fn client_of_firecracker_boots_linux() {
     let seen = process.shell(&format!("echo {} $(cat /proc/cmdline)", parts.join(", ")));
     assert!(seen.starts_with("0, 1, write back, write through "), "{seen}");
     assert!(seen.contains(" pci=off root=/dev/vda rw virtio_mmio.device=4K@0x"), "{seen}");
+
+    let address = process.shell("echo $(cat /sys/class/net/eth0/address)");
+    assert_eq!(address, "06:00:0a:4d:00:02");
+    let mut echo = EchoClient::start(&linux, &host, &scratch, "echo");
+    let socket = disk.with_extension("vsock");
+    assert_eq!(echo_over_vsock(&socket, b"over vsock"), b"over vsock");
+    // It waits for the limit, and answers again without one.
+    let limit = |size: u64| {
+        let bandwidth = json!({ "bandwidth": { "size": size, "refill_time": 3_600_000 } });
+        json!({ "iface_id": "eth0", "rx_rate_limiter": bandwidth })
+    };
+    process.done("PATCH", "/network-interfaces/eth0", &limit(2000));
+    wait_for("an echo without answers", SOON, || {
+        let before = echo.received();
+        std::thread::sleep(Duration::from_secs(2));
+        (echo.received() == before).then_some(())
+    });
+    process.done("PATCH", "/network-interfaces/eth0", &limit(0));
+    echo.wait_answers(50);
+    echo.finish();
 
     process.done("PATCH", "/vm", &json!({ "state": "Paused" }));
     assert_eq!(process.state(), "Paused");
@@ -175,5 +226,6 @@ fn client_of_firecracker_boots_linux() {
     process.signal(Signal::TERM);
     let ended = process.child.wait().expect("a child of ours");
     assert_eq!(ended.signal(), Some(Signal::TERM.as_raw()), "{ended:?}");
+    assert!(socket.exists(), "clients of Firecracker remove it");
     linux.verify_disk(&disk, flushed);
 }
