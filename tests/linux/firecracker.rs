@@ -101,14 +101,16 @@ impl FirecrackerProcess {
 
     /// Returns what the guest's shell prints for a command.
     fn shell(&mut self, command: &str) -> String {
+        let outputs = || {
+            let lines = self.console.lines();
+            let found = lines.iter().filter_map(|line| line.strip_prefix("[output] "));
+            found.map(str::to_owned).collect::<Vec<_>>()
+        };
+        let before = outputs().len();
         let input = self.child.stdin.as_mut().expect("a pipe");
         // The console shows the command, too.
         writeln!(input, "echo; echo \"[out\"\"put] $({command})\"").expect("it reads");
-        wait_for("output of the shell", BOOT, || {
-            let lines = self.console.lines();
-            let mut found = lines.iter().rev().filter_map(|l| l.strip_prefix("[output] "));
-            found.next().map(str::to_owned)
-        })
+        wait_for("output of the shell", BOOT, || outputs().into_iter().nth(before))
     }
 
     fn signal(&self, signal: Signal) {
@@ -205,6 +207,17 @@ fn client_of_firecracker_boots_linux() {
     process.done("PATCH", "/network-interfaces/eth0", &limit(0));
     echo.wait_answers(50);
     echo.finish();
+
+    let sectors = |process: &mut FirecrackerProcess| process.shell("cat /sys/block/vdb/size");
+    assert_eq!(sectors(&mut process), "2048");
+    let path = scratch.path("larger");
+    let mut content = vec![0; 3 << 20];
+    content[..6].copy_from_slice(b"larger");
+    std::fs::write(&path, content).expect("a file for a disk");
+    let larger = json!({ "drive_id": "other", "path_on_host": text(&path) });
+    process.done("PATCH", "/drives/other", &larger);
+    assert_eq!(sectors(&mut process), "6144");
+    assert_eq!(process.shell("head -c 6 /dev/vdb"), "larger");
 
     process.done("PATCH", "/vm", &json!({ "state": "Paused" }));
     assert_eq!(process.state(), "Paused");

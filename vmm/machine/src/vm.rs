@@ -7,7 +7,7 @@ use driftline_guest::{Guest, GuestError, RunState, VmId};
 use serde::{Deserialize, Serialize};
 
 use crate::config::{GuestName, Lineage, MachineConfig};
-use crate::devices::{BalloonControl, DeviceStats, RateLimitControl};
+use crate::devices::{BalloonControl, DeviceStats, DiskFileControl, RateLimitControl};
 pub use crate::end_reason::EndReason;
 use crate::histogram::Distribution;
 use crate::memory::RestoreFigures;
@@ -99,6 +99,9 @@ pub trait Vm: Guest {
     /// Returns the handles for the rate limits of the devices that can have some: disks, network
     /// interfaces and the source of randomness.
     fn rate_limits(&self) -> &[RateLimitControl];
+
+    /// Returns the handles by which the guest's disks get other files.
+    fn disk_files(&self) -> &[DiskFileControl];
 
     /// Returns the guest's balloon, if it has one.
     fn balloon(&self) -> Option<&BalloonControl>;

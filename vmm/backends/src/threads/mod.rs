@@ -33,7 +33,8 @@ use driftline_images::workload::{WorkingSetPlacement, ready_line};
 use driftline_machine::actor::{self, Handle};
 use driftline_machine::config::{Boot, HostConfig, MachineConfig};
 use driftline_machine::devices::{
-    BalloonControl, RateLimitControl, SerialOutputThread, SerialWriter, open_serial_output,
+    BalloonControl, DiskFileControl, RateLimitControl, SerialOutputThread, SerialWriter,
+    open_serial_output,
 };
 use driftline_machine::machine::MachineError;
 use driftline_machine::memory::Memory;
@@ -95,8 +96,8 @@ impl ThreadMachine {
         let memory = Memory::new(config.mem_bytes, &host.memory).map_err(MachineError::from)?;
         let placement = place(&spec, config.vcpus, memory.layout())
             .map_err(|e| WorkloadError::from(e).of(&config.boot))?;
-        let (serial, serial_thread) =
-            open_serial_output(&host.serial, host.serial_limit).map_err(ThreadMachineError::from)?;
+        let (serial, serial_thread) = open_serial_output(&host.serial, host.serial_limit)
+            .map_err(ThreadMachineError::from)?;
         let machine = Self {
             vm_id,
             spec,
@@ -444,6 +445,10 @@ impl Vm for ThreadMachine {
     }
 
     fn rate_limits(&self) -> &[RateLimitControl] {
+        &[]
+    }
+
+    fn disk_files(&self) -> &[DiskFileControl] {
         &[]
     }
 

@@ -2,7 +2,6 @@
 
 use std::fs::OpenOptions;
 use std::io;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use driftline_control::firecracker::{
@@ -12,10 +11,10 @@ use driftline_control::firecracker::{
 use driftline_control::model::RateLimiterConfig;
 use driftline_machine::config::{
     BackendKind, BalloonConfig, Boot, CpuConfig, DEFAULT_RING_ENTRIES, DeviceConfig, DiskConfig,
-    HostConfig, Identity, MAX_SERIAL_BYTES, MacAddr, MachineConfig, NetConfig, NetLimits,
-    OpenedFile, RateLimit, RateLimits, RngConfig, SerialSink, VsockConfig,
+    HostConfig, Identity, MacAddr, MachineConfig, NetConfig, NetLimits, RateLimit, RateLimits,
+    RngConfig, SerialSink, VsockConfig,
 };
-use driftline_machine::devices::probe_opened_disk;
+use driftline_machine::devices::{file_serial, probe_opened_disk};
 use driftline_machine::machine::command_line;
 use driftline_machine::memory::{HugePages, MemoryOptions};
 use driftline_machine::tracking::TrackingMode;
@@ -179,7 +178,7 @@ fn disk(
     let bytes = probe_opened_disk(&opened.file, &path, readonly).map_err(machine_fault)?;
     Ok(DiskConfig {
         id,
-        serial: serial(&opened.file).map_err(machine_fault)?,
+        serial: file_serial(opened.file.file()).map_err(machine_fault)?,
         path,
         readonly,
         bytes,
@@ -193,14 +192,6 @@ fn disk(
 /// Returns the limits of a device. The configuration has no bucket that is off: `PUT` drops those.
 fn limits(limiter: Option<RateLimiterConfig>) -> RateLimits {
     limiter.map(RateLimits::from).unwrap_or_default()
-}
-
-/// Returns the serial number that Firecracker gives to a drive with this file.
-fn serial(file: &OpenedFile) -> io::Result<String> {
-    let of = file.file().metadata()?;
-    let mut serial = format!("{}{}{}", of.dev(), of.rdev(), of.ino());
-    serial.truncate(MAX_SERIAL_BYTES);
-    Ok(serial)
 }
 
 /// Returns the destination of the serial port's output, which exists afterwards.

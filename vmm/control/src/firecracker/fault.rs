@@ -206,6 +206,18 @@ pub enum DriveFault {
          Please verify the request arguments."
     )]
     NothingChanged,
+    /// The new file of a started guest's drive cannot be opened.
+    #[error(
+        "Unable to patch the block device: Block: Virtio backend error: Error manipulating the \
+         backing file: {cause} {path} Please verify the request arguments."
+    )]
+    NewFile {
+        /// The system's error.
+        #[source]
+        cause: io::Error,
+        /// The file.
+        path: String,
+    },
     /// A started guest's drive does not change. The text says why.
     #[error("Unable to patch the block device: {0} Please verify the request arguments.")]
     Unchanged(String),

@@ -6,8 +6,8 @@ use driftline_guest::{GuestError, RunState};
 use driftline_machine::devices::{BalloonControl, KeyboardFull};
 
 use super::answer::Answer;
+use super::changes::{patch_drive, patch_interface, show_changes};
 use super::fault::{ApiFault, BalloonFault, BalloonUpdateFault, CreateFault};
-use super::limits::{patch_drive, patch_interface, show_limits};
 use super::model::{BalloonDeviceConfig, BalloonUpdateConfig, CreateSnapshotParams, SnapshotType};
 use super::operation::Operation;
 use super::saved::to_section;
@@ -34,7 +34,7 @@ impl<C> MicroVm<C> {
             Operation::GetConfig => {
                 let mut shown = self.config().shown();
                 shown.balloon = jobs.vm().balloon().map(balloon_shown);
-                show_limits(&mut shown, self.config(), jobs);
+                show_changes(&mut shown, self.config(), jobs);
                 Answer::page(&shown)
             }
             Operation::GetBalloon => Answer::page(&balloon_shown(balloon(jobs)?)),

@@ -7,12 +7,12 @@
 //! requests, and makes lines of the counts.
 
 mod answer;
+mod changes;
 mod config;
 mod config_file;
 mod device_names;
 mod fault;
 mod guest;
-mod limits;
 mod metadata;
 mod metrics;
 mod model;
@@ -24,9 +24,7 @@ mod state;
 pub use answer::Answer;
 pub use config::MicroVmConfig;
 pub use config_file::{ConfigFileFault, config_file_operations, config_file_text};
-pub use fault::{
-    ApiFault, BootFault, DriveFault, LoadFault, MetricsFault, NetFault, StartFault,
-};
+pub use fault::{ApiFault, BootFault, DriveFault, LoadFault, MetricsFault, NetFault, StartFault};
 pub use metrics::{ApiCounts, FirecrackerMetrics, UnwrittenLines};
 pub(crate) use metrics::{CountedCall, latency_names};
 pub use model::{

@@ -38,7 +38,10 @@ mod virtio;
 mod vsock;
 
 pub use balloon::{BalloonControl, BalloonStats};
-pub use block::{CopyRefusal, DiskError, probe as probe_disk, probe_opened as probe_opened_disk};
+pub use block::{
+    CopyRefusal, DiskError, DiskFileControl, ExchangeError, file_serial, probe as probe_disk,
+    probe_opened as probe_opened_disk,
+};
 pub(crate) use block::{DriveSource, ParentGuest, make_copies, open_drives};
 pub(crate) use bus::{
     Bus, COM1_PORTS, GENERATION_EVENT, KEYBOARD_COMMAND, KEYBOARD_RESET, PM1A_CONTROL, PM1A_EVENT,

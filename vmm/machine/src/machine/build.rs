@@ -189,6 +189,7 @@ impl KvmMachine {
         let (stats_handles, balloon) =
             (devices.stats_handles().to_vec(), devices.balloon().cloned());
         let rate_limits = devices.rate_limits().to_vec();
+        let disk_files = devices.disk_files().to_vec();
         let bus = Arc::new(Bus::new(com1, devices, host.boot_timer));
         // A restored guest's state says whether it has one.
         bus.set_keyboard(host.keyboard.then(Keyboard::default));
@@ -219,6 +220,7 @@ impl KvmMachine {
             sources,
             stats_handles,
             rate_limits,
+            disk_files,
             balloon,
             status,
             counters,

@@ -57,7 +57,7 @@ use crate::actor::Handle;
 use crate::collector::Collector;
 use crate::config::MachineConfig;
 use crate::devices::{
-    BalloonControl, DiskError, Drive, DriveSource, RateLimitControl, SerialInput,
+    BalloonControl, DiskError, DiskFileControl, Drive, DriveSource, RateLimitControl, SerialInput,
     SerialOutputThread, StatsHandle,
 };
 use crate::exit;
@@ -93,6 +93,7 @@ pub struct KvmMachine {
     sources: Vec<DriveSource>,
     stats_handles: Vec<StatsHandle>,
     rate_limits: Vec<RateLimitControl>,
+    disk_files: Vec<DiskFileControl>,
     balloon: Option<BalloonControl>,
     status: Arc<MachineStatus>,
     counters: Vec<Arc<Counters>>,
@@ -434,6 +435,10 @@ impl Vm for KvmMachine {
 
     fn rate_limits(&self) -> &[RateLimitControl] {
         &self.rate_limits
+    }
+
+    fn disk_files(&self) -> &[DiskFileControl] {
+        &self.disk_files
     }
 
     fn balloon(&self) -> Option<&BalloonControl> {

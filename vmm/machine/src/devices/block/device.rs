@@ -1,15 +1,17 @@
 //! The disk as a virtio [`Device`]: its features, and how it pauses, resumes and moves.
 
 use std::io;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use virtio_bindings::virtio_blk::*;
 use vmm_sys_util::epoll::EventSet;
 
+use super::exchange::EXCHANGE;
 use super::request::{self, DiskRequest};
 use super::{BlockDevice, BlockState, MAX_BYTES_IN_FLIGHT, QUEUE_SIZE, SEG_MAX};
 use crate::config::{DiskCache, RateLimits};
-use crate::devices::error::DeviceError;
+use crate::devices::error::{DeviceError, StateError};
 use crate::devices::virtio::{
     Device, DeviceIo, DeviceKind, DeviceRing, QuiesceError, Violation, Watcher, decode_state,
     encode_state,
@@ -18,7 +20,7 @@ use crate::devices::virtio::{
 /// Time for which the device works on one queue before it serves other events.
 const MAX_ROUND: Duration = Duration::from_millis(10);
 /// Token of the event that announces completions of the engine.
-const COMPLETIONS: u32 = 0;
+pub(super) const COMPLETIONS: u32 = 0;
 /// The disk's only rate limiter.
 const LIMITER: usize = 0;
 
@@ -95,11 +97,14 @@ impl Device for BlockDevice {
 
     fn backend_ready(
         &mut self,
-        _: u32,
+        token: u32,
         _: EventSet,
         io: &mut DeviceIo<'_>,
     ) -> Result<(), Violation> {
-        self.take_completions(io)?;
+        match token {
+            EXCHANGE => self.take_offer(io)?,
+            _ => self.take_completions(io)?,
+        }
         self.take_stalled_queues().try_for_each(|queue| self.process(queue, io))
     }
 
@@ -116,6 +121,14 @@ impl Device for BlockDevice {
     }
 
     fn save(&self) -> Result<Vec<u8>, DeviceError> {
+        if self.is_exchanged.load(Ordering::Acquire) {
+            let id = &self.disk.id;
+            let why = format!(
+                "disk \"{id}\" has another file or size than at the guest's start, so the guest \
+                 cannot be saved or moved"
+            );
+            return Err(StateError::Misfit(why).into());
+        }
         let lost = self.file.flusher().lost().is_some();
         Ok(encode_state(&BlockState { lost, ..self.state })?)
     }

@@ -4,6 +4,7 @@
 use std::fs::File;
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use driftline_dirty_tracker::{NoMemory, Subscription, Tracker};
 use driftline_guest::{CopyBeforeWrite, DriveHead, GuestDrive};
@@ -21,6 +22,8 @@ pub(crate) struct DriveSource {
     pub(super) copy_before_write: Arc<CopyBeforeWrite>,
     /// A descriptor that identifies the file; `None` if the system did not provide it.
     pub(super) path_fd: Option<Arc<File>>,
+    /// Whether the device has got another file, which cannot be copied.
+    pub(super) is_exchanged: Arc<AtomicBool>,
 }
 
 impl DriveSource {
@@ -45,6 +48,9 @@ impl GuestDrive for DriveSource {
     }
 
     fn open(&self) -> io::Result<File> {
+        if self.is_exchanged.load(Ordering::Acquire) {
+            return Err(io::Error::other("it has another file or size than at the guest's start"));
+        }
         let path_fd =
             self.path_fd.as_ref().ok_or_else(|| io::Error::from_raw_os_error(libc::EBADF))?;
         open_again(path_fd, 0)
@@ -58,7 +64,6 @@ impl GuestDrive for DriveSource {
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::FileExt;
-    use std::sync::atomic::{AtomicBool, Ordering};
     use std::thread;
 
     use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};

@@ -154,6 +154,18 @@ pub enum DiskError {
         /// Time that the caller has waited.
         waited: Duration,
     },
+    /// The disk was to get another file, and requests of the guest are still in flight.
+    #[error("disk \"{id}\" keeps its file: requests of the guest are still in flight")]
+    Busy {
+        /// The disk's name.
+        id: String,
+    },
+    /// The disk was to get another file, and this host does not hold it.
+    #[error("disk \"{id}\" keeps its file: its guest does not run here at the moment")]
+    Released {
+        /// The disk's name.
+        id: String,
+    },
     /// The disk's flush thread has ended.
     #[error("disk \"{id}\": its flush thread has ended")]
     FlushEnded {

@@ -16,7 +16,7 @@ use super::flusher::Flusher;
 use super::identity;
 use super::lock;
 use super::request::SECTOR;
-use crate::config::{DiskConfig, DiskIdentity, OpenedFile};
+use crate::config::{DiskConfig, DiskIdentity, MAX_SERIAL_BYTES, OpenedFile};
 
 /// An open disk.
 #[derive(Debug)]
@@ -67,7 +67,7 @@ pub fn probe_opened(file: &OpenedFile, path: &Path, readonly: bool) -> Result<u6
     Ok(bytes - bytes % SECTOR)
 }
 
-fn open(path: &Path, readonly: bool) -> Result<File, DiskError> {
+pub(super) fn open(path: &Path, readonly: bool) -> Result<File, DiskError> {
     let failed = |cause| DiskError::Open { path: path.to_owned(), readonly, cause };
     // Checked before the file is opened: opening a FIFO would wait for its other end.
     let kind = std::fs::metadata(path).map_err(failed)?.file_type();
@@ -80,13 +80,35 @@ fn open(path: &Path, readonly: bool) -> Result<File, DiskError> {
 /// Returns the size in bytes of a file or of a block device. A block device's metadata has no size,
 /// so its end is sought. A regular file is not sought: that may wait for another process's flush of
 /// it.
-fn size(mut file: &File, path: &Path, readonly: bool) -> Result<u64, DiskError> {
+pub(super) fn size(mut file: &File, path: &Path, readonly: bool) -> Result<u64, DiskError> {
     let failed = |cause| DiskError::Open { path: path.to_owned(), readonly, cause };
     let metadata = file.metadata().map_err(failed)?;
     if metadata.is_file() {
         return Ok(metadata.len());
     }
     file.seek(SeekFrom::End(0)).map_err(failed)
+}
+
+/// Returns the file's identity on this host.
+pub(super) fn identity_of(file: &File) -> io::Result<FileIdentity> {
+    let metadata = file.metadata()?;
+    Ok(match metadata.file_type().is_block_device() {
+        true => FileIdentity::BlockDevice(metadata.rdev()),
+        false => FileIdentity::Regular(metadata.dev(), metadata.ino()),
+    })
+}
+
+/// Returns a serial number for a disk that is named by its file alone: that of Firecracker, the
+/// decimal numbers of the file's device, of the device that it is, and of its inode.
+///
+/// # Errors
+///
+/// The file's metadata cannot be read.
+pub fn file_serial(file: &File) -> io::Result<String> {
+    let of = file.metadata()?;
+    let mut serial = format!("{}{}{}", of.dev(), of.rdev(), of.ino());
+    serial.truncate(MAX_SERIAL_BYTES);
+    Ok(serial)
 }
 
 impl DiskFile {
@@ -112,7 +134,7 @@ impl DiskFile {
         Self::of(disk, holder, opened.file().try_clone().map_err(failed)?)
     }
 
-    fn of(disk: &DiskConfig, holder: VmId, file: File) -> Result<Self, DiskError> {
+    pub(super) fn of(disk: &DiskConfig, holder: VmId, file: File) -> Result<Self, DiskError> {
         let DiskConfig { id, path, readonly, bytes, .. } = disk;
         let has = size(&file, path, *readonly)?;
         if has < *bytes {
@@ -160,11 +182,7 @@ impl DiskFile {
 
     /// Returns the file's identity on this host.
     pub(super) fn identity(&self) -> io::Result<FileIdentity> {
-        let metadata = self.file.metadata()?;
-        Ok(match metadata.file_type().is_block_device() {
-            true => FileIdentity::BlockDevice(metadata.rdev()),
-            false => FileIdentity::Regular(metadata.dev(), metadata.ino()),
-        })
+        identity_of(&self.file)
     }
 
     fn kind_of_lock(&self) -> RangeLock {

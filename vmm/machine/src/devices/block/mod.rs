@@ -15,6 +15,7 @@ mod device;
 mod drive_source;
 mod engine;
 mod error;
+mod exchange;
 mod file;
 mod flusher;
 mod identity;
@@ -29,6 +30,7 @@ mod tests;
 use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
 use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SHIFT, Tracker};
@@ -46,9 +48,12 @@ use crate::pool;
 
 pub(crate) use self::drive_source::DriveSource;
 pub use self::error::{CopyRefusal, DiskError};
+pub(super) use self::exchange::ExchangeParts;
+use self::exchange::ExchangeSlot;
+pub use self::exchange::{DiskFileControl, ExchangeError};
 use self::file::DiskFile;
 pub(super) use self::file::FileIdentity;
-pub use self::file::{probe, probe_opened};
+pub use self::file::{file_serial, probe, probe_opened};
 use self::flusher::DurabilityPromise;
 pub(super) use self::flusher::{Flusher, flush_all};
 pub(crate) use self::incoming::make_copies;
@@ -95,6 +100,10 @@ pub(super) struct BlockDevice {
     /// host it has not: that host may have written to the file since it was opened here.
     has_run: bool,
     next_token: u64,
+    /// Where another file is offered.
+    slot: Arc<ExchangeSlot>,
+    /// Whether the disk has got another file or size since the guest's start.
+    is_exchanged: Arc<AtomicBool>,
     counters: Arc<DiskCounters>,
     state: BlockState,
 }
@@ -191,6 +200,8 @@ impl BlockDevice {
             // Set correctly by `start`.
             has_run: true,
             next_token: 0,
+            slot: Arc::default(),
+            is_exchanged: Arc::default(),
             counters: Arc::default(),
             state: BlockState::default(),
         })
@@ -207,7 +218,8 @@ impl BlockDevice {
         let DiskConfig { id, bytes, readonly, .. } = &self.disk;
         let head = DriveHead { id: id.clone(), bytes: *bytes, readonly: *readonly };
         let (tracker, copy_before_write) = (self.tracker.clone(), self.copy_before_write.clone());
-        DriveSource { head, tracker, copy_before_write, path_fd: self.flusher().path_fd() }
+        let (path_fd, is_exchanged) = (self.flusher().path_fd(), self.is_exchanged.clone());
+        DriveSource { head, tracker, copy_before_write, path_fd, is_exchanged }
     }
 
     /// Records that the file was created on this host: no other host has ever written to it.

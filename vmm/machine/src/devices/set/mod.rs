@@ -13,7 +13,10 @@ use driftline_guest::{MAX_QUEUED_PACKETS, VmId};
 use kvm_ioctls::IoEventAddress;
 
 use super::balloon::{self, BalloonControl};
-use super::block::{BlockDevice, DiskError, DriveSource, FileIdentity, Flusher, flush_all};
+use super::block::{
+    BlockDevice, DiskError, DiskFileControl, DriveSource, ExchangeParts, FileIdentity, Flusher,
+    flush_all,
+};
 use super::error::DeviceError;
 use super::net::Net;
 use super::opener::Opener;
@@ -26,7 +29,9 @@ use super::virtio::{
 };
 use super::vsock::Vsock;
 use crate::codec;
-use crate::config::{DeviceConfig, DiskConfig, DiskIdentity, HostConfig, MachineConfig, disks_mut};
+use crate::config::{
+    DeviceConfig, DiskConfig, DiskEngine, DiskIdentity, HostConfig, MachineConfig, disks_mut,
+};
 use crate::fail_point;
 use crate::kvm::KvmVm;
 use crate::memory::{Memory, ProtectedFrames};
@@ -74,6 +79,7 @@ pub(crate) struct DeviceSet {
     files: Vec<OpenFile>,
     stats_handles: Vec<StatsHandle>,
     rate_limits: Vec<RateLimitControl>,
+    disk_files: Vec<DiskFileControl>,
     balloon: Option<BalloonControl>,
     opener: Option<Opener>,
     /// Frames that no device may change now.
@@ -116,6 +122,7 @@ impl DeviceSet {
             files: Vec::new(),
             stats_handles: Vec::new(),
             rate_limits: Vec::new(),
+            disk_files: Vec::new(),
             balloon: None,
             opener: None,
             protected_frames: Arc::default(),
@@ -148,29 +155,37 @@ impl DeviceSet {
             let id = device.id();
             let system = |cause| DeviceError::System { id: id.to_owned(), cause };
             fail_point::pass(id).map_err(system)?;
-            let mut built = set.create(device, config.vcpus, guest, host)?;
+            let mut disk = None;
+            let mut built = set.create(device, config.vcpus, guest, host, &mut disk)?;
             if acquire {
                 built.acquire()?;
             }
             let limiters = built.limits().len();
             let device = Transport::spawn(id, built, memory.ram().clone()).map_err(system)?;
             set.rate_limits.extend((limiters > 0).then(|| device.rate_limits(id, limiters)));
+            let served = disk.map(|parts| parts.served_by(device.backend_caller()));
+            set.disk_files.extend(served);
             set.devices.push(device);
         }
         Ok(set)
     }
 
+    /// Creates a device. A disk's `exchange` parts are set.
     fn create(
         &mut self,
         device: &DeviceConfig,
         vcpus: u8,
         guest: VmId,
         host: &HostConfig,
+        exchange: &mut Option<ExchangeParts>,
     ) -> Result<Box<dyn Device>, DeviceError> {
         let system = |cause| DeviceError::System { id: device.id().to_owned(), cause };
         Ok(match device {
             DeviceConfig::Disk(disk) => {
-                let mut block = BlockDevice::open(disk, vcpus, guest, host.opened.disk(&disk.id))?;
+                let opened = host.opened.disk(&disk.id);
+                let mut block = BlockDevice::open(disk, vcpus, guest, opened)?;
+                let engine = opened.map_or(DiskEngine::Automatic, |opened| opened.engine);
+                *exchange = Some(block.exchange_parts(guest, engine).map_err(system)?);
                 if host.copied.contains(&disk.id) {
                     block.note_created_here();
                 }
@@ -273,6 +288,11 @@ impl DeviceSet {
     /// Returns the handles for the rate limits of the devices that can have some.
     pub(crate) fn rate_limits(&self) -> &[RateLimitControl] {
         &self.rate_limits
+    }
+
+    /// Returns the handles by which the disks get other files.
+    pub(crate) fn disk_files(&self) -> &[DiskFileControl] {
+        &self.disk_files
     }
 
     /// Returns the balloon, if there is one.

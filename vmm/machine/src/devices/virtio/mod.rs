@@ -17,6 +17,7 @@
 //! The transport's registers, `MmioInterface`, do not depend on threads: fuzzing uses them and the
 //! worker without a thread.
 
+mod backend_caller;
 mod chain;
 mod completion;
 #[cfg(test)]
@@ -44,6 +45,7 @@ mod violation;
 mod watcher;
 mod worker;
 
+pub(crate) use backend_caller::BackendCaller;
 pub(crate) use chain::{Buffer, Buffers, Chain};
 pub(crate) use completion::Completion;
 pub(crate) use device::{Device, DeviceIo, DeviceKind, QuiesceError};

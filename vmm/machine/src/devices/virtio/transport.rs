@@ -20,7 +20,7 @@ use super::mmio::MmioInterface;
 use super::rate_limit_control::RateLimitControl;
 use super::request::RequestError;
 use super::worker::DeviceWorker;
-use super::{Completion, Device, VirtioState};
+use super::{BackendCaller, Completion, Device, VirtioState};
 use crate::actor::{self, Handle, PendingCall};
 use crate::devices::latched_event::LatchedEvent;
 use crate::sandbox;
@@ -125,6 +125,11 @@ impl Transport {
     /// `limiters` limiters.
     pub(crate) fn rate_limits(&self, id: &str, limiters: usize) -> RateLimitControl {
         RateLimitControl::new(id, limiters, self.thread.worker.clone())
+    }
+
+    /// Returns the handle by which other threads call the device.
+    pub(crate) fn backend_caller(&self) -> BackendCaller {
+        BackendCaller::new(self.thread.worker.clone())
     }
 
     /// Returns the interrupt line, for connection to an interrupt controller.

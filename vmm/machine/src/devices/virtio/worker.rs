@@ -245,7 +245,7 @@ impl DeviceWorker {
     }
 
     /// Calls the device, then tells the driver what the device has done.
-    fn call_device(
+    pub(super) fn call_device(
         &mut self,
         f: impl FnOnce(&mut dyn Device, &mut DeviceIo<'_>) -> Result<(), Violation>,
     ) {

@@ -1,5 +1,6 @@
 //! The block device driven through its queues, over real files, with io_uring and without.
 
+mod exchange;
 mod in_flight;
 mod killed;
 mod limits;

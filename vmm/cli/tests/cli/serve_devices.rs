@@ -1,5 +1,5 @@
-//! Taps, the vsock's socket and rate limits of a guest that a client of Firecracker's API
-//! configures.
+//! Taps and the vsock's socket of a guest that a client of Firecracker's API configures, and
+//! changes of its devices while it runs.
 
 use std::os::unix::net::{UnixListener, UnixStream};
 
@@ -8,7 +8,7 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use crate::common::serving::ServeProcess;
-use crate::common::{TestDir, succeed};
+use crate::common::{TestDir, fail, succeed};
 use crate::serve_guest::{AfterPrint, await_line, configure};
 
 const START: &str = r#"{"action_type": "InstanceStart"}"#;
@@ -208,4 +208,37 @@ fn limits_of_a_started_guest_are_changed_and_shown() {
     ] {
         assert_eq!(vmm.refusal("PATCH", path, body), text);
     }
+}
+
+#[test]
+fn drive_of_a_started_guest_gets_another_file() {
+    let test = "drive_of_a_started_guest_gets_another_file";
+    if !kvm_or_skip(test) {
+        return;
+    }
+    let Some(tap) = tap_or_skip(test, "s4") else { return };
+    let tmp = TestDir::new();
+    let vmm = ServeProcess::start(&tmp, &[]);
+    configure_devices(&vmm, &tmp, &tap);
+    vmm.done("PUT", "/actions", START);
+    let store = tmp.text("store");
+    succeed(&["checkpoint", "--store", &store, "--api-sock", &vmm.socket]);
+    std::fs::File::create(tmp.path("new")).unwrap().set_len(3 << 20).unwrap();
+    let patch = |path: &str| json!({ "drive_id": "1", "path_on_host": path }).to_string();
+    let missing = tmp.text("missing");
+    assert_eq!(
+        vmm.refusal("PATCH", "/drives/1", &patch(&missing)),
+        format!(
+            "Drive config error: Unable to patch the block device: Block: Virtio backend error: \
+             Error manipulating the backing file: No such file or directory (os error 2) {missing} \
+             Please verify the request arguments."
+        )
+    );
+    assert_eq!(vmm.get("/vm/config")["drives"][0]["path_on_host"], tmp.text("disk"));
+    vmm.done("PATCH", "/drives/1", &patch(&tmp.text("new")));
+    assert_eq!(vmm.get("/vm/config")["drives"][0]["path_on_host"], tmp.text("new"));
+    // What describes the disk by its first file is refused, and the guest goes on.
+    let message = fail(4, &["checkpoint", "--store", &store, "--api-sock", &vmm.socket]);
+    assert!(message.contains("another file or size than at the guest's start"), "{message}");
+    assert_eq!(vmm.get("/")["state"], "Running");
 }

@@ -1,9 +1,10 @@
-//! Rate limits of a started guest's devices.
+//! Changes of a started guest's drives and interfaces: rate limits, and a drive's file.
 
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use driftline_machine::config::RateLimits;
-use driftline_machine::devices::RateLimitControl;
+use driftline_machine::devices::{DiskError, DiskFileControl, ExchangeError, RateLimitControl};
 
 use super::answer::Answer;
 use super::config::MicroVmConfig;
@@ -40,23 +41,44 @@ pub(super) fn patch_drive(
     if !config.drives.iter().any(|drive| drive.drive_id == update.drive_id) {
         return Err(DriveFault::Unknown.into());
     }
-    if update.path_on_host.is_some() {
-        return Err(ApiFault::NotBuilt("path_on_host of PATCH /drives"));
+    if update.path_on_host.is_none() && update.rate_limiter.is_none() {
+        return Err(DriveFault::NothingChanged.into());
     }
-    let limiter = update.rate_limiter.ok_or(DriveFault::NothingChanged)?;
-    let control = control(jobs, &config.drive_name(&update.drive_id));
-    let changes = [RateLimiterConfig::change(Some(limiter))];
-    let changed = control.ok_or(DriveFault::Unknown)?.change(&changes, deadline());
-    changed.map_err(|e| DriveFault::Unchanged(format!("{e}.")))?;
+    let name = config.drive_name(&update.drive_id);
+    if let Some(path) = &update.path_on_host {
+        let file = disk_file(jobs, &name).ok_or(DriveFault::Unknown)?;
+        file.exchange(Path::new(path), DEVICE_LIMIT).map_err(|e| file_fault(e, path))?;
+    }
+    if update.rate_limiter.is_some() {
+        let control = control(jobs, &name).ok_or(DriveFault::Unknown)?;
+        let changed = control.change(&[RateLimiterConfig::change(update.rate_limiter)], deadline());
+        changed.map_err(|e| DriveFault::Unchanged(format!("{e}.")))?;
+    }
     Ok(Answer::Done)
 }
 
-/// Puts the limits that hold into what `GET /vm/config` shows.
-pub(super) fn show_limits(shown: &mut VmmConfig, config: &MicroVmConfig, jobs: &Jobs) {
+/// Returns the fault that Firecracker answers for a file that a drive does not get.
+fn file_fault(e: ExchangeError, path: &str) -> ApiFault {
+    let path = path.to_owned();
+    match e {
+        ExchangeError::Disk(DiskError::Open { cause, .. }) => DriveFault::NewFile { cause, path },
+        other => DriveFault::Unchanged(format!("Block: Virtio backend error: {other}.")),
+    }
+    .into()
+}
+
+/// Puts the limits and the files that the devices have now into what `GET /vm/config` shows.
+pub(super) fn show_changes(shown: &mut VmmConfig, config: &MicroVmConfig, jobs: &Jobs) {
     let by = deadline();
     for drive in &mut shown.drives {
-        if let Some([limits]) = limits(jobs, &config.drive_name(&drive.drive_id), by).as_deref() {
+        let name = config.drive_name(&drive.drive_id);
+        if let Some([limits]) = limits(jobs, &name, by).as_deref() {
             drive.rate_limiter = RateLimiterConfig::shown(limits);
+        }
+        // The client gave it as text.
+        let path = disk_file(jobs, &name).and_then(DiskFileControl::exchanged_path);
+        if let Some(path) = path.and_then(|path| path.into_os_string().into_string().ok()) {
+            drive.path_on_host = Some(path);
         }
     }
     for net in &mut shown.network_interfaces {
@@ -74,6 +96,10 @@ fn deadline() -> Instant {
 
 fn control<'j>(jobs: &'j Jobs, device: &str) -> Option<&'j RateLimitControl> {
     jobs.vm().rate_limits().iter().find(|control| control.device() == device)
+}
+
+fn disk_file<'j>(jobs: &'j Jobs, disk: &str) -> Option<&'j DiskFileControl> {
+    jobs.vm().disk_files().iter().find(|control| control.disk() == disk)
 }
 
 /// Returns the limits of a device, or `None` if it does not answer: those that were configured are

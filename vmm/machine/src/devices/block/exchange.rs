@@ -1,0 +1,278 @@
+//! Gives a disk another file while its guest runs, or another size after its file has changed.
+//!
+//! ```text
+//! caller:          open, lock, create the engine -> slot         slot -> close the old file
+//! device's thread:                                  slot -> drain, exchange, tell the driver
+//! ```
+//!
+//! The device's thread can neither open files nor create rings (see
+//! [`sandbox`](crate::sandbox)), so the caller does both.
+//!
+//! Checkpoints and migrations describe a disk by the file and the size that it had at the guest's
+//! start. A device whose file was exchanged therefore refuses to save its state, and an epoch that
+//! still copies the old file ends with an error.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use driftline_guest::VmId;
+use parking_lot::Mutex;
+use vmm_sys_util::epoll::EventSet;
+
+use super::device::COMPLETIONS;
+use super::engine::Engine;
+use super::error::DiskError;
+use super::file::{self, DiskFile, FileIdentity};
+use super::{BlockDevice, QUEUE_SIZE};
+use crate::actor::CallError;
+use crate::config::{DiskConfig, DiskEngine};
+use crate::devices::virtio::{
+    BackendCaller, Device, DeviceIo, QuiesceError, REPLY_GRACE, Violation,
+};
+
+/// Token by which the caller makes the device look into the slot.
+pub(super) const EXCHANGE: u32 = 1;
+
+/// What a disk gets.
+struct NewFile {
+    disk: DiskConfig,
+    /// The file, locked, and its engine. `None`: the old file stays, with another size.
+    opened: Option<(Arc<DiskFile>, Engine)>,
+    /// Limit on waiting for the requests in flight.
+    deadline: Instant,
+}
+
+/// What the caller and the device share.
+#[derive(Default)]
+pub(super) struct ExchangeSlot {
+    /// What the device is to take.
+    offered: Mutex<Option<NewFile>>,
+    /// What the device has given back, the old file if it took the new one, and the outcome.
+    returned: Mutex<Option<(NewFile, Result<(), DiskError>)>>,
+}
+
+/// The disk as it is now.
+#[derive(Debug)]
+struct CurrentDisk {
+    config: DiskConfig,
+    file: FileIdentity,
+    is_exchanged: bool,
+    /// What the disk gets if the device, which had not answered in time, took it after all.
+    unanswered: Option<(DiskConfig, FileIdentity)>,
+}
+
+impl CurrentDisk {
+    fn put(&mut self, (config, file): (DiskConfig, FileIdentity)) {
+        *self = Self { config, file, is_exchanged: true, unanswered: None };
+    }
+}
+
+/// The parts of a [`DiskFileControl`] that are known before the device has a thread.
+pub(in crate::devices) struct ExchangeParts {
+    disk: DiskConfig,
+    file: FileIdentity,
+    holder: VmId,
+    engine: DiskEngine,
+    queues: u16,
+    slot: Arc<ExchangeSlot>,
+}
+
+/// Handle by which a disk gets another file.
+#[derive(Clone)]
+pub struct DiskFileControl(Arc<ControlState>);
+
+struct ControlState {
+    id: String,
+    holder: VmId,
+    engine: DiskEngine,
+    queues: u16,
+    slot: Arc<ExchangeSlot>,
+    device: BackendCaller,
+    /// Locked for as long as an exchange takes.
+    current: Mutex<CurrentDisk>,
+}
+
+impl std::fmt::Debug for DiskFileControl {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("DiskFileControl").field(&self.0.id).finish()
+    }
+}
+
+/// The reason why a disk does not get another file.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ExchangeError {
+    /// The file cannot be used, or the disk is busy. The disk keeps its file.
+    #[error(transparent)]
+    Disk(#[from] DiskError),
+    /// The device's thread has not answered in time, or has ended. The disk may get the file
+    /// nevertheless.
+    #[error(transparent)]
+    Call(#[from] CallError),
+}
+
+impl ExchangeParts {
+    /// Returns the handle of the disk whose device `device` calls.
+    pub(in crate::devices) fn served_by(self, device: BackendCaller) -> DiskFileControl {
+        let Self { disk, file, holder, engine, queues, slot } = self;
+        let id = disk.id.clone();
+        let (is_exchanged, unanswered) = (false, None);
+        let current = Mutex::new(CurrentDisk { config: disk, file, is_exchanged, unanswered });
+        let state = ControlState { id, holder, engine, queues, slot, device, current };
+        DiskFileControl(Arc::new(state))
+    }
+}
+
+impl DiskFileControl {
+    /// Returns the disk's name.
+    pub fn disk(&self) -> &str {
+        &self.0.id
+    }
+
+    /// Returns the path of the file that the disk has been given last, or `None` if it still has
+    /// the one of the guest's start.
+    pub fn exchanged_path(&self) -> Option<PathBuf> {
+        let current = self.0.current.lock();
+        current.is_exchanged.then(|| current.config.path.clone())
+    }
+
+    /// Gives the disk the file at `path`, and tells the driver of the new size. If the disk has
+    /// this file already, only its size is read again. The driver is not told whether the content
+    /// has changed. Its requests in flight end on the old file, for which `limit` is waited.
+    ///
+    /// # Errors
+    ///
+    /// The file is not one for a disk, another guest uses it, or requests are still in flight.
+    pub fn exchange(&self, path: &Path, limit: Duration) -> Result<(), ExchangeError> {
+        let state = &*self.0;
+        let mut current = state.current.lock();
+        let late = state.slot.returned.lock().take();
+        if let (Some(disk), Some((_old, Ok(())))) = (current.unanswered.take(), late) {
+            current.put(disk);
+        }
+        let (new, identity) = state.new_file(&current, path, Instant::now() + limit)?;
+        let (deadline, disk) = (new.deadline, (new.disk.clone(), identity));
+        *state.slot.offered.lock() = Some(new);
+        let called = state.device.call(EXCHANGE, deadline + REPLY_GRACE);
+        // Both are closed here: what the device has not taken, and what it has given back.
+        drop(state.slot.offered.lock().take());
+        match state.slot.returned.lock().take() {
+            Some((_old, outcome)) => {
+                outcome?;
+                current.put(disk);
+                Ok(())
+            }
+            None => {
+                current.unanswered = Some(disk);
+                Ok(called?)
+            }
+        }
+    }
+}
+
+impl ControlState {
+    /// Opens the file at `path`, and locks it.
+    fn new_file(
+        &self,
+        current: &CurrentDisk,
+        path: &Path,
+        deadline: Instant,
+    ) -> Result<(NewFile, FileIdentity), DiskError> {
+        let old = &current.config;
+        let file = file::open(path, old.readonly)?;
+        let size = file::size(&file, path, old.readonly)?;
+        let bytes = size - size % u64::from(old.block_bytes);
+        if bytes == 0 {
+            return Err(DiskError::Empty { path: path.to_owned() });
+        }
+        let failed = |cause| {
+            let (path, readonly) = (path.to_owned(), old.readonly);
+            DiskError::Open { path, readonly, cause }
+        };
+        let serial = file::file_serial(&file).map_err(failed)?;
+        let identity = file::identity_of(&file).map_err(failed)?;
+        let disk =
+            DiskConfig { path: path.to_owned(), bytes, serial, identity: None, ..old.clone() };
+        let opened = match identity == current.file {
+            true => None,
+            false => {
+                let file = Arc::new(DiskFile::of(&disk, self.holder, file)?);
+                file.lock()?;
+                let most = usize::from(self.queues) * usize::from(QUEUE_SIZE);
+                let engine = Engine::new(self.engine, file.clone(), most, &self.id)?;
+                Some((file, engine))
+            }
+        };
+        Ok((NewFile { disk, opened, deadline }, identity))
+    }
+}
+
+impl BlockDevice {
+    /// Returns the parts of the handle by which the disk gets another file.
+    ///
+    /// # Errors
+    ///
+    /// The file's identity cannot be read.
+    pub(in crate::devices) fn exchange_parts(
+        &self,
+        holder: VmId,
+        engine: DiskEngine,
+    ) -> std::io::Result<ExchangeParts> {
+        let (disk, queues, slot) = (self.disk.clone(), self.queues, self.slot.clone());
+        Ok(ExchangeParts { disk, file: self.file.identity()?, holder, engine, queues, slot })
+    }
+
+    /// Takes the file that the slot offers, if there is one.
+    pub(super) fn take_offer(&mut self, io: &mut DeviceIo<'_>) -> Result<(), Violation> {
+        let Some(mut new) = self.slot.offered.lock().take() else { return Ok(()) };
+        let drained = self.drain(Some(new.deadline), io);
+        let id = self.disk.id.clone();
+        let outcome = match &drained {
+            Ok(()) if self.locked => self.exchange(&mut new, io),
+            Ok(()) => Err(DiskError::Released { id }),
+            Err(_) => Err(DiskError::Busy { id }),
+        };
+        *self.slot.returned.lock() = Some((new, outcome));
+        match drained {
+            Err(QuiesceError::Violation(violation)) => Err(violation),
+            _ => Ok(()),
+        }
+    }
+
+    /// Exchanges the disk's file with that in `new`, while no request is in flight.
+    fn exchange(&mut self, new: &mut NewFile, io: &mut DeviceIo<'_>) -> Result<(), DiskError> {
+        if let Some((file, engine)) = &mut new.opened {
+            if let Some(event) = engine.completion_event() {
+                let failed = |cause| DiskError::Thread { id: self.disk.id.clone(), cause };
+                io.watcher.watch(event, EventSet::IN, COMPLETIONS).map_err(failed)?;
+            }
+            if let Some(Err(e)) = self.engine.completion_event().map(|old| io.watcher.unwatch(old))
+            {
+                // Closing it has the same effect.
+                tracing::debug!("disk \"{}\": its old event is still watched: {e}", self.disk.id);
+            }
+            if self.file.flusher().lost().is_some() {
+                file.flusher().note_lost(&std::io::Error::from_raw_os_error(libc::EIO));
+            }
+            std::mem::swap(&mut self.file, file);
+            std::mem::swap(&mut self.engine, engine);
+        } else if new.disk.bytes == self.disk.bytes {
+            return Ok(());
+        }
+        self.is_exchanged.store(true, Ordering::Release);
+        // An epoch may copy blocks of the old file, and none of the new one.
+        self.copy_before_write.release();
+        (self.copy_before_write, self.tracker) = (Arc::default(), None);
+        let DiskConfig { path, bytes, serial, .. } = new.disk.clone();
+        self.disk = DiskConfig { path, bytes, serial, ..self.disk.clone() };
+        tracing::info!(
+            "disk \"{}\" has {bytes} bytes in \"{}\" from now on",
+            self.disk.id,
+            self.disk.path.display()
+        );
+        io.shared.change_config(self.config_space());
+        Ok(())
+    }
+}

@@ -1,0 +1,141 @@
+//! Disks that get another file while their driver runs.
+
+use std::path::Path;
+
+use virtio_bindings::virtio_mmio::*;
+
+use super::*;
+use crate::config::DiskEngine;
+use crate::devices::block::exchange::{DiskFileControl, ExchangeError};
+
+const LIMIT: Duration = Duration::from_secs(20);
+
+/// A running disk and the handle of its file.
+struct RunningDisk {
+    disk: Disk,
+    driver: Driver,
+    control: DiskFileControl,
+    source: DriveSource,
+}
+
+impl RunningDisk {
+    fn new(with: EngineKind) -> Self {
+        let disk = Disk::new();
+        let mut block = disk.block(with);
+        block.acquire().unwrap();
+        let engine = match with {
+            EngineKind::Uring => DiskEngine::Uring,
+            EngineKind::Sync => DiskEngine::Blocking,
+        };
+        let (parts, source) = (block.exchange_parts(disk.guest, engine).unwrap(), block.source());
+        let driver = Driver::started(Box::new(block));
+        let control = parts.served_by(driver.transport.backend_caller());
+        Self { disk, driver, control, source }
+    }
+
+    fn exchange(&self, path: &Path) -> Result<(), String> {
+        self.control.exchange(path, LIMIT).map_err(|e: ExchangeError| e.to_string())
+    }
+
+    fn sectors(&self) -> u32 {
+        self.driver.read(VIRTIO_MMIO_CONFIG)
+    }
+
+    fn was_told(&self) -> bool {
+        let told = self.driver.read(VIRTIO_MMIO_INTERRUPT_STATUS) & VIRTIO_MMIO_INT_CONFIG;
+        self.driver.write(VIRTIO_MMIO_INTERRUPT_ACK, told);
+        told != 0
+    }
+}
+
+fn file(bytes: &[u8], len: u64) -> NamedTempFile {
+    let file = NamedTempFile::new().unwrap();
+    file.as_file().write_all_at(bytes, 0).unwrap();
+    file.as_file().set_len(len).unwrap();
+    file
+}
+
+#[test]
+fn driver_reads_and_writes_the_new_file() {
+    for with in engines() {
+        let mut running = RunningDisk::new(with);
+        assert_eq!(write(&mut running.driver, 0, &[1; 512]), OK);
+        assert!(!running.was_told());
+        // 100 bytes at the end are no sector.
+        let new = file(&[2; 512], (8 << 20) + 100);
+        running.exchange(new.path()).unwrap();
+        assert!(running.was_told());
+        assert_eq!(running.sectors(), 8 << 11);
+        assert_eq!(read(&mut running.driver, 0, 512), (OK, vec![2; 512]));
+        let last = (8 << 11) - 1;
+        assert_eq!(write(&mut running.driver, last, &[3; 512]), OK);
+        let mut end = [0; 512];
+        new.as_file().read_exact_at(&mut end, last * 512).unwrap();
+        assert_eq!((end, running.disk.contents(0, 512)), ([3; 512], vec![1; 512]));
+        assert_eq!(running.control.exchanged_path().as_deref(), Some(new.path()));
+        // The old file is free, the new one is not.
+        let lock = |path: &Path| {
+            let config = DiskConfig { path: path.to_owned(), ..running.disk.config.clone() };
+            DiskFile::open(&config, VmId::random()).and_then(|file| file.lock())
+        };
+        lock(running.disk.file.path()).unwrap();
+        assert!(matches!(lock(new.path()), Err(DiskError::InUse(_))));
+    }
+}
+
+#[test]
+fn same_file_has_its_new_size() {
+    for with in engines() {
+        let mut running = RunningDisk::new(with);
+        let path = running.disk.file.path().to_owned();
+        running.exchange(&path).unwrap();
+        assert!(!running.was_told(), "nothing has changed");
+        running.driver.quiesce();
+        running.driver.transport.save().unwrap();
+        running.disk.file.as_file().set_len(2 * BYTES).unwrap();
+        // A paused device, too.
+        running.exchange(&path).unwrap();
+        running.driver.transport.resume();
+        assert!(running.was_told());
+        assert_eq!(u64::from(running.sectors()), 2 * BYTES / 512);
+        assert_eq!(write(&mut running.driver, BYTES / 512, &[3; 512]), OK);
+    }
+}
+
+#[test]
+fn exchanged_disk_is_neither_saved_nor_copied() {
+    let running = RunningDisk::new(EngineKind::Sync);
+    let copy_before_write = running.source.copy_before_write.clone();
+    drop(driftline_guest::GuestDrive::open(&running.source).unwrap());
+    let new = file(&[], BYTES);
+    running.exchange(new.path()).unwrap();
+    running.driver.quiesce();
+    let why = running.driver.transport.save().unwrap_err().to_string();
+    assert!(why.contains("disk \"d\" has another file or size"), "{why}");
+    assert!(driftline_guest::GuestDrive::open(&running.source).is_err());
+    let old = Arc::new(running.disk.file.reopen().unwrap());
+    let blocks = [FrameRun { start: Gfn(0), count: 1 }].into_iter().collect();
+    assert!(copy_before_write.freeze(old, BYTES, blocks).is_err());
+}
+
+#[test]
+fn unusable_file_leaves_the_old_one() {
+    let mut running = RunningDisk::new(EngineKind::Sync);
+    assert_eq!(write(&mut running.driver, 0, &[1; 512]), OK);
+    let held = Disk::new();
+    let mut holder = held.block(EngineKind::Sync);
+    holder.acquire().unwrap();
+    let empty = file(&[], 511);
+    for (path, why) in [
+        (Path::new("/nonexistent-dl/disk"), "cannot be opened for writing"),
+        (Path::new("/dev/null"), "neither a regular file nor a block device"),
+        (empty.path(), "has 0 bytes"),
+        (held.file.path(), "in use"),
+    ] {
+        let refusal = running.exchange(path).unwrap_err();
+        assert!(refusal.contains(why), "{refusal}");
+    }
+    assert!(!running.was_told());
+    assert_eq!(running.control.exchanged_path(), None);
+    assert_eq!(read(&mut running.driver, 0, 512), (OK, vec![1; 512]));
+}
