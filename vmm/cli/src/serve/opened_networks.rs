@@ -1,5 +1,5 @@
-//! The taps and the vsock's socket that a client of Firecracker's API names. Like the files, each is
-//! opened when it is named, and stays open for the guest's start.
+//! The taps and the vsock's socket that a client of Firecracker's API names. Like the files, each
+//! is opened when it is named, and stays open for the guest's start.
 
 use std::collections::HashMap;
 use std::io;

@@ -152,8 +152,8 @@ fn has_carrier(tap: &TestTap) -> bool {
 }
 
 #[test]
-fn limits_of_a_started_guest_are_changed_and_shown() {
-    let test = "limits_of_a_started_guest_are_changed_and_shown";
+fn changed_limits_of_a_started_guest_are_shown() {
+    let test = "changed_limits_of_a_started_guest_are_shown";
     if !kvm_or_skip(test) {
         return;
     }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use virtio_bindings::virtio_blk::*;
 use vmm_sys_util::epoll::EventSet;
 
-use super::exchange::EXCHANGE;
+use super::exchange_slot::EXCHANGE;
 use super::request::{self, DiskRequest};
 use super::{BlockDevice, BlockState, MAX_BYTES_IN_FLIGHT, QUEUE_SIZE, SEG_MAX};
 use crate::config::{DiskCache, RateLimits};

@@ -24,6 +24,7 @@ use vmm_sys_util::epoll::EventSet;
 use super::device::COMPLETIONS;
 use super::engine::Engine;
 use super::error::DiskError;
+use super::exchange_slot::{EXCHANGE, ExchangeSlot, NewFile};
 use super::file::{self, DiskFile, FileIdentity};
 use super::{BlockDevice, QUEUE_SIZE};
 use crate::actor::CallError;
@@ -31,27 +32,6 @@ use crate::config::{DiskConfig, DiskEngine};
 use crate::devices::virtio::{
     BackendCaller, Device, DeviceIo, QuiesceError, REPLY_GRACE, Violation,
 };
-
-/// Token by which the caller makes the device look into the slot.
-pub(super) const EXCHANGE: u32 = 1;
-
-/// What a disk gets.
-struct NewFile {
-    disk: DiskConfig,
-    /// The file, locked, and its engine. `None`: the old file stays, with another size.
-    opened: Option<(Arc<DiskFile>, Engine)>,
-    /// Limit on waiting for the requests in flight.
-    deadline: Instant,
-}
-
-/// What the caller and the device share.
-#[derive(Default)]
-pub(super) struct ExchangeSlot {
-    /// What the device is to take.
-    offered: Mutex<Option<NewFile>>,
-    /// What the device has given back, the old file if it took the new one, and the outcome.
-    returned: Mutex<Option<(NewFile, Result<(), DiskError>)>>,
-}
 
 /// The disk as it is now.
 #[derive(Debug)]

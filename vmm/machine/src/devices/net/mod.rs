@@ -106,8 +106,8 @@ enum NetQueue {
 
 impl Net {
     /// Opens the interface of `config` for the guest `holder`. It attaches to its tap in
-    /// [`Device::acquire`], or, if possible, already in [`Device::restore`]. The first time it takes
-    /// the tap that is `opened` already, if there is one.
+    /// [`Device::acquire`], or, if possible, already in [`Device::restore`]. The first time it
+    /// takes the tap that is `opened` already, if there is one.
     ///
     /// # Errors
     ///

@@ -33,8 +33,8 @@ impl RunningDisk {
         Self { disk, driver, control, source }
     }
 
-    fn exchange(&self, path: &Path) -> Result<(), String> {
-        self.control.exchange(path, LIMIT).map_err(|e: ExchangeError| e.to_string())
+    fn exchange(&self, path: &Path) -> Result<(), ExchangeError> {
+        self.control.exchange(path, LIMIT)
     }
 
     fn sectors(&self) -> u32 {
@@ -132,7 +132,7 @@ fn unusable_file_leaves_the_old_one() {
         (empty.path(), "has 0 bytes"),
         (held.file.path(), "in use"),
     ] {
-        let refusal = running.exchange(path).unwrap_err();
+        let refusal = running.exchange(path).unwrap_err().to_string();
         assert!(refusal.contains(why), "{refusal}");
     }
     assert!(!running.was_told());
