@@ -157,7 +157,7 @@ fn configure(process: &FirecrackerProcess, linux: &LinuxImage, disk: &Path) {
     process.done("PUT", "/drives/other", &drive);
     process.done("PUT", "/entropy", &json!({}));
     let net = json!({ "iface_id": "eth0", "host_dev_name": "tap0",
-        "guest_mac": "06:00:0a:4d:00:02" });
+        "guest_mac": "06:00:0a:4d:00:02", "mtu": 1400 });
     process.done("PUT", "/network-interfaces/eth0", &net);
     let vsock = json!({ "guest_cid": 3, "uds_path": text(&disk.with_extension("vsock")) });
     process.done("PUT", "/vsock", &vsock);
@@ -188,8 +188,8 @@ fn client_of_firecracker_boots_linux() {
     assert!(seen.starts_with("0, 1, write back, write through "), "{seen}");
     assert!(seen.contains(" pci=off root=/dev/vda rw virtio_mmio.device=4K@0x"), "{seen}");
 
-    let address = process.shell("echo $(cat /sys/class/net/eth0/address)");
-    assert_eq!(address, "06:00:0a:4d:00:02");
+    let of = process.shell("echo $(cat /sys/class/net/eth0/address /sys/class/net/eth0/mtu)");
+    assert_eq!(of, "06:00:0a:4d:00:02 1400");
     let mut echo = EchoClient::start(&linux, &host, &scratch, "echo");
     let socket = disk.with_extension("vsock");
     assert_eq!(echo_over_vsock(&socket, b"over vsock"), b"over vsock");

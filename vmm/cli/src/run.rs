@@ -152,6 +152,7 @@ fn net_config(spec: NetSpec, i: u32) -> NetConfig {
         tap,
         mac: mac.unwrap_or_else(MacAddr::random),
         queues: queues.unwrap_or(1),
+        mtu: None,
         limits,
     }
 }

@@ -13,6 +13,8 @@ const VERSION: u16 = 1;
 /// The version of a value that an addition follows. Values that can have one are written with
 /// [`encode_with_addition`].
 const VERSION_WITH_ADDITION: u16 = 2;
+/// The version of a value that two additions follow, of which the first may be empty.
+const VERSION_WITH_TWO_ADDITIONS: u16 = 3;
 /// Maximum length of an addition in bytes; the longest has about 2000. An item of a sequence can be
 /// 64 times as large in memory as its bytes.
 const MAX_ADDITION_BYTES: usize = 8192;
@@ -101,6 +103,44 @@ pub(crate) fn decode_with_addition<T: DeserializeOwned, A: DeserializeOwned>(
     decoded.map_err(|e| GuestError::malformed(what, e))
 }
 
+/// Does as [`encode_with_addition`]; with a second addition, version 3, the value, and both.
+pub(crate) fn encode_with_two_additions<T: Serialize, A: Serialize, B: Serialize>(
+    value: &T,
+    (first, has_first): (&A, bool),
+    second: Option<&B>,
+) -> Result<Vec<u8>, postcard::Error> {
+    match second {
+        None => encode_with_addition(value, has_first.then_some(first)),
+        Some(second) => encode(&(VERSION_WITH_TWO_ADDITIONS, value, (first, second))),
+    }
+}
+
+/// Decodes what [`encode_with_two_additions`] wrote on this host or another. `what` names the value
+/// in errors.
+pub(crate) fn decode_with_two_additions<T, A, B>(
+    what: impl Display,
+    bytes: &[u8],
+) -> Result<(T, Option<A>, Option<B>), GuestError>
+where
+    T: DeserializeOwned,
+    A: DeserializeOwned,
+    B: DeserializeOwned,
+{
+    let (version, rest) = take_version(&what, bytes)?;
+    let decoded = match version {
+        VERSION => decode(rest).map(|value| (value, None, None)),
+        VERSION_WITH_ADDITION => decode_both(rest).map(|(value, a)| (value, Some(a), None)),
+        VERSION_WITH_TWO_ADDITIONS => {
+            decode_both(rest).map(|(value, (a, b))| (value, Some(a), Some(b)))
+        }
+        _ => {
+            let read = format_args!("versions {VERSION} to {VERSION_WITH_TWO_ADDITIONS}");
+            return Err(unsupported(what, version, read));
+        }
+    };
+    decoded.map_err(|e| GuestError::malformed(what, e))
+}
+
 /// Decodes a value and its addition.
 fn decode_both<T: DeserializeOwned, A: DeserializeOwned>(
     bytes: &[u8],
@@ -155,5 +195,27 @@ mod tests {
         assert!(read(b"\x03\x07").unwrap_err().ends_with("reads versions 1 and 2"));
         let long = [&b"\x02\x07"[..], &[0; MAX_ADDITION_BYTES + 1]].concat();
         assert!(read(&long).unwrap_err().ends_with("has 8193 bytes, more than 8192"));
+    }
+
+    #[test]
+    fn a_second_addition_makes_version_3() {
+        let write = |first, second: Option<&u8>| {
+            encode_with_two_additions(&7u8, (&9u8, first), second).unwrap()
+        };
+        let read = |bytes: &[u8]| {
+            decode_with_two_additions::<u8, u8, u8>("it", bytes).map_err(|e| e.to_string())
+        };
+        for (bytes, value) in [
+            (&b"\x01\x07"[..], (7, None, None)),
+            (b"\x02\x07\x09", (7, Some(9), None)),
+            (b"\x03\x07\x09\x0b", (7, Some(9), Some(11))),
+        ] {
+            assert_eq!(write(value.1.is_some(), value.2.as_ref()), bytes);
+            assert_eq!(read(bytes), Ok(value));
+        }
+        assert_eq!(write(false, Some(&11)), b"\x03\x07\x09\x0b");
+        assert!(read(b"\x03\x07\x09").unwrap_err().contains("it is malformed"));
+        assert!(read(b"\x03\x07\x09\x0b\x01").unwrap_err().ends_with("1 bytes follow its end"));
+        assert!(read(b"\x04\x07").unwrap_err().ends_with("reads versions 1 to 3"));
     }
 }

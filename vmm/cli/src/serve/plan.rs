@@ -99,7 +99,6 @@ fn refuse_unbuilt(config: &MicroVmConfig) -> Result<(), ApiFault> {
         (has_template, "a CPU template of PUT /cpu-config"),
         (balloon(|b| b.stats_polling_interval_s > 0), "stats_polling_interval_s of PUT /balloon"),
         (balloon(|b| b.free_page_hinting), "free_page_hinting of PUT /balloon"),
-        (config.interfaces.iter().any(|net| net.mtu.is_some()), "mtu of PUT /network-interfaces"),
     ];
     match unbuilt.into_iter().find(|(is_wanted, _)| *is_wanted) {
         Some((_, what)) => Err(ApiFault::NotBuilt(what)),
@@ -158,6 +157,7 @@ fn interface(config: &MicroVmConfig, net: &NetworkInterfaceConfig) -> NetConfig 
         // Without an address in Firecracker, the guest makes one up.
         mac: net.guest_mac.map_or_else(MacAddr::random, |mac| MacAddr(mac.0)),
         queues: 1,
+        mtu: net.mtu,
         limits: NetLimits {
             receive: limits(net.rx_rate_limiter),
             transmit: limits(net.tx_rate_limiter),

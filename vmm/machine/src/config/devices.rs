@@ -51,6 +51,14 @@ impl DeviceConfig {
         }
     }
 
+    /// Returns the MTU that the device tells its driver, if it has one.
+    pub(super) fn mtu(&self) -> Option<u16> {
+        match self {
+            Self::Net(net) => net.mtu,
+            _ => None,
+        }
+    }
+
     /// Returns the device's limits, in the order of its limiters: receive and transmit of a network
     /// interface.
     pub(super) fn limits(&self) -> Vec<RateLimits> {

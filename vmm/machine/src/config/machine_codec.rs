@@ -12,7 +12,7 @@ use super::error::{ConfigError, in_range};
 use super::lineage::GuestName;
 use super::machine::{Boot, MachineConfig};
 use super::rate_limits::RateLimits;
-use crate::codec::{decode_with_addition, encode_with_addition};
+use crate::codec::{decode_with_two_additions, encode_with_two_additions};
 use crate::limits::{MAX_MEM_BYTES, MAX_VCPUS, MIN_MEM_BYTES};
 
 const SUBJECT: &str = "the guest's configuration";
@@ -24,7 +24,11 @@ impl MachineConfig {
         // Only a path that is not UTF-8 can fail here, and no guest starts with one.
         let limits = self.limits();
         let has_limits = limits.iter().flatten().any(|limits| !limits.is_none());
-        encode_with_addition(self, has_limits.then_some(&limits)).unwrap_or_default()
+        let mtus: Vec<Option<u16>> = self.devices.iter().map(DeviceConfig::mtu).collect();
+        let has_mtu = mtus.iter().any(Option::is_some);
+        let encoded =
+            encode_with_two_additions(self, (&limits, has_limits), has_mtu.then_some(&mtus));
+        encoded.unwrap_or_default()
     }
 
     /// Decodes and checks bytes that [`Self::encode`] wrote on this host or another.
@@ -33,9 +37,13 @@ impl MachineConfig {
     ///
     /// The bytes are malformed, or their version is not supported.
     pub fn decode(bytes: &[u8]) -> Result<Self, GuestError> {
-        let (mut config, limits): (Self, _) = decode_with_addition(SUBJECT, bytes)?;
+        let (mut config, limits, mtus): (Self, _, Option<Vec<_>>) =
+            decode_with_two_additions(SUBJECT, bytes)?;
         if let Some(limits) = limits {
             config.put_limits(limits)?;
+        }
+        if let Some(mtus) = mtus {
+            config.put_mtus(&mtus)?;
         }
         config.check().map_err(malformed)?;
         Ok(config)
@@ -62,6 +70,26 @@ impl MachineConfig {
                 return Err(malformed(why));
             }
             places.into_iter().zip(limits).for_each(|(place, limits)| *place = limits);
+        }
+        Ok(())
+    }
+
+    /// Sets the MTU of each device that has one. They are from a file or from a peer.
+    fn put_mtus(&mut self, mtus: &[Option<u16>]) -> Result<(), GuestError> {
+        if mtus.len() != self.devices.len() {
+            let (given, devices) = (mtus.len(), self.devices.len());
+            return Err(malformed(format!(
+                "it has MTUs of {given} devices, and {devices} devices"
+            )));
+        }
+        for (device, mtu) in self.devices.iter_mut().zip(mtus) {
+            match device {
+                DeviceConfig::Net(net) => net.mtu = *mtu,
+                other if mtu.is_some() => {
+                    return Err(malformed(format!("device \"{}\" has an MTU", other.id())));
+                }
+                _ => {}
+            }
         }
         Ok(())
     }
@@ -152,7 +180,7 @@ mod tests {
     fn net(tap: &str, queues: u8) -> DeviceConfig {
         let mac = MacAddr([2, 0, 0, 0, 0, 9]);
         let (id, tap, limits) = ("n".to_owned(), tap.to_owned(), NetLimits::default());
-        DeviceConfig::Net(NetConfig { id, tap, mac, queues, limits })
+        DeviceConfig::Net(NetConfig { id, tap, mac, queues, mtu: None, limits })
     }
 
     fn rng(limits: RateLimits) -> DeviceConfig {
@@ -321,6 +349,33 @@ mod tests {
         assert_eq!(MachineConfig::decode(&both.encode()).unwrap(), both);
     }
 
+    /// The MTUs follow the limits, and only then the version is 3.
+    #[test]
+    fn mtus_have_their_bytes() {
+        let with = |mtu| match net("t", 1) {
+            DeviceConfig::Net(net) => DeviceConfig::Net(NetConfig { mtu, ..net }),
+            other => other,
+        };
+        let base = payload();
+        let with = |mtu| MachineConfig { devices: vec![vsock(3), with(mtu)], ..base.clone() };
+        let mut bytes = with(None).encode();
+        assert_eq!(bytes[0], 1);
+        bytes[0] = 3;
+        let head = bytes.len();
+        bytes.extend(b"\x02\x00\x02\x00\x00\x00\x00\x02\x00\x01\xdc\x0b");
+        let config = with(Some(1500));
+        assert_eq!(config.encode(), bytes);
+        assert_eq!(MachineConfig::decode(&bytes).unwrap(), config);
+        let refused = |mtus: &[u8]| {
+            let none = b"\x02\x00\x02\x00\x00\x00\x00";
+            let bytes = [&bytes[..head], none, mtus].concat();
+            MachineConfig::decode(&bytes).unwrap_err().to_string()
+        };
+        assert!(refused(b"\x01\x00").contains("MTUs of 1 devices, and 2 devices"));
+        assert!(refused(b"\x02\x01\x44\x00").contains("\"vsock\" has an MTU"));
+        assert!(refused(b"\x02\x00\x01\x43").contains("67 bytes, not 68 to 65535"));
+    }
+
     #[test]
     fn devices_are_checked_by_name() {
         let refused = |devices: Vec<DeviceConfig>| {
@@ -380,7 +435,7 @@ mod tests {
         bytes[0] = 6;
         assert!(
             refused(&bytes)
-                .contains("it has version 6, and this version of Driftline reads versions 1 and 2")
+                .contains("it has version 6, and this version of Driftline reads versions 1 to 3")
         );
         assert!(refused(&[]).contains("configuration"));
         assert!(refused(&payload().encode()[..10]).contains("configuration"));

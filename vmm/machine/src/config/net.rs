@@ -13,6 +13,8 @@ use super::spec::{SpecError, Syntax};
 
 /// Maximum number of queue pairs of a network interface.
 pub const MAX_QUEUE_PAIRS: u8 = 8;
+/// Smallest MTU, in bytes: that of IPv4.
+const MIN_MTU: u16 = 68;
 /// Maximum length of the name of a Linux network device, in bytes.
 const MAX_TAP_BYTES: usize = 15;
 /// Smallest context ID of a guest. The smaller ones belong to the hypervisor and the host.
@@ -78,6 +80,10 @@ pub struct NetConfig {
     pub mac: MacAddr,
     /// Number of queue pairs, 1..=[`MAX_QUEUE_PAIRS`].
     pub queues: u8,
+    /// Largest packet that the driver is told to send, in bytes, from 68. `None` leaves that to the
+    /// driver. Encoded with the machine's configuration.
+    #[serde(skip)]
+    pub mtu: Option<u16>,
     /// Limits of the frames and of their bytes, without virtio's header. Encoded with the machine's
     /// configuration.
     #[serde(skip)]
@@ -89,6 +95,11 @@ impl NetConfig {
         check_tap(&self.tap)?;
         self.mac.check()?;
         check_queues(self.queues)?;
+        if let Some(mtu) = self.mtu.filter(|mtu| *mtu < MIN_MTU) {
+            let (part, value) = (format!("the MTU of interface \"{}\"", self.id), mtu.into());
+            let wanted = format!("{MIN_MTU} to {}", u16::MAX);
+            return Err(ConfigError::Size { part, value, unit: "bytes", wanted });
+        }
         let check = |limits: &RateLimits, direction| {
             limits.check(&format!("network interface \"{}\" ({direction})", self.id))
         };

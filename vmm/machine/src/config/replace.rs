@@ -265,6 +265,7 @@ mod tests {
                 tap,
                 mac: MAC,
                 queues: 2,
+                mtu: None,
                 limits: Default::default(),
             }),
             DeviceConfig::Vsock(VsockConfig { cid: 3, uds: "/v".into() }),

@@ -180,6 +180,7 @@ fn config(dir: &Path, case: &BuildCase, tap: &str) -> MachineConfig {
             tap: tap.to_owned(),
             mac: MacAddr::random(),
             queues: TAP_QUEUES,
+            mtu: None,
             limits: Default::default(),
         }));
     }

@@ -349,6 +349,7 @@ fn devices() {
             tap,
             mac,
             queues: 1,
+            mtu: None,
             limits: Default::default(),
         }));
     }

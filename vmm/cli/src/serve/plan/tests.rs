@@ -169,7 +169,7 @@ fn interfaces_and_vsock_follow_the_drives() {
     let limiter = json!({ "bandwidth": { "size": 5, "refill_time": 6 } });
     test.config.interfaces = vec![
         net(json!({ "iface_id": "a", "host_dev_name": "t0", "guest_mac": "06:00:00:00:00:01",
-            "tx_rate_limiter": limiter })),
+            "mtu": 1400, "tx_rate_limiter": limiter })),
         net(json!({ "iface_id": "b", "host_dev_name": "t1" })),
     ];
     let vsock = json!({ "guest_cid": 7, "uds_path": test.dir.path().join("v") });
@@ -186,7 +186,7 @@ fn interfaces_and_vsock_follow_the_drives() {
     let bandwidth = Some(RateLimit { size: 5, refill_ms: 6, one_time_burst: 0 });
     assert_eq!(a.limits.transmit, RateLimits { bandwidth, operations: None });
     assert!(a.limits.receive.is_none());
-    assert_eq!(b.tap, "t1");
+    assert_eq!((b.tap.as_str(), a.mtu, b.mtu), ("t1", Some(1400), None));
     assert_eq!((vsock.cid, vsock.uds.clone()), (7, test.dir.path().join("v")));
 }
 
@@ -228,13 +228,6 @@ fn unbuilt_part_is_refused_by_name() {
                 t.config.cpu_template = serde_json::from_value(template).unwrap();
             }),
             "a CPU template of PUT /cpu-config",
-        ),
-        (
-            refusal(&|t| {
-                let net = json!({ "iface_id": "a", "host_dev_name": "t", "mtu": 1400 });
-                t.config.interfaces.push(serde_json::from_value(net).unwrap());
-            }),
-            "mtu of PUT /network-interfaces",
         ),
         (
             refusal(&|t| t.config.balloon = Some(balloon(r#""free_page_hinting": true"#))),

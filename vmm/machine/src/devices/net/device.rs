@@ -23,6 +23,7 @@ impl Device for Net {
 
     fn features(&self) -> u64 {
         let several = (self.config.queues > 1).then_some(VIRTIO_NET_F_MQ);
+        let mtu = self.config.mtu.map(|_| VIRTIO_NET_F_MTU);
         let always = [
             VIRTIO_NET_F_CSUM,
             VIRTIO_NET_F_GUEST_CSUM,
@@ -36,7 +37,7 @@ impl Device for Net {
             VIRTIO_NET_F_CTRL_VQ,
             VIRTIO_NET_F_GUEST_ANNOUNCE,
         ];
-        always.into_iter().chain(several).fold(0, |bits, bit| bits | 1 << bit)
+        always.into_iter().chain(several).chain(mtu).fold(0, |bits, bit| bits | 1 << bit)
     }
 
     fn queue_sizes(&self) -> Vec<u16> {
@@ -51,7 +52,9 @@ impl Device for Net {
         let announce = if self.state.announce { VIRTIO_NET_S_ANNOUNCE } else { 0 };
         let status = (VIRTIO_NET_S_LINK_UP | announce) as u16;
         let pairs = u16::from(self.config.queues);
-        [&self.config.mac.0[..], &status.to_le_bytes(), &pairs.to_le_bytes()].concat()
+        let mtu = self.config.mtu.map(u16::to_le_bytes);
+        let mtu = mtu.as_ref().map_or(&[][..], |mtu| mtu);
+        [&self.config.mac.0[..], &status.to_le_bytes(), &pairs.to_le_bytes(), mtu].concat()
     }
 
     fn write_config(&mut self, _: usize, _: &[u8], _: &mut DeviceIo<'_>) {}

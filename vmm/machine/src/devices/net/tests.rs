@@ -46,7 +46,7 @@ impl TestNetwork {
 
     fn limited(&self, limits: NetLimits) -> Net {
         let (id, tap, queues) = ("n".to_owned(), "t".to_owned(), self.taps.len() as u8);
-        let config = NetConfig { id, tap, mac: MAC, queues, limits };
+        let config = NetConfig { id, tap, mac: MAC, queues, mtu: None, limits };
         let taps: Vec<File> = self.taps.iter().map(|tap| tap.try_clone().unwrap()).collect();
         let mut net = Net::over_sockets(&config, taps).unwrap();
         net.acquire().unwrap();
@@ -312,7 +312,8 @@ fn frames_after_a_short_one_arrive() {
 #[test]
 fn missing_tap_is_named() {
     let (id, tap) = ("n".to_owned(), "dl-none-dl".to_owned());
-    let config = NetConfig { id, tap, mac: MAC, queues: 1, limits: NetLimits::default() };
+    let limits = NetLimits::default();
+    let config = NetConfig { id, tap, mac: MAC, queues: 1, mtu: None, limits };
     let opener = Opener::start().unwrap();
     let error = Net::open(&config, VmId::random(), None, &opener).err().unwrap().to_string();
     assert!(error.contains("tap \"dl-none-dl\" does not exist"), "{error}");

@@ -1,4 +1,4 @@
-//! A tap of the host that is attached to before its interface is built.
+//! What is given to an interface when it is built: a tap that is attached to already, and an MTU.
 
 use super::*;
 use crate::testing::{TestTap, skip, soon};
@@ -14,7 +14,7 @@ fn opened_tap_is_held_until_detached() {
     let in_use = |result: Result<_, TapError>| matches!(result, Err(TapError::InUse { .. }));
     assert!(in_use(open_tap("other", tap, VmId::random())));
     let (id, limits) = ("n".to_owned(), NetLimits::default());
-    let config = NetConfig { id, tap: tap.clone(), mac: MAC, queues: 1, limits };
+    let config = NetConfig { id, tap: tap.clone(), mac: MAC, queues: 1, mtu: None, limits };
     let opener = Opener::start().unwrap();
     // A build that fails leaves the tap to the next one.
     for _ in 0..2 {
@@ -31,4 +31,17 @@ fn opened_tap_is_held_until_detached() {
     // Attached again by its name.
     net.acquire().unwrap();
     assert!(in_use(open_tap("other", tap, VmId::random())));
+}
+
+#[test]
+fn driver_is_told_the_mtu() {
+    let network = TestNetwork::new(1);
+    for mtu in [None, Some(1400)] {
+        let mut net = network.net();
+        net.config.mtu = mtu;
+        let offers = net.features() & 1 << VIRTIO_NET_F_MTU != 0;
+        assert_eq!(offers, mtu.is_some());
+        let space = net.config_space();
+        assert_eq!(space.get(10..), Some(mtu.map(u16::to_le_bytes).as_slice().as_flattened()));
+    }
 }
