@@ -1,12 +1,12 @@
 //! A Linux guest that a client of Firecracker's API configures and starts.
 
 use std::fs::File;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process};
@@ -20,8 +20,6 @@ use super::{DISK_BYTES, text};
 
 /// Time limit of a boot, and of progress of the checkers.
 const BOOT: Duration = Duration::from_secs(240);
-/// Port of the guest's echo.
-const ECHO_PORT: u16 = 7;
 /// As the harness boots its guests.
 const BOOT_ARGS: &str = "console=ttyS0 reboot=k panic=-1 quiet loglevel=5 noxsave tsc=reliable \
      no_timer_check rodata=off clearcpuid=popcnt,smap,erms,fsrm,cx16 noreplace-smp \
@@ -104,7 +102,7 @@ impl FirecrackerProcess {
         let outputs = || {
             let lines = self.console.lines();
             let found = lines.iter().filter_map(|line| line.strip_prefix("[output] "));
-            found.map(str::to_owned).collect::<Vec<_>>()
+            found.map(|output| output.trim_end().to_owned()).collect::<Vec<_>>()
         };
         let before = outputs().len();
         let input = self.child.stdin.as_mut().expect("a pipe");
@@ -126,19 +124,14 @@ impl Drop for FirecrackerProcess {
     }
 }
 
-/// Returns what the guest's echo answers over the vsock's socket.
-fn echo_over_vsock(socket: &Path, sent: &[u8]) -> Vec<u8> {
-    let stream = UnixStream::connect(socket).expect("the process listens");
-    stream.set_read_timeout(Some(SOON)).expect("a time limit");
-    let mut stream = BufReader::new(stream);
-    writeln!(stream.get_mut(), "CONNECT {ECHO_PORT}").expect("it reads");
-    let mut line = String::new();
-    stream.read_line(&mut line).expect("an answer");
-    assert!(line.starts_with("OK "), "{line}");
-    stream.get_mut().write_all(sent).expect("the guest reads");
-    let mut answer = vec![0; sent.len()];
-    stream.read_exact(&mut answer).expect("the guest answers");
-    answer
+/// Has the guest's echo answer over the vsock's socket.
+fn echo_over_vsock(linux: &LinuxImage, socket: &Path) {
+    let through = format!("vsock={}", text(socket));
+    let mut client = Command::new(linux.file("driftline-check"));
+    client.args(["echo", &through, "port=7", "interval=20ms", "run=1s", "drain=60s"]);
+    let out = client.output().expect("the image's checkers run");
+    let answers = String::from_utf8_lossy(&out.stdout);
+    assert!(out.status.success() && answers.contains("intact=yes"), "{answers}");
 }
 
 fn configure(process: &FirecrackerProcess, linux: &LinuxImage, disk: &Path) {
@@ -192,7 +185,7 @@ fn client_of_firecracker_boots_linux() {
     assert_eq!(of, "06:00:0a:4d:00:02 1400");
     let mut echo = EchoClient::start(&linux, &host, &scratch, "echo");
     let socket = disk.with_extension("vsock");
-    assert_eq!(echo_over_vsock(&socket, b"over vsock"), b"over vsock");
+    echo_over_vsock(&linux, &socket);
     // It waits for the limit, and answers again without one.
     let limit = |size: u64| {
         let bandwidth = json!({ "bandwidth": { "size": size, "refill_time": 3_600_000 } });
