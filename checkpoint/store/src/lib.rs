@@ -102,7 +102,7 @@ pub use page_file::PageFile;
 pub use pause_gate::{ClosedGate, PauseGate};
 pub use pin::{FrameLocations, Machine, MachineState, Pinned};
 pub use read::Sink;
-pub use regular_file::open_regular;
+pub use regular_file::{open_kind, open_regular};
 pub use repair::RepairReport;
 pub use rotate::CompactReport;
 pub use salvage::{CheckpointState, Survey};

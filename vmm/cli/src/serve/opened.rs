@@ -2,7 +2,7 @@
 //! wrong path is refused immediately, and stays open for the guest's start.
 
 use std::collections::HashMap;
-use std::fs::{self, File, FileType, OpenOptions};
+use std::fs::{File, FileType, OpenOptions};
 use std::io;
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
@@ -12,6 +12,7 @@ use driftline_control::firecracker::{
     FileEngineType, MicroVmConfig,
 };
 use driftline_machine::config::{DiskCache, DiskEngine, OpenedDisk, OpenedFile, OpenedFiles};
+use driftline_store::open_kind;
 
 use super::opened_networks::ClientNetworks;
 
@@ -100,9 +101,5 @@ fn open(
     is_expected: impl Fn(&FileType) -> bool,
     why: &'static str,
 ) -> io::Result<File> {
-    // Checked before the file is opened: opening a FIFO would wait for its other end.
-    if !is_expected(&fs::metadata(path)?.file_type()) {
-        return Err(io::Error::other(why));
-    }
-    options.open(path)
+    open_kind(path, options, is_expected)?.ok_or_else(|| io::Error::other(why))
 }

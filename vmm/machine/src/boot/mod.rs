@@ -25,9 +25,11 @@ mod pvh;
 mod registers;
 mod zero_page;
 
-use std::fs::{self, File};
-use std::io::{self, Cursor};
+use std::fs::File;
+use std::io::Cursor;
 use std::path::Path;
+
+use driftline_store::open_regular;
 
 use crate::config::{Boot, HostConfig, MachineConfig, OpenedFile, OpenedFiles};
 use crate::devices::DevicePlacement;
@@ -106,11 +108,7 @@ fn open(what: &str, path: &Path, opened: Option<&OpenedFile>) -> Result<File, Bo
     if let Some(opened) = opened {
         return opened.rewound().map_err(unreadable);
     }
-    // Checked before the file is opened: opening a FIFO would wait for its other end.
-    if !fs::metadata(path).map_err(unreadable)?.is_file() {
-        return Err(unreadable(io::Error::other("it is not a regular file")));
-    }
-    File::open(path).map_err(unreadable)
+    open_regular(path).map_err(unreadable)
 }
 
 #[cfg(test)]

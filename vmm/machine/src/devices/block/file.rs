@@ -1,6 +1,6 @@
 //! A disk's file: opening, measuring, locking, and making it durable.
 
-use std::fs::{File, OpenOptions};
+use std::fs::{File, FileType, OpenOptions};
 use std::io::{self, Seek, SeekFrom};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -9,6 +9,7 @@ use std::time::Instant;
 
 use driftline_format::range_lock::RangeLock;
 use driftline_guest::VmId;
+use driftline_store::open_kind;
 use rustix::fs::{Advice, FallocateFlags, fadvise, fallocate};
 
 use super::error::DiskError;
@@ -69,12 +70,10 @@ pub fn probe_opened(file: &OpenedFile, path: &Path, readonly: bool) -> Result<u6
 
 pub(super) fn open(path: &Path, readonly: bool) -> Result<File, DiskError> {
     let failed = |cause| DiskError::Open { path: path.to_owned(), readonly, cause };
-    // Checked before the file is opened: opening a FIFO would wait for its other end.
-    let kind = std::fs::metadata(path).map_err(failed)?.file_type();
-    if !kind.is_file() && !kind.is_block_device() {
-        return Err(DiskError::Kind { path: path.to_owned() });
-    }
-    OpenOptions::new().read(true).write(!readonly).open(path).map_err(failed)
+    let options = OpenOptions::new().read(true).write(!readonly).clone();
+    let is_disk = |kind: &FileType| kind.is_file() || kind.is_block_device();
+    let file = open_kind(path, &options, is_disk).map_err(failed)?;
+    file.ok_or_else(|| DiskError::Kind { path: path.to_owned() })
 }
 
 /// Returns the size in bytes of a file or of a block device. A block device's metadata has no size,

@@ -3,7 +3,7 @@
 //! A file with data in it is never overwritten. The file is removed again unless the guest stays.
 //! While it is being filled it is locked for its guest, so that no second guest is copied into it.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File, FileType, OpenOptions};
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
@@ -13,6 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use driftline_format::durable::sync_dir;
 use driftline_format::range_lock::RangeLock;
 use driftline_guest::{DriveCopy, DriveHead, GuestError, VmId};
+use driftline_store::open_kind;
 use rustix::fs::SeekFrom;
 
 use super::error::{CopyRefusal, DiskError};
@@ -185,11 +186,7 @@ fn open(path: &Path) -> io::Result<Option<(File, PriorContent)>> {
         Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
         made => return made.map(|file| Some((file, PriorContent::Nothing))),
     }
-    // Checked before the file is opened: opening a FIFO would wait for its other end.
-    if !fs::metadata(path)?.is_file() {
-        return Ok(None);
-    }
-    let file = options.open(path)?;
+    let Some(file) = open_kind(path, &options, FileType::is_file)? else { return Ok(None) };
     let bytes = file.metadata()?.len();
     Ok(Some((file, PriorContent::Room(bytes))))
 }
