@@ -2,13 +2,14 @@
 //! changes of its devices while it runs.
 
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
 
 use driftline_machine::testing::{TestTap, kvm_or_skip, skip};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use crate::common::serving::ServeProcess;
-use crate::common::{TestDir, fail, succeed};
+use crate::common::{TestDir, fail, output, succeed, text, wait_for};
 use crate::serve_guest::{AfterPrint, await_line, configure};
 
 const START: &str = r#"{"action_type": "InstanceStart"}"#;
@@ -98,6 +99,10 @@ fn configure_devices(vmm: &ServeProcess, tmp: &TestDir, tap: &TestTap) {
         "rx_rate_limiter": { "ops": { "size": 10, "refill_time": 100 } } });
     vmm.done("PUT", "/network-interfaces/1", &net.to_string());
     vmm.done("PUT", "/vsock", &vsock(&tmp.text("v")));
+    put_drive(vmm, tmp);
+}
+
+fn put_drive(vmm: &ServeProcess, tmp: &TestDir) {
     let path = tmp.path("disk");
     std::fs::File::create(&path).unwrap().set_len(1 << 20).unwrap();
     let drive = json!({ "drive_id": "1", "is_root_device": false, "path_on_host": path });
@@ -210,35 +215,104 @@ fn changed_limits_of_a_started_guest_are_shown() {
     }
 }
 
+/// Returns a process whose guest runs with a drive named `1`, or reports why `test` has none.
+fn guest_with_drive(test: &str, tmp: &TestDir) -> Option<ServeProcess> {
+    if !kvm_or_skip(test) {
+        return None;
+    }
+    let vmm = ServeProcess::start(tmp, &[]);
+    configure(&vmm, tmp, AfterPrint::Wait);
+    put_drive(&vmm, tmp);
+    vmm.done("PUT", "/actions", START);
+    Some(vmm)
+}
+
+fn new_file(path: &str) -> String {
+    json!({ "drive_id": "1", "path_on_host": path }).to_string()
+}
+
+const UNPATCHED: &str = "Drive config error: Unable to patch the block device: ";
+
+/// Returns the files that a process has open.
+fn open_files(vmm: &ServeProcess) -> Vec<PathBuf> {
+    let fds = std::fs::read_dir(format!("/proc/{}/fd", vmm.pid())).unwrap().flatten();
+    fds.filter_map(|fd| std::fs::read_link(fd.path()).ok()).collect()
+}
+
 #[test]
 fn drive_of_a_started_guest_gets_another_file() {
-    let test = "drive_of_a_started_guest_gets_another_file";
-    if !kvm_or_skip(test) {
-        return;
-    }
-    let Some(tap) = tap_or_skip(test, "s4") else { return };
     let tmp = TestDir::new();
-    let vmm = ServeProcess::start(&tmp, &[]);
-    configure_devices(&vmm, &tmp, &tap);
-    vmm.done("PUT", "/actions", START);
+    let test = "drive_of_a_started_guest_gets_another_file";
+    let Some(vmm) = guest_with_drive(test, &tmp) else { return };
     let store = tmp.text("store");
     succeed(&["checkpoint", "--store", &store, "--api-sock", &vmm.socket]);
     std::fs::File::create(tmp.path("new")).unwrap().set_len(3 << 20).unwrap();
-    let patch = |path: &str| json!({ "drive_id": "1", "path_on_host": path }).to_string();
     let missing = tmp.text("missing");
     assert_eq!(
-        vmm.refusal("PATCH", "/drives/1", &patch(&missing)),
+        vmm.refusal("PATCH", "/drives/1", &new_file(&missing)),
         format!(
-            "Drive config error: Unable to patch the block device: Block: Virtio backend error: \
-             Error manipulating the backing file: No such file or directory (os error 2) {missing} \
-             Please verify the request arguments."
+            "{UNPATCHED}Block: Virtio backend error: Error manipulating the backing file: No such \
+             file or directory (os error 2) {missing} Please verify the request arguments."
         )
     );
     assert_eq!(vmm.get("/vm/config")["drives"][0]["path_on_host"], tmp.text("disk"));
-    vmm.done("PATCH", "/drives/1", &patch(&tmp.text("new")));
+    assert!(open_files(&vmm).contains(&tmp.path("disk")));
+    vmm.done("PATCH", "/drives/1", &new_file(&tmp.text("new")));
     assert_eq!(vmm.get("/vm/config")["drives"][0]["path_on_host"], tmp.text("new"));
+    assert!(open_files(&vmm).contains(&tmp.path("new")));
+    // io_uring closes its registered files a moment later.
+    wait_for("the old file's end", || {
+        (!open_files(&vmm).contains(&tmp.path("disk"))).then_some(())
+    });
     // What describes the disk by its first file is refused, and the guest goes on.
     let message = fail(4, &["checkpoint", "--store", &store, "--api-sock", &vmm.socket]);
     assert!(message.contains("another file or size than at the guest's start"), "{message}");
     assert_eq!(vmm.get("/")["state"], "Running");
+}
+
+#[test]
+fn drive_keeps_the_file_of_a_job() {
+    let tmp = TestDir::new();
+    let test = "drive_keeps_the_file_of_a_job";
+    let Some(vmm) = guest_with_drive(test, &tmp) else { return };
+    std::fs::File::create(tmp.path("new")).unwrap().set_len(1 << 20).unwrap();
+    let new = new_file(&tmp.text("new"));
+    let refusal = || vmm.refusal("PATCH", "/drives/1", &new);
+    let ask = |args: &[&str]| succeed(&[args, &["--api-sock", &vmm.socket]].concat());
+    ask(&["checkpoint", "--store", &tmp.text("store"), "--every", "1s", "--detach"]);
+    let why = refusal();
+    let job = "the drive keeps its file, because a checkpoint run (job 1, every 1000 ms, into ";
+    assert!(why.starts_with(&format!("{UNPATCHED}{job}")), "{why}");
+    ask(&["checkpoint", "--stop"]);
+    // A destination that does not answer.
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let to = listener.local_addr().unwrap();
+    let address = format!("tcp:{to}");
+    std::thread::scope(|scope| {
+        let send = ["send-migration", &address, "--api-sock", &vmm.socket];
+        let sent = scope.spawn(move || output(&send));
+        wait_for("the migration", || ask(&["info", "--json"]).contains("migrating").then_some(()));
+        let why = refusal();
+        let job = format!("because the guest is being migrated already, to {to}; try again once");
+        assert!(why.contains(&job), "{why}");
+        drop(listener);
+        assert_eq!(sent.join().unwrap().status.code(), Some(4));
+    });
+    assert_eq!(vmm.get("/vm/config")["drives"][0]["path_on_host"], tmp.text("disk"));
+    vmm.done("PATCH", "/drives/1", &new);
+}
+
+#[test]
+fn file_outside_of_the_sandbox_is_refused() {
+    let test = "file_outside_of_the_sandbox_is_refused";
+    let tmp = TestDir::new();
+    let Some(vmm) = guest_with_drive(test, &tmp) else { return };
+    if !text(&output(&["doctor"]).stdout).contains("ABI ") {
+        return skip(test, "landlock");
+    }
+    let why = vmm.refusal("PATCH", "/drives/1", &new_file("/etc/passwd"));
+    let refusal = "Block: Virtio backend error: the VMM's sandbox does not allow writes to disk \
+                   file \"/etc/passwd\": put it into a directory below /";
+    assert!(why.starts_with(&format!("{UNPATCHED}{refusal}")), "{why}");
+    assert_eq!(vmm.get("/vm/config")["drives"][0]["path_on_host"], tmp.text("disk"));
 }

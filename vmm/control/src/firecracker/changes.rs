@@ -10,7 +10,7 @@ use super::answer::Answer;
 use super::config::MicroVmConfig;
 use super::fault::{ApiFault, DriveFault, NetFault};
 use super::model::{BlockDeviceUpdateConfig, NetworkInterfaceUpdateConfig, VmmConfig};
-use crate::jobs::Jobs;
+use crate::jobs::{Jobs, KeptFile};
 use crate::model::RateLimiterConfig;
 
 /// Longest wait for a device.
@@ -47,7 +47,8 @@ pub(super) fn patch_drive(
     let name = config.drive_name(&update.drive_id);
     if let Some(path) = &update.path_on_host {
         let file = disk_file(jobs, &name).ok_or(DriveFault::Unknown)?;
-        file.exchange(Path::new(path), DEVICE_LIMIT).map_err(|e| file_fault(e, path))?;
+        let exchanged = jobs.exchange_file(file, Path::new(path), DEVICE_LIMIT);
+        exchanged.map_err(|e| file_fault(e, path))?;
     }
     if update.rate_limiter.is_some() {
         let control = control(jobs, &name).ok_or(DriveFault::Unknown)?;
@@ -58,11 +59,16 @@ pub(super) fn patch_drive(
 }
 
 /// Returns the fault that Firecracker answers for a file that a drive does not get.
-fn file_fault(e: ExchangeError, path: &str) -> ApiFault {
+fn file_fault(e: KeptFile, path: &str) -> ApiFault {
     let path = path.to_owned();
     match e {
-        ExchangeError::Disk(DiskError::Open { cause, .. }) => DriveFault::NewFile { cause, path },
-        other => DriveFault::Unchanged(format!("Block: Virtio backend error: {other}.")),
+        KeptFile::Exchange(ExchangeError::Disk(DiskError::Open { cause, .. })) => {
+            DriveFault::NewFile { cause, path }
+        }
+        KeptFile::Exchange(other) => {
+            DriveFault::Unchanged(format!("Block: Virtio backend error: {other}."))
+        }
+        other => DriveFault::Unchanged(format!("{other}.")),
     }
     .into()
 }

@@ -6,6 +6,7 @@ mod bins;
 mod checkpoints;
 mod dirty_watch;
 mod error;
+mod exchange;
 mod history;
 mod migration;
 mod pause_control;
@@ -33,6 +34,7 @@ use crate::model::{
 };
 use checkpoints::CheckpointJob;
 pub use error::JobError;
+pub(crate) use exchange::KeptFile;
 use history::JobHistory;
 use migration::MigrationJob;
 pub(crate) use pause_control::OperatorError;

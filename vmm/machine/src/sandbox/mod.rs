@@ -225,6 +225,13 @@ pub struct NotAllowed {
     places: Vec<String>,
 }
 
+impl NotAllowed {
+    /// Returns the directories that the process may write to.
+    pub(crate) fn places(&self) -> &[String] {
+        &self.places
+    }
+}
+
 /// Checks whether landlock lets this process write to `path`.
 ///
 /// # Errors

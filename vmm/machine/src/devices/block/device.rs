@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use virtio_bindings::virtio_blk::*;
 use vmm_sys_util::epoll::EventSet;
 
-use super::exchange_slot::EXCHANGE;
+use super::exchange_slot::{COMPLETIONS, EXCHANGE};
 use super::request::{self, DiskRequest};
 use super::{BlockDevice, BlockState, MAX_BYTES_IN_FLIGHT, QUEUE_SIZE, SEG_MAX};
 use crate::config::{DiskCache, RateLimits};
@@ -19,8 +19,6 @@ use crate::devices::virtio::{
 
 /// Time for which the device works on one queue before it serves other events.
 const MAX_ROUND: Duration = Duration::from_millis(10);
-/// Token of the event that announces completions of the engine.
-pub(super) const COMPLETIONS: u32 = 0;
 /// The disk's only rate limiter.
 const LIMITER: usize = 0;
 
@@ -121,14 +119,7 @@ impl Device for BlockDevice {
     }
 
     fn save(&self) -> Result<Vec<u8>, DeviceError> {
-        if self.is_exchanged.load(Ordering::Acquire) {
-            let id = &self.disk.id;
-            let why = format!(
-                "disk \"{id}\" has another file or size than at the guest's start, so the guest \
-                 cannot be saved or moved"
-            );
-            return Err(StateError::Misfit(why).into());
-        }
+        self.require_first_file()?;
         let lost = self.file.flusher().lost().is_some();
         Ok(encode_state(&BlockState { lost, ..self.state })?)
     }
@@ -153,6 +144,37 @@ impl Device for BlockDevice {
     }
 
     fn release(&mut self, deadline: Instant) -> Result<(), DeviceError> {
+        // The other host has the state that was saved before the exchange, and with it the first
+        // file (I7).
+        self.require_first_file()?;
+        self.release_file(deadline)
+    }
+
+    fn undo_acquire(&mut self, deadline: Instant) -> Result<(), DeviceError> {
+        if self.has_run {
+            return self.release_file(deadline);
+        }
+        self.copy_before_write.release();
+        self.locked = false;
+        Ok(self.file.unlock()?)
+    }
+}
+
+impl BlockDevice {
+    /// Refuses a disk that another host would find with its first file or size.
+    fn require_first_file(&self) -> Result<(), StateError> {
+        if !self.is_exchanged.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let id = &self.disk.id;
+        Err(StateError::Misfit(format!(
+            "disk \"{id}\" has another file or size than at the guest's start, so the guest \
+             cannot be saved or moved"
+        )))
+    }
+
+    /// Makes the guest's writes durable and gives up the lock on the file.
+    fn release_file(&mut self, deadline: Instant) -> Result<(), DeviceError> {
         // Comes before another host can write to the disk: an epoch cannot have blocks that it has
         // not read by now.
         self.copy_before_write.release();
@@ -162,14 +184,5 @@ impl Device for BlockDevice {
             Err(_) => self.copy_before_write.acquire(),
         }
         Ok(released?)
-    }
-
-    fn undo_acquire(&mut self, deadline: Instant) -> Result<(), DeviceError> {
-        if self.has_run {
-            return self.release(deadline);
-        }
-        self.copy_before_write.release();
-        self.locked = false;
-        Ok(self.file.unlock()?)
     }
 }

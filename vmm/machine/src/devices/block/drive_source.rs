@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use driftline_dirty_tracker::{NoMemory, Subscription, Tracker};
 use driftline_guest::{CopyBeforeWrite, DriveHead, GuestDrive};
 
-use super::flusher::open_again;
+use super::flusher::CurrentFlusher;
 
 /// The view of one disk for a copier; see the module. It does not lock the file: the device holds
 /// the lock.
@@ -20,8 +20,8 @@ pub(crate) struct DriveSource {
     pub(super) tracker: Option<Arc<Tracker>>,
     /// Copy-before-write; the device asks it before each write.
     pub(super) copy_before_write: Arc<CopyBeforeWrite>,
-    /// A descriptor that identifies the file; `None` if the system did not provide it.
-    pub(super) path_fd: Option<Arc<File>>,
+    /// The flusher, which has a descriptor that identifies the file.
+    pub(super) flusher: CurrentFlusher,
     /// Whether the device has got another file, which cannot be copied.
     pub(super) is_exchanged: Arc<AtomicBool>,
 }
@@ -48,12 +48,12 @@ impl GuestDrive for DriveSource {
     }
 
     fn open(&self) -> io::Result<File> {
+        // Taken before the check: an exchange sets the mark first.
+        let flusher = self.flusher.get();
         if self.is_exchanged.load(Ordering::Acquire) {
             return Err(io::Error::other("it has another file or size than at the guest's start"));
         }
-        let path_fd =
-            self.path_fd.as_ref().ok_or_else(|| io::Error::from_raw_os_error(libc::EBADF))?;
-        open_again(path_fd, 0)
+        flusher.open_another()
     }
 
     fn copy_before_write(&self) -> Option<Arc<CopyBeforeWrite>> {

@@ -160,6 +160,26 @@ pub enum DiskError {
         /// The disk's name.
         id: String,
     },
+    /// The disk was to get another file, and its driver has broken the rules of virtio.
+    #[error(
+        "disk \"{id}\" keeps its file: its driver has broken the rules, and the disk has stopped"
+    )]
+    Stopped {
+        /// The disk's name.
+        id: String,
+    },
+    /// The disk was to get another file, which the sandbox does not allow.
+    #[error(
+        "the VMM's sandbox does not allow writes to disk file \"{}\": put it into a directory \
+         below {places}",
+        path.display()
+    )]
+    Outside {
+        /// The file.
+        path: PathBuf,
+        /// Directories in which files can be.
+        places: String,
+    },
     /// The disk was to get another file, and this host does not hold it.
     #[error("disk \"{id}\" keeps its file: its guest does not run here at the moment")]
     Released {

@@ -9,9 +9,11 @@
 //! [`sandbox`](crate::sandbox)), so the caller does both.
 //!
 //! Checkpoints and migrations describe a disk by the file and the size that it had at the guest's
-//! start. A device whose file was exchanged therefore refuses to save its state, and an epoch that
-//! still copies the old file ends with an error.
+//! start. A device whose file was exchanged therefore refuses to save its state and to release its
+//! file to another host (I7), and an epoch that still copies the old file ends with an error. The
+//! caller makes sure that none is under way.
 
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -21,10 +23,9 @@ use driftline_guest::VmId;
 use parking_lot::Mutex;
 use vmm_sys_util::epoll::EventSet;
 
-use super::device::COMPLETIONS;
 use super::engine::Engine;
 use super::error::DiskError;
-use super::exchange_slot::{EXCHANGE, ExchangeSlot, NewFile};
+use super::exchange_slot::{COMPLETIONS, EXCHANGE, ExchangeSlot, NewFile};
 use super::file::{self, DiskFile, FileIdentity};
 use super::{BlockDevice, QUEUE_SIZE};
 use crate::actor::CallError;
@@ -32,6 +33,7 @@ use crate::config::{DiskConfig, DiskEngine};
 use crate::devices::virtio::{
     BackendCaller, Device, DeviceIo, QuiesceError, REPLY_GRACE, Violation,
 };
+use crate::sandbox::check_allowed;
 
 /// The disk as it is now.
 #[derive(Debug)]
@@ -39,14 +41,6 @@ struct CurrentDisk {
     config: DiskConfig,
     file: FileIdentity,
     is_exchanged: bool,
-    /// What the disk gets if the device, which had not answered in time, took it after all.
-    unanswered: Option<(DiskConfig, FileIdentity)>,
-}
-
-impl CurrentDisk {
-    fn put(&mut self, (config, file): (DiskConfig, FileIdentity)) {
-        *self = Self { config, file, is_exchanged: true, unanswered: None };
-    }
 }
 
 /// The parts of a [`DiskFileControl`] that are known before the device has a thread.
@@ -87,8 +81,7 @@ pub enum ExchangeError {
     /// The file cannot be used, or the disk is busy. The disk keeps its file.
     #[error(transparent)]
     Disk(#[from] DiskError),
-    /// The device's thread has not answered in time, or has ended. The disk may get the file
-    /// nevertheless.
+    /// The device's thread has not answered in time, or has ended. The disk keeps its file.
     #[error(transparent)]
     Call(#[from] CallError),
 }
@@ -98,8 +91,7 @@ impl ExchangeParts {
     pub(in crate::devices) fn served_by(self, device: BackendCaller) -> DiskFileControl {
         let Self { disk, file, holder, engine, queues, slot } = self;
         let id = disk.id.clone();
-        let (is_exchanged, unanswered) = (false, None);
-        let current = Mutex::new(CurrentDisk { config: disk, file, is_exchanged, unanswered });
+        let current = Mutex::new(CurrentDisk { config: disk, file, is_exchanged: false });
         let state = ControlState { id, holder, engine, queues, slot, device, current };
         DiskFileControl(Arc::new(state))
     }
@@ -124,31 +116,24 @@ impl DiskFileControl {
     ///
     /// # Errors
     ///
-    /// The file is not one for a disk, another guest uses it, or requests are still in flight.
+    /// The file is not one for a disk, another guest uses it, requests are still in flight, or the
+    /// device does not answer. The disk then keeps its file, now and later.
     pub fn exchange(&self, path: &Path, limit: Duration) -> Result<(), ExchangeError> {
         let state = &*self.0;
         let mut current = state.current.lock();
-        let late = state.slot.returned.lock().take();
-        if let (Some(disk), Some((_old, Ok(())))) = (current.unanswered.take(), late) {
-            current.put(disk);
-        }
-        let (new, identity) = state.new_file(&current, path, Instant::now() + limit)?;
-        let (deadline, disk) = (new.deadline, (new.disk.clone(), identity));
-        *state.slot.offered.lock() = Some(new);
+        let (new, file) = state.new_file(&current, path, Instant::now() + limit)?;
+        let (deadline, config) = (new.deadline, new.disk.clone());
+        state.slot.offer(new);
         let called = state.device.call(EXCHANGE, deadline + REPLY_GRACE);
-        // Both are closed here: what the device has not taken, and what it has given back.
-        drop(state.slot.offered.lock().take());
-        match state.slot.returned.lock().take() {
-            Some((_old, outcome)) => {
-                outcome?;
-                current.put(disk);
-                Ok(())
-            }
+        match state.slot.close() {
+            Some(outcome) => outcome?,
             None => {
-                current.unanswered = Some(disk);
-                Ok(called?)
+                called?;
+                return Err(DiskError::Busy { id: state.id.clone() }.into());
             }
         }
+        *current = CurrentDisk { config, file, is_exchanged: true };
+        Ok(())
     }
 }
 
@@ -161,7 +146,7 @@ impl ControlState {
         deadline: Instant,
     ) -> Result<(NewFile, FileIdentity), DiskError> {
         let old = &current.config;
-        let file = file::open(path, old.readonly)?;
+        let file = file::open(path, old.readonly).map_err(sandbox_refusal)?;
         let size = file::size(&file, path, old.readonly)?;
         let bytes = size - size % u64::from(old.block_bytes);
         if bytes == 0 {
@@ -189,6 +174,22 @@ impl ControlState {
     }
 }
 
+/// Returns the error of a file that cannot be opened because of the sandbox, which names the places
+/// where files can be.
+fn sandbox_refusal(e: DiskError) -> DiskError {
+    match e {
+        DiskError::Open { path, readonly: false, cause }
+            if cause.kind() == io::ErrorKind::PermissionDenied =>
+        {
+            match check_allowed(&path) {
+                Err(refusal) => DiskError::Outside { places: refusal.places().join(", "), path },
+                Ok(()) => DiskError::Open { path, readonly: false, cause },
+            }
+        }
+        other => other,
+    }
+}
+
 impl BlockDevice {
     /// Returns the parts of the handle by which the disk gets another file.
     ///
@@ -199,22 +200,22 @@ impl BlockDevice {
         &self,
         holder: VmId,
         engine: DiskEngine,
-    ) -> std::io::Result<ExchangeParts> {
+    ) -> io::Result<ExchangeParts> {
         let (disk, queues, slot) = (self.disk.clone(), self.queues, self.slot.clone());
         Ok(ExchangeParts { disk, file: self.file.identity()?, holder, engine, queues, slot })
     }
 
     /// Takes the file that the slot offers, if there is one.
     pub(super) fn take_offer(&mut self, io: &mut DeviceIo<'_>) -> Result<(), Violation> {
-        let Some(mut new) = self.slot.offered.lock().take() else { return Ok(()) };
+        let Some(new) = self.slot.take() else { return Ok(()) };
         let drained = self.drain(Some(new.deadline), io);
-        let id = self.disk.id.clone();
-        let outcome = match &drained {
-            Ok(()) if self.locked => self.exchange(&mut new, io),
+        let (id, slot) = (self.disk.id.clone(), self.slot.clone());
+        slot.finish(new, |new| match &drained {
+            Ok(()) if self.locked => self.exchange(new, io),
             Ok(()) => Err(DiskError::Released { id }),
-            Err(_) => Err(DiskError::Busy { id }),
-        };
-        *self.slot.returned.lock() = Some((new, outcome));
+            Err(QuiesceError::InFlight(_)) => Err(DiskError::Busy { id }),
+            Err(QuiesceError::Violation(_)) => Err(DiskError::Stopped { id }),
+        });
         match drained {
             Err(QuiesceError::Violation(violation)) => Err(violation),
             _ => Ok(()),
@@ -234,14 +235,16 @@ impl BlockDevice {
                 tracing::debug!("disk \"{}\": its old event is still watched: {e}", self.disk.id);
             }
             if self.file.flusher().lost().is_some() {
-                file.flusher().note_lost(&std::io::Error::from_raw_os_error(libc::EIO));
+                file.flusher().note_lost(&io::Error::from_raw_os_error(libc::EIO));
             }
             std::mem::swap(&mut self.file, file);
             std::mem::swap(&mut self.engine, engine);
         } else if new.disk.bytes == self.disk.bytes {
             return Ok(());
         }
+        // Set before the flusher: a copier that gets the new file's sees that it is another one.
         self.is_exchanged.store(true, Ordering::Release);
+        self.current_flusher.set(self.file.flusher().clone());
         // An epoch may copy blocks of the old file, and none of the new one.
         self.copy_before_write.release();
         (self.copy_before_write, self.tracker) = (Arc::default(), None);

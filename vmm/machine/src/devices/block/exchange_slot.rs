@@ -10,6 +10,8 @@ use super::error::DiskError;
 use super::file::DiskFile;
 use crate::config::DiskConfig;
 
+/// Token of the event that announces completions of the engine.
+pub(super) const COMPLETIONS: u32 = 0;
 /// Token by which the caller makes the device look into the slot.
 pub(super) const EXCHANGE: u32 = 1;
 
@@ -22,11 +24,107 @@ pub(super) struct NewFile {
     pub(super) deadline: Instant,
 }
 
-/// What the caller and the device share.
+/// What the caller and the device share. The lock is held while the device exchanges its file, so
+/// that the caller either withdraws the offer before that or sees the outcome.
 #[derive(Default)]
-pub(super) struct ExchangeSlot {
-    /// What the device is to take.
-    pub(super) offered: Mutex<Option<NewFile>>,
-    /// What the device has given back, the old file if it took the new one, and the outcome.
-    pub(super) returned: Mutex<Option<(NewFile, Result<(), DiskError>)>>,
+pub(super) struct ExchangeSlot(Mutex<Offer>);
+
+/// The state of an exchange.
+#[derive(Default)]
+enum Offer {
+    /// Nothing is offered.
+    #[default]
+    None,
+    /// The device is to take this.
+    Offered(NewFile),
+    /// The device waits for its requests in flight, with what was offered.
+    Taken,
+    /// The device is done. It gives the old file back if it has taken the new one.
+    Done(NewFile, Result<(), DiskError>),
+}
+
+impl ExchangeSlot {
+    /// Offers `new` to the device.
+    pub(super) fn offer(&self, new: NewFile) {
+        *self.0.lock() = Offer::Offered(new);
+    }
+
+    /// Ends the exchange for the caller, and closes what the device does not have. Returns the
+    /// outcome, or `None` if the device has not exchanged its file: it will not do so any more.
+    pub(super) fn close(&self) -> Option<Result<(), DiskError>> {
+        let ended = std::mem::take(&mut *self.0.lock());
+        match ended {
+            Offer::Done(old, outcome) => {
+                drop(old);
+                Some(outcome)
+            }
+            Offer::None | Offer::Offered(_) | Offer::Taken => None,
+        }
+    }
+
+    /// Takes what is offered, for the device.
+    pub(super) fn take(&self) -> Option<NewFile> {
+        let mut offer = self.0.lock();
+        match std::mem::take(&mut *offer) {
+            Offer::Offered(new) => {
+                *offer = Offer::Taken;
+                Some(new)
+            }
+            other => {
+                *offer = other;
+                None
+            }
+        }
+    }
+
+    /// Lets the device `exchange` its file for `new`, unless the caller has stopped waiting.
+    pub(super) fn finish(
+        &self,
+        mut new: NewFile,
+        exchange: impl FnOnce(&mut NewFile) -> Result<(), DiskError>,
+    ) {
+        let mut offer = self.0.lock();
+        if matches!(*offer, Offer::Taken) {
+            let outcome = exchange(&mut new);
+            *offer = Offer::Done(new, outcome);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn new_file() -> NewFile {
+        let disk = crate::testing::disk("d", "/disk".as_ref(), 512);
+        NewFile { disk, opened: None, deadline: Instant::now() }
+    }
+
+    #[test]
+    fn outcome_reaches_the_caller() {
+        let slot = ExchangeSlot::default();
+        assert!(slot.take().is_none());
+        slot.offer(new_file());
+        let taken = slot.take().unwrap();
+        assert!(slot.take().is_none(), "it is taken once");
+        slot.finish(taken, |_| Ok(()));
+        assert!(matches!(slot.close(), Some(Ok(()))));
+        assert!(slot.close().is_none());
+    }
+
+    #[test]
+    fn withdrawn_exchange_never_happens() {
+        let slot = ExchangeSlot::default();
+        slot.offer(new_file());
+        let taken = slot.take().unwrap();
+        assert!(slot.close().is_none());
+        slot.finish(taken, |_| panic!("the caller has been told that it did not happen"));
+        // Nor does it take the place of the next one.
+        slot.offer(new_file());
+        let late = slot.take().unwrap();
+        slot.close();
+        slot.offer(new_file());
+        slot.finish(late, |_| panic!("the caller has been told that it did not happen"));
+        assert!(slot.take().is_some());
+    }
 }

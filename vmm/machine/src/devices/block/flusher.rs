@@ -47,12 +47,33 @@ pub(in crate::devices) struct Flusher {
     path: PathBuf,
     /// A descriptor that identifies the file, whatever its path leads to by now. It is not open for
     /// reading or writing and holds no lock. `None` if the system does not provide it.
-    path_fd: Option<Arc<File>>,
+    path_fd: Option<File>,
     state: Mutex<FlushState>,
     ended: Condvar,
     /// The channel to the flush thread, which ends when this is dropped; `None` for a read-only
     /// disk. The device's thread cannot start threads: its sandbox forbids it.
     jobs: Option<Sender<FlushJob>>,
+}
+
+/// The flusher of the file that a disk has now. The disk's file may be exchanged; those who hold
+/// this keep nothing of the old file open.
+#[derive(Clone, Debug)]
+pub(in crate::devices) struct CurrentFlusher(Arc<Mutex<Arc<Flusher>>>);
+
+impl CurrentFlusher {
+    pub(super) fn new(flusher: Arc<Flusher>) -> Self {
+        Self(Arc::new(Mutex::new(flusher)))
+    }
+
+    /// Returns the flusher of the disk's file.
+    pub(in crate::devices) fn get(&self) -> Arc<Flusher> {
+        self.0.lock().clone()
+    }
+
+    /// Replaces the flusher by that of the disk's new file.
+    pub(super) fn set(&self, flusher: Arc<Flusher>) {
+        *self.0.lock() = flusher;
+    }
 }
 
 #[derive(Debug, Default)]
@@ -104,13 +125,7 @@ impl Flusher {
         let jobs = if readonly { None } else { Some(start(disk).map_err(failed)?) };
         let (disk, path) = (disk.to_owned(), path.to_owned());
         let (state, ended) = (Mutex::default(), Condvar::new());
-        let path_fd = path_fd.ok().map(Arc::new);
-        Ok(Arc::new(Self { disk, path, path_fd, state, ended, jobs }))
-    }
-
-    /// Returns a descriptor that identifies the file.
-    pub(super) fn path_fd(&self) -> Option<Arc<File>> {
-        self.path_fd.clone()
+        Ok(Arc::new(Self { disk, path, path_fd: path_fd.ok(), state, ended, jobs }))
     }
 
     fn lock(&self) -> MutexGuard<'_, FlushState> {
@@ -154,8 +169,8 @@ impl Flusher {
         spawned.map(drop).map_err(failed)
     }
 
-    /// Opens the file again. If that fails, this flush is left to the guest and to the hand-over.
-    fn open_another(&self) -> io::Result<File> {
+    /// Opens the file again. If that fails, a flush is left to the guest and to the hand-over.
+    pub(super) fn open_another(&self) -> io::Result<File> {
         let path_fd =
             self.path_fd.as_ref().ok_or_else(|| io::Error::from_raw_os_error(libc::EBADF))?;
         open_again(path_fd, 0)

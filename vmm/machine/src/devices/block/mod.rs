@@ -56,7 +56,9 @@ use self::file::DiskFile;
 pub(super) use self::file::FileIdentity;
 pub use self::file::{file_serial, probe, probe_opened};
 use self::flusher::DurabilityPromise;
-pub(super) use self::flusher::{Flusher, flush_all};
+#[cfg(test)]
+use self::flusher::Flusher;
+pub(super) use self::flusher::{CurrentFlusher, flush_all};
 pub(crate) use self::incoming::make_copies;
 pub(crate) use self::restore::{ParentGuest, open_drives};
 
@@ -74,6 +76,8 @@ pub(super) struct BlockDevice {
     disk: DiskConfig,
     queues: u16,
     file: Arc<DiskFile>,
+    /// The file's flusher, for others.
+    current_flusher: CurrentFlusher,
     engine: Engine,
     /// Tracks the blocks that the guest has written; `None` for a read-only drive.
     tracker: Option<Arc<Tracker>>,
@@ -187,6 +191,7 @@ impl BlockDevice {
         Ok(Self {
             disk: disk.clone(),
             queues,
+            current_flusher: CurrentFlusher::new(file.flusher().clone()),
             file,
             engine,
             tracker,
@@ -219,8 +224,8 @@ impl BlockDevice {
         let DiskConfig { id, bytes, readonly, .. } = &self.disk;
         let head = DriveHead { id: id.clone(), bytes: *bytes, readonly: *readonly };
         let (tracker, copy_before_write) = (self.tracker.clone(), self.copy_before_write.clone());
-        let (path_fd, is_exchanged) = (self.flusher().path_fd(), self.is_exchanged.clone());
-        DriveSource { head, tracker, copy_before_write, path_fd, is_exchanged }
+        let (flusher, is_exchanged) = (self.current_flusher.clone(), self.is_exchanged.clone());
+        DriveSource { head, tracker, copy_before_write, flusher, is_exchanged }
     }
 
     /// Records that the file was created on this host: no other host has ever written to it.
@@ -234,8 +239,8 @@ impl BlockDevice {
     }
 
     /// Returns the flusher, which makes the disk durable while the guest runs.
-    pub(super) fn flusher(&self) -> &Arc<Flusher> {
-        self.file.flusher()
+    pub(super) fn flusher(&self) -> &CurrentFlusher {
+        &self.current_flusher
     }
 
     /// Returns the disk's identity, which is the same on every host.

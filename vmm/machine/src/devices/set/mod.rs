@@ -14,8 +14,8 @@ use kvm_ioctls::IoEventAddress;
 
 use super::balloon::{self, BalloonControl};
 use super::block::{
-    BlockDevice, DiskError, DiskFileControl, DriveSource, ExchangeParts, FileIdentity, Flusher,
-    flush_all,
+    BlockDevice, CurrentFlusher, DiskError, DiskFileControl, DriveSource, ExchangeParts,
+    FileIdentity, flush_all,
 };
 use super::error::DeviceError;
 use super::net::Net;
@@ -56,7 +56,7 @@ const QUEUE_NOTIFY: u64 = virtio_bindings::virtio_mmio::VIRTIO_MMIO_QUEUE_NOTIFY
 
 /// A drive that the guest can write to.
 #[derive(Clone, Debug)]
-pub(crate) struct Drive(Arc<Flusher>);
+pub(crate) struct Drive(CurrentFlusher);
 
 impl Drive {
     /// Makes the guest's writes to `drives` durable while the guest runs. Returns whether that was
@@ -66,7 +66,8 @@ impl Drive {
     ///
     /// Fails if a flush fails. The guest also gets this error at its next flush.
     pub(crate) fn flush(drives: &[Self], limit: Duration) -> Result<bool, DiskError> {
-        flush_all(drives.iter().map(|drive| &drive.0), limit)
+        let flushers: Vec<_> = drives.iter().map(|drive| drive.0.get()).collect();
+        flush_all(flushers.iter(), limit)
     }
 }
 

@@ -12,7 +12,7 @@ fn drive_on(engine: &ManualEngine, without: u64) -> (Disk, Driver) {
 
 fn drive_with_flusher(engine: &ManualEngine, without: u64) -> (Disk, Driver, Arc<Flusher>) {
     let (disk, block) = block_on(engine);
-    let flusher = block.flusher().clone();
+    let flusher = block.flusher().get();
     let driver = Driver::started_without(Box::new(block), without);
     (disk, driver, flusher)
 }

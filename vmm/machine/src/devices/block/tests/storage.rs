@@ -121,7 +121,7 @@ fn linux_write_back_error_is_reported_once() {
     };
     let mut block = disk.block(EngineKind::Sync);
     block.acquire().unwrap();
-    let (file, flusher) = (block.file.clone(), block.flusher().clone());
+    let (file, flusher) = (block.file.clone(), block.flusher().get());
     let lose = |n| file.file().write_all_at(&[n; 4096], 0).unwrap();
     let flush_of_guest = || {
         let answer = flusher.answer(DurabilityPromise::Everything, file.file().sync_data());
@@ -199,7 +199,7 @@ fn guest_sees_block_size_and_may_access_sectors() {
 fn lost(with: EngineKind, without: u64) -> (Disk, Driver) {
     let disk = Disk::new();
     let block = disk.block(with);
-    let flusher = block.flusher().clone();
+    let flusher = block.flusher().get();
     let driver = Driver::started_without(Box::new(block), without);
     flusher.note_lost(&io::Error::from_raw_os_error(libc::EIO));
     (disk, driver)
