@@ -135,6 +135,12 @@ impl ListeningSocket {
         Ok(socket)
     }
 
+    /// Leaves the socket's file where it is when the socket is dropped or the process ends.
+    pub(crate) fn keep_file(mut self) -> Self {
+        self.file.take().iter().for_each(exit::forget);
+        self
+    }
+
     /// Returns a clone of the listener, which does not block.
     ///
     /// # Errors

@@ -59,8 +59,7 @@ impl ClientNetworks {
         }
         let path = Path::new(&vsock.uds_path);
         let bound = ListeningSocket::bind_new(path).map_err(socket_fault)?;
-        let listener = bound.listener().map_err(ApiFault::Vsock)?;
-        self.vsock = Some((path.to_owned(), listener.into()));
+        self.vsock = Some((path.to_owned(), bound.into()));
         Ok(())
     }
 

@@ -6,6 +6,8 @@ use std::io::{self, Seek};
 use std::os::unix::net::{UnixDatagram, UnixListener};
 use std::sync::Arc;
 
+use crate::socket::ListeningSocket;
+
 /// An open file. Equal to its clones only.
 #[derive(Clone, Debug)]
 pub struct OpenedFile(Arc<File>);
@@ -107,18 +109,18 @@ impl Eq for OpenedTap {}
 
 /// A unix socket that listens, and that is not removed. Equal to its clones only.
 #[derive(Clone, Debug)]
-pub struct OpenedSocket(Arc<UnixListener>);
+pub struct OpenedSocket(Arc<ListeningSocket>);
 
 impl OpenedSocket {
     /// Returns a clone of the listener, which does not block.
     pub(crate) fn listener(&self) -> io::Result<UnixListener> {
-        self.0.try_clone()
+        self.0.listener()
     }
 }
 
-impl From<UnixListener> for OpenedSocket {
-    fn from(listener: UnixListener) -> Self {
-        Self(Arc::new(listener))
+impl From<ListeningSocket> for OpenedSocket {
+    fn from(socket: ListeningSocket) -> Self {
+        Self(Arc::new(socket))
     }
 }
 

@@ -118,7 +118,7 @@ impl Device for Vsock {
                 Some(opened) => {
                     VsockListener::of_opened(&opened).map_err(|e| VsockError::system(uds, e))?
                 }
-                None => VsockListener::open(uds, &self.opener)?,
+                None => VsockListener::open(uds, self.socket_stays, &self.opener)?,
             });
             (self.listener_watched, self.accept_retry) = (false, None);
         }

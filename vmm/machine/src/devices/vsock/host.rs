@@ -40,10 +40,15 @@ pub(super) struct VsockListener {
 }
 
 impl VsockListener {
-    pub(super) fn open(path: &Path, opener: &Opener) -> Result<Self, VsockError> {
+    /// Binds the socket. Its file `stays` when this is dropped, or is removed.
+    pub(super) fn open(path: &Path, stays: bool, opener: &Opener) -> Result<Self, VsockError> {
         let system = |cause| SocketError::System { path: path.to_owned(), cause };
         let name = path.to_owned();
-        let file = opener.run(move || ListeningSocket::bind(&name)).map_err(system)??;
+        let bind = move || {
+            let bound = ListeningSocket::bind(&name);
+            if stays { bound.map(ListeningSocket::keep_file) } else { bound }
+        };
+        let file = opener.run(bind).map_err(system)??;
         let listener = file.listener().map_err(system)?;
         Ok(Self { listener, _file: Some(opener.drop_here(file)) })
     }

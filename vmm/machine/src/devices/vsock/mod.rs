@@ -68,6 +68,8 @@ pub(super) struct Vsock {
     /// A socket that was bound before the device was built. The device takes it the first time that
     /// it listens.
     opened: Option<OpenedSocket>,
+    /// Whether the socket's file stays when the device ends, as that of a socket bound earlier.
+    socket_stays: bool,
     /// Listening socket, while this host has the guest.
     listener: Option<VsockListener>,
     listener_watched: bool,
@@ -118,8 +120,8 @@ impl Vsock {
         opened: Option<&OpenedSocket>,
         opener: &Opener,
     ) -> Result<Self, VsockError> {
-        match opened.map_or_else(|| VsockListener::open(&config.uds, opener).map(drop), |_| Ok(()))
-        {
+        let bind = || VsockListener::open(&config.uds, false, opener).map(drop);
+        match opened.map_or_else(bind, |_| Ok(())) {
             Ok(()) => {}
             // The listener may be the host process that the guest comes from.
             Err(e) if e.is_in_use() => {}
@@ -127,7 +129,7 @@ impl Vsock {
         }
         let device = Self::new(config, opener);
         let device = device.map_err(|cause| VsockError::system(&config.uds, cause))?;
-        Ok(Self { opened: opened.cloned(), ..device })
+        Ok(Self { opened: opened.cloned(), socket_stays: opened.is_some(), ..device })
     }
 
     /// Returns the device like [`open`](Self::open), without checking the socket.
@@ -136,6 +138,7 @@ impl Vsock {
             config: config.clone(),
             opener: opener.clone(),
             opened: None,
+            socket_stays: false,
             listener: None,
             listener_watched: false,
             accept_retry: None,

@@ -89,8 +89,7 @@ fn socket_has_one_owner_and_is_removed() {
 fn socket_bound_earlier_is_listened_on_and_stays() {
     let sockets = TestSockets::new();
     let bound = crate::socket::ListeningSocket::bind_new(&sockets.uds()).unwrap();
-    let opened = OpenedSocket::from(bound.listener().unwrap());
-    drop(bound);
+    let opened = OpenedSocket::from(bound);
     let config = VsockConfig { cid: CID, uds: sockets.uds() };
     let opener = Opener::start().unwrap();
     // A build that fails leaves the socket to the next one.
@@ -107,4 +106,22 @@ fn socket_bound_earlier_is_listened_on_and_stays() {
     drop((program, guest));
     assert!(sockets.uds().exists());
     assert!(UnixStream::connect(sockets.uds()).is_err(), "nothing listens");
+}
+
+#[test]
+fn socket_bound_earlier_stays_after_a_failed_move() {
+    let sockets = TestSockets::new();
+    let bound = crate::socket::ListeningSocket::bind_new(&sockets.uds()).unwrap();
+    let config = VsockConfig { cid: CID, uds: sockets.uds() };
+    let opener = Opener::start().unwrap();
+    let mut vsock = Vsock::open(&config, Some(&bound.into()), &opener).unwrap();
+    vsock.acquire().unwrap();
+    for _ in 0..2 {
+        vsock.release(Instant::now()).unwrap();
+        assert!(UnixStream::connect(sockets.uds()).is_err(), "nothing listens");
+        vsock.acquire().unwrap();
+        assert!(UnixStream::connect(sockets.uds()).is_ok());
+    }
+    drop(vsock);
+    assert!(sockets.uds().exists());
 }
