@@ -190,6 +190,11 @@ fn wrong_device_is_refused_by_its_field() {
             drive(json!({ "path_on_host": disk, "rate_limiter": { "iops": 1 } })),
             "drives[0].rate_limiter.iops: unknown field `iops`",
         ),
+        (
+            drive(json!({ "path_on_host": disk, "rate_limiter": {
+                "ops": { "size": 1, "refill_time": 1, "burst": 1 } } })),
+            "drives[0].rate_limiter.ops.burst: unknown field `burst`",
+        ),
         (with("entropy", json!({})), "entropy: the embedded guest has no driver"),
         (with("balloon", json!({})), "balloon: the embedded guest has no driver"),
         (

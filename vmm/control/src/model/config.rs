@@ -10,7 +10,7 @@ use driftline_machine::config::{
 use driftline_machine::tracking::TrackingMode;
 use serde::{Deserialize, Serialize};
 
-use super::rate_limits::RateLimiterConfig;
+use super::rate_limits::{RateLimiterConfig, checked};
 
 /// A guest's configuration. An answer has every value of the guest; a file may omit values that
 /// have a default.
@@ -107,7 +107,7 @@ pub struct DriveSettings {
     #[serde(default)]
     pub bytes: Option<u64>,
     /// Limits of the bytes read and written, and of all requests.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, deserialize_with = "checked", skip_serializing_if = "Option::is_none")]
     pub rate_limiter: Option<RateLimiterConfig>,
 }
 
@@ -127,10 +127,10 @@ pub struct InterfaceSettings {
     #[serde(default)]
     pub queue_pairs: Option<u8>,
     /// Limits of what the guest receives.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, deserialize_with = "checked", skip_serializing_if = "Option::is_none")]
     pub rx_rate_limiter: Option<RateLimiterConfig>,
     /// Limits of what the guest sends.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, deserialize_with = "checked", skip_serializing_if = "Option::is_none")]
     pub tx_rate_limiter: Option<RateLimiterConfig>,
 }
 
@@ -149,7 +149,7 @@ pub struct VsockSettings {
 #[serde(deny_unknown_fields)]
 pub struct EntropySettings {
     /// Limits of the random bytes and of the requests.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, deserialize_with = "checked", skip_serializing_if = "Option::is_none")]
     pub rate_limiter: Option<RateLimiterConfig>,
 }
 

@@ -1,7 +1,7 @@
 //! JSON of rate limits: Firecracker's, in both APIs.
 
 use driftline_machine::config::{LimitChange, LimitsChange, RateLimit, RateLimits};
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 /// A token bucket. Firecracker ignores unknown fields here.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -81,6 +81,39 @@ impl RateLimiterConfig {
             operations: TokenBucketConfig::change(ops),
         })
     }
+}
+
+/// A token bucket of a file in which each field must be known.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct CheckedBucket {
+    size: u64,
+    one_time_burst: Option<u64>,
+    refill_time: u64,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct CheckedLimiter {
+    bandwidth: Option<CheckedBucket>,
+    ops: Option<CheckedBucket>,
+}
+
+impl From<CheckedBucket> for TokenBucketConfig {
+    fn from(CheckedBucket { size, one_time_burst, refill_time }: CheckedBucket) -> Self {
+        Self { size, one_time_burst, refill_time }
+    }
+}
+
+/// Reads limits and refuses a bucket's unknown fields, for files that only Driftline reads.
+pub(super) fn checked<'de, D: Deserializer<'de>>(
+    from: D,
+) -> Result<Option<RateLimiterConfig>, D::Error> {
+    let limiter = Option::<CheckedLimiter>::deserialize(from)?;
+    Ok(limiter.map(|CheckedLimiter { bandwidth, ops }| RateLimiterConfig {
+        bandwidth: bandwidth.map(Into::into),
+        ops: ops.map(Into::into),
+    }))
 }
 
 impl From<RateLimiterConfig> for RateLimits {
