@@ -17,7 +17,7 @@ use driftline_machine::memory::{PrivateFile, layout};
 use driftline_store::{SnapshotState, StoreError};
 
 use super::opened::ClientFiles;
-use super::plan::{serial_limit, serial_sink};
+use super::plan::{METADATA_SERVICE, serial_limit, serial_sink};
 
 /// What a guest is loaded from.
 #[derive(Debug)]
@@ -44,7 +44,7 @@ pub(super) fn load_plan(
     params: &LoadSnapshotParams,
     own: &MicroVmConfig,
 ) -> Result<LoadPlan, ApiFault> {
-    refuse_unbuilt(params)?;
+    refuse_unbuilt(params, own)?;
     let serial = serial_sink(&own.serial)?;
     let memory = &params.mem_backend.backend_path;
     let opened = open_snapshot(&params.snapshot_path, memory);
@@ -80,7 +80,10 @@ pub(super) fn load_plan(
 }
 
 /// Refuses what is not built yet. The process continues.
-fn refuse_unbuilt(params: &LoadSnapshotParams) -> Result<(), ApiFault> {
+fn refuse_unbuilt(params: &LoadSnapshotParams, own: &MicroVmConfig) -> Result<(), ApiFault> {
+    if own.has_metadata() {
+        return Err(ApiFault::NotBuilt(METADATA_SERVICE));
+    }
     match params.mem_backend.backend_type {
         MemBackendType::File => Ok(()),
         MemBackendType::Uffd => Err(ApiFault::NotBuilt("backend_type Uffd of PUT /snapshot/load")),

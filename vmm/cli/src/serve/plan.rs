@@ -1,6 +1,6 @@
 //! Turns the configuration of Firecracker's API into that of a machine.
 
-use std::fs::OpenOptions;
+use std::fs::{FileType, OpenOptions};
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -18,6 +18,7 @@ use driftline_machine::devices::{file_serial, probe_opened_disk};
 use driftline_machine::machine::command_line;
 use driftline_machine::memory::{HugePages, MemoryOptions};
 use driftline_machine::tracking::TrackingMode;
+use driftline_store::open_kind;
 
 use super::opened::ClientFiles;
 
@@ -29,6 +30,10 @@ const MAX_CMDLINE: usize = 2048;
 /// Block size of a drive, in bytes. Firecracker's guests see no other, and their partition tables
 /// count in it.
 const BLOCK_BYTES: u32 = 512;
+
+/// What would give a guest its metadata, in the words of each way to ask for it.
+pub(super) const METADATA_SERVICE: &str =
+    "the metadata service (PUT /mmds, PUT /mmds/config, mmds-config, --metadata)";
 
 /// What a guest is built from.
 #[derive(Debug)]
@@ -99,6 +104,7 @@ fn refuse_unbuilt(config: &MicroVmConfig) -> Result<(), ApiFault> {
         (has_template, "a CPU template of PUT /cpu-config"),
         (balloon(|b| b.stats_polling_interval_s > 0), "stats_polling_interval_s of PUT /balloon"),
         (balloon(|b| b.free_page_hinting), "free_page_hinting of PUT /balloon"),
+        (config.has_metadata(), METADATA_SERVICE),
     ];
     match unbuilt.into_iter().find(|(is_wanted, _)| *is_wanted) {
         Some((_, what)) => Err(ApiFault::NotBuilt(what)),
@@ -211,17 +217,11 @@ pub(super) fn serial_limit(serial: &SerialConfig) -> Option<RateLimit> {
 fn sink(path: &Path) -> Result<SerialSink, ApiFault> {
     let failed = |e: io::Error| machine_fault(format!("the serial port's output: {e}"));
     // The sandbox can allow only paths that exist.
-    match std::fs::metadata(path) {
-        // Opening a FIFO would wait for its other end.
-        Ok(of) if !of.is_file() => {
-            return Err(ApiFault::NotBuilt("serial_out_path of PUT /serial that is not a file"));
-        }
-        Ok(_) => {}
-        Err(_) => {
-            OpenOptions::new().create(true).append(true).open(path).map_err(failed)?;
-        }
+    let options = OpenOptions::new().read(true).append(true).create(true).clone();
+    match open_kind(path, &options, FileType::is_file).map_err(failed)? {
+        Some(_) => Ok(SerialSink::File(std::path::absolute(path).map_err(failed)?)),
+        None => Err(ApiFault::NotBuilt("serial_out_path of PUT /serial that is not a file")),
     }
-    Ok(SerialSink::File(std::path::absolute(path).map_err(failed)?))
 }
 
 /// Returns the path as another start from this configuration may need it, from any working

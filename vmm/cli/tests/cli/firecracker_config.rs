@@ -59,14 +59,9 @@ fn file_starts_a_guest_that_the_api_shows() {
         return;
     }
     let tmp = TestDir::new();
-    let (metadata, balloon) = (
-        tmp.text("metadata"),
-        json!({ "amount_mib": 1,
-        "deflate_on_oom": true }),
-    );
-    std::fs::write(&metadata, r#"{"a": 1}"#).unwrap();
+    let balloon = json!({ "amount_mib": 1, "deflate_on_oom": true });
     let config = write_config(&tmp, AfterPrint::Wait, json!({ "balloon": balloon }));
-    let vmm = serve(&tmp, &["--config-file", &config, "--metadata", &metadata]);
+    let vmm = serve(&tmp, &["--config-file", &config]);
     wait_for("the guest", || (vmm.get("/")["state"] == "Running").then_some(()));
     let shown = vmm.get("/vm/config");
     assert_eq!(shown["balloon"]["amount_mib"], 1);
@@ -122,8 +117,8 @@ fn refused_file_is_reported_as_firecracker_does() {
         &failed("The requested operation is not supported: Driftline has no pmem devices."),
     );
     refused(
-        json!({ "vsock": { "guest_cid": 3, "uds_path": "v" } }),
-        &failed("The requested operation is not supported: PUT /vsock is not built"),
+        json!({ "vsock": { "guest_cid": 2, "uds_path": "v" } }),
+        &failed("Vsock device error: \"2\" is not a valid context ID of a guest: it is a number"),
     );
     let long = json!({ "kernel_image_path": tmp.path("kernel"), "boot_args": "x".repeat(2040) });
     refused(

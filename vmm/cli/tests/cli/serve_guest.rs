@@ -133,13 +133,9 @@ fn started_guest_refuses_in_firecrackers_words() {
     let tmp = TestDir::new();
     let vmm = ServeProcess::start(&tmp, &[]);
     configure(&vmm, &tmp, AfterPrint::Wait);
-    vmm.done("PUT", "/mmds", "{}");
     vmm.done("PUT", "/actions", START);
     let after = "The requested operation is not supported after starting the microVM.";
     let no_metadata = "MMDS error: The MMDS data store is not initialized.";
-    let built = |name: &str| {
-        format!("The requested operation is not supported: {name} is not built into Driftline yet.")
-    };
     for (method, path, body, text) in [
         ("PUT", "/actions", START, after),
         ("PUT", "/boot-source", r#"{"kernel_image_path": "k"}"#, after),

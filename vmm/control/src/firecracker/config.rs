@@ -2,7 +2,7 @@
 
 use std::net::Ipv4Addr;
 
-use driftline_machine::config::MAX_DEVICES;
+use driftline_machine::config::{MAX_DEVICES, MacAddr, VsockConfig};
 
 use super::fault::{
     ApiFault, BalloonFault, BootFault, DriveFault, MachineFault, MmdsFault, NetFault,
@@ -13,6 +13,7 @@ use super::model::{
     EntropyDeviceConfig, MachineConfigUpdate, MachineConfiguration, MmdsConfig,
     NetworkInterfaceConfig, SerialConfig, StaticCpuTemplate, VmmConfig, VsockDeviceConfig,
 };
+use super::name_limit::check_name;
 
 /// Longest kernel command line, in bytes, with the final 0.
 const MAX_CMDLINE: usize = 2048;
@@ -105,7 +106,35 @@ impl MicroVmConfig {
         Ok(())
     }
 
+    /// Refuses a new device, with `fault`, if the guest has as many as a machine can have.
+    pub(crate) fn require_room(&self, fault: impl Into<ApiFault>) -> Result<(), ApiFault> {
+        let single = [self.vsock.is_some(), self.balloon.is_some(), self.entropy.is_some()];
+        let single = single.into_iter().filter(|is_there| *is_there).count();
+        match self.drives.len() + self.interfaces.len() + single < MAX_DEVICES {
+            true => Ok(()),
+            false => Err(fault.into()),
+        }
+    }
+
+    /// Returns whether the guest is to have metadata.
+    pub fn has_metadata(&self) -> bool {
+        self.mmds.is_some() || self.metadata.is_set()
+    }
+
+    /// Checks a vsock device before its socket is bound.
+    pub(crate) fn check_vsock(&self, vsock: &VsockDeviceConfig) -> Result<(), ApiFault> {
+        let uds = std::path::absolute(&vsock.uds_path).map_err(ApiFault::Vsock)?;
+        VsockConfig { cid: vsock.guest_cid, uds }.check().map_err(ApiFault::VsockConfig)?;
+        match self.vsock.is_some() {
+            true => Ok(()),
+            false => self.require_room(ApiFault::TooManyDevices("Vsock")),
+        }
+    }
+
     pub(crate) fn put_balloon(&mut self, balloon: BalloonDeviceConfig) -> Result<(), ApiFault> {
+        if self.balloon.is_none() {
+            self.require_room(ApiFault::TooManyDevices("Balloon"))?;
+        }
         if balloon.amount_mib as usize > self.machine.mem_size_mib {
             return Err(BalloonFault::TooLarge.into());
         }
@@ -127,9 +156,9 @@ impl MicroVmConfig {
         if drive.is_root_device && self.has_root() && self.position(&drive.drive_id) != Some(0) {
             return Err(DriveFault::SecondRoot.into());
         }
-        // Each drive has an open file, and the process can have only so many.
-        if self.position(&drive.drive_id).is_none() && self.drives.len() >= MAX_DEVICES {
-            return Err(DriveFault::TooMany.into());
+        check_name(&drive.drive_id)?;
+        if self.position(&drive.drive_id).is_none() {
+            self.require_room(DriveFault::TooMany)?;
         }
         // A vhost-user backend decides these three itself.
         let has_own_settings = drive.is_read_only.is_some()
@@ -167,6 +196,10 @@ impl MicroVmConfig {
         &mut self,
         net: &NetworkInterfaceConfig,
     ) -> Result<(), ApiFault> {
+        check_name(&net.iface_id)?;
+        if let Some(mac) = net.guest_mac {
+            MacAddr(mac.0).check().map_err(NetFault::Mac)?;
+        }
         let is_other = |other: &NetworkInterfaceConfig| other.iface_id != net.iface_id;
         let in_use = |mac| self.interfaces.iter().any(|o| is_other(o) && o.guest_mac == Some(mac));
         if let Some(mac) = net.guest_mac.filter(|&mac| in_use(mac)) {
@@ -181,9 +214,7 @@ impl MicroVmConfig {
                 self.interfaces.swap_remove(at);
                 self.forget_metadata_interface(&net.iface_id);
             }
-            // Each interface has an open tap, and the process can have only so many files.
-            None if self.interfaces.len() >= MAX_DEVICES => return Err(NetFault::TooMany.into()),
-            None => {}
+            None => self.require_room(NetFault::TooMany)?,
         }
         Ok(())
     }

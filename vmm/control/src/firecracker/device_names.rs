@@ -4,6 +4,7 @@
 //! interface. A name that is taken gets a prefix with a `-`, which no name of a client has.
 
 use super::config::MicroVmConfig;
+use super::name_limit::NET_PREFIX;
 
 /// Names of devices that a machine has at most once.
 const FIXED: [&str; 3] = ["balloon", "rng", "vsock"];
@@ -17,6 +18,6 @@ impl MicroVmConfig {
     /// Returns the machine's name for the network interface `id`.
     pub fn interface_name(&self, id: &str) -> String {
         let is_drive = self.drives.iter().any(|drive| drive.drive_id == id);
-        if is_drive || FIXED.contains(&id) { format!("net-{id}") } else { id.to_owned() }
+        if is_drive || FIXED.contains(&id) { format!("{NET_PREFIX}{id}") } else { id.to_owned() }
     }
 }

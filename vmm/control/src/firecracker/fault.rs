@@ -4,7 +4,7 @@
 
 use std::io;
 
-use driftline_machine::config::MAX_DEVICES;
+use driftline_machine::config::{ConfigError, MAX_DEVICES};
 
 /// Why a request is refused.
 #[derive(Debug, thiserror::Error)]
@@ -69,6 +69,16 @@ pub enum ApiFault {
     /// A device is to be plugged or unplugged.
     #[error("PCI is not enabled")]
     NoPci,
+    /// A device's name is too long, or has letters that a machine's names do not have. Firecracker
+    /// has no such limit.
+    #[error("API Resource IDs have at most {0} ASCII letters, digits and underscores.")]
+    Name(usize),
+    /// A guest has no more devices. Firecracker refuses them when the guest starts.
+    #[error("{0} config error: a guest has at most {MAX_DEVICES} devices.")]
+    TooManyDevices(&'static str),
+    /// The vsock cannot be configured. Firecracker does not look.
+    #[error("Vsock config error: {0}")]
+    VsockConfig(#[source] ConfigError),
     /// Driftline does not do this.
     #[error("The requested operation is not supported: Driftline has no {0}.")]
     NotInDriftline(&'static str),
@@ -375,6 +385,9 @@ pub enum NetFault {
     /// Another interface has its address.
     #[error("The MAC address is already in use: {0}")]
     MacInUse(String),
+    /// Its address is not one of an interface. Firecracker does not look.
+    #[error("Could not create the network device: {0}")]
+    Mac(#[source] ConfigError),
     /// Its largest frame is out of range.
     #[error("Could not create the network device: MTU {0} is out of range [68, 65535]")]
     Mtu(u16),

@@ -18,6 +18,11 @@ impl MetadataStore {
         Self { value: None, limit }
     }
 
+    /// Returns whether there is any.
+    pub(crate) fn is_set(&self) -> bool {
+        self.value.is_some()
+    }
+
     /// Returns what `GET /mmds` shows.
     pub(crate) fn shown(&self) -> Value {
         match &self.value {

@@ -16,6 +16,7 @@ mod guest;
 mod metadata;
 mod metrics;
 mod model;
+mod name_limit;
 mod operation;
 mod parse;
 mod saved;

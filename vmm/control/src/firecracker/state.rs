@@ -275,6 +275,7 @@ impl<C> MicroVm<C> {
                 return Ok(Outcome::Begun(Task::OpenTap(net)));
             }
             Operation::PutVsock(vsock) => {
+                config.check_vsock(&vsock)?;
                 // The old socket is closed before the new one is bound.
                 config.vsock = None;
                 return Ok(Outcome::Begun(Task::BindVsock(vsock)));
@@ -293,6 +294,9 @@ impl<C> MicroVm<C> {
             Operation::PutBalloon(balloon) => config.put_balloon(balloon)?,
             Operation::PutCpuTemplate(template) => config.cpu_template = Some(template),
             Operation::PutEntropy(mut entropy) => {
+                if config.entropy.is_none() {
+                    config.require_room(ApiFault::TooManyDevices("Entropy"))?;
+                }
                 let limits = entropy.rate_limiter.take();
                 entropy.rate_limiter = limits.and_then(|limits| limits.in_effect());
                 config.entropy = Some(entropy);

@@ -3,7 +3,7 @@
 use super::error::ConfigError;
 
 /// Maximum length of a device's name, in bytes.
-const MAX_ID_BYTES: usize = 64;
+pub const MAX_ID_BYTES: usize = 64;
 
 /// Returns `id` if it is a valid name.
 pub(super) fn check_id(id: &str) -> Result<String, ConfigError> {

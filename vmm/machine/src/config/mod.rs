@@ -24,6 +24,7 @@ pub use backend::BackendKind;
 pub use balloon::BalloonConfig;
 pub use boot_clock::BootClock;
 pub use cpu::{CpuConfig, CpuModel, CpuidWord, MsrWord};
+pub use device_id::MAX_ID_BYTES;
 pub(crate) use devices::disks_mut;
 pub use devices::{DeviceConfig, MAX_DEVICES, RngConfig, disks};
 pub(crate) use disk::MAX_BLOCK_BYTES;

@@ -34,7 +34,12 @@ impl MacAddr {
         Self([b0 & 0xfc | 0x02, b1, b2, b3, b4, b5])
     }
 
-    fn check(self) -> Result<Self, ConfigError> {
+    /// Checks that one interface can have the address.
+    ///
+    /// # Errors
+    ///
+    /// It is zero or multicast.
+    pub fn check(self) -> Result<Self, ConfigError> {
         let Self(bytes) = self;
         if bytes == [0; 6] || bytes[0] & 1 != 0 {
             let form = "it is zero or multicast";
@@ -186,7 +191,12 @@ pub struct VsockConfig {
 }
 
 impl VsockConfig {
-    pub(super) fn check(&self) -> Result<(), ConfigError> {
+    /// Checks that a guest can have the device.
+    ///
+    /// # Errors
+    ///
+    /// The context ID is not one of a guest, or the path is empty or too long for a socket.
+    pub fn check(&self) -> Result<(), ConfigError> {
         check_cid(self.cid)?;
         check_uds(&self.uds)
     }

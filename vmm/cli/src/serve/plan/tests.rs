@@ -237,6 +237,13 @@ fn unbuilt_part_is_refused_by_name() {
             refusal(&|t| t.config.balloon = Some(balloon(r#""stats_polling_interval_s": 1"#))),
             "stats_polling_interval_s of PUT /balloon",
         ),
+        (
+            refusal(&|t| {
+                let mmds = json!({ "network_interfaces": ["a"] });
+                t.config.mmds = serde_json::from_value(mmds).unwrap();
+            }),
+            METADATA_SERVICE,
+        ),
     ] {
         let text = format!(
             "The requested operation is not supported: {part} is not built into Driftline yet."

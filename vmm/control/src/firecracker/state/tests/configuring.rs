@@ -238,6 +238,81 @@ fn interfaces_have_addresses_of_their_own() {
     );
 }
 
+const NO_ROOT: &str = r#""is_root_device": false"#;
+
+#[test]
+fn device_that_no_machine_has_is_refused() {
+    let mut vm = TestMachine::new();
+    let net = |mac| json!({ "iface_id": "a", "host_dev_name": "t", "guest_mac": mac }).to_string();
+    for mac in ["00:00:00:00:00:00", "01:00:00:00:00:01"] {
+        let text = vm.refusal("PUT", "/network-interfaces/a", &net(mac));
+        let why = "is not a valid address of one interface: it is zero or multicast";
+        assert!(text.contains(&format!("\"{mac}\" {why}")), "{text}");
+    }
+    for cid in [0, 2, u32::MAX] {
+        let vsock = json!({ "guest_cid": cid, "uds_path": "v" }).to_string();
+        let text = vm.refusal("PUT", "/vsock", &vsock);
+        let why = format!("Vsock config error: \"{cid}\" is not a valid context ID of a guest");
+        assert!(text.starts_with(&why), "{text}");
+    }
+    let long = json!({ "guest_cid": 3, "uds_path": "v".repeat(97) }).to_string();
+    let text = vm.refusal("PUT", "/vsock", &long);
+    assert!(text.contains("the path of the vsock's unix socket"), "{text}");
+    assert_eq!(vm.get("/vm/config")["vsock"], Value::Null);
+}
+
+#[test]
+fn names_of_devices_fit_into_a_machine() {
+    let mut vm = TestMachine::new();
+    let name = |len| "n".repeat(len);
+    let net = |id: &str| json!({ "iface_id": id, "host_dev_name": "t" }).to_string();
+    let put = |vm: &mut TestMachine, id: &str| {
+        vm.done("PUT", &format!("/drives/{id}"), &drive(id, NO_ROOT));
+        vm.done("PUT", &format!("/network-interfaces/{id}"), &net(id));
+    };
+    put(&mut vm, &name(60));
+    let config = &vm.vm.config;
+    let names = [config.drive_name(&name(60)), config.interface_name(&name(60))];
+    assert_eq!(names, [name(60), format!("net-{}", name(60))]);
+    for id in [name(61), "\u{e9}".to_owned()] {
+        let text = "API Resource IDs have at most 60 ASCII letters, digits and underscores.";
+        assert_eq!(vm.refusal("PUT", &format!("/drives/{id}"), &drive(&id, NO_ROOT)), text);
+        assert_eq!(vm.refusal("PUT", &format!("/network-interfaces/{id}"), &net(&id)), text);
+    }
+}
+
+#[test]
+fn devices_of_all_kinds_are_bounded_together() {
+    let mut vm = TestMachine::new();
+    for id in 0..13 {
+        vm.done("PUT", &format!("/drives/{id}"), &drive(&id.to_string(), NO_ROOT));
+    }
+    let vsock = r#"{"guest_cid": 3, "uds_path": "v"}"#;
+    let balloon = r#"{"amount_mib": 1, "deflate_on_oom": true}"#;
+    let net = r#"{"iface_id": "a", "host_dev_name": "t"}"#;
+    let single = [
+        ("Vsock", "/vsock", vsock),
+        ("Balloon", "/balloon", balloon),
+        ("Entropy", "/entropy", "{}"),
+    ];
+    for (_, path, body) in single {
+        vm.done("PUT", path, body);
+    }
+    let more = "a guest has at most 16 devices.";
+    assert!(vm.refusal("PUT", "/network-interfaces/a", net).ends_with(more));
+    assert!(vm.refusal("PUT", "/drives/13", &drive("13", NO_ROOT)).ends_with(more));
+    for (_, path, body) in single {
+        vm.done("PUT", path, body);
+    }
+    for (kind, path, body) in single {
+        let mut vm = TestMachine::new();
+        for id in 0..16 {
+            vm.done("PUT", &format!("/drives/{id}"), &drive(&id.to_string(), NO_ROOT));
+        }
+        assert_eq!(vm.refusal("PUT", path, body), format!("{kind} config error: {more}"));
+    }
+}
+
 #[test]
 fn metadata_service_needs_an_existing_interface() {
     let mut vm = TestMachine::new();
