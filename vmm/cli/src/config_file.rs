@@ -226,6 +226,7 @@ fn balloon(settings: &BalloonSettings) -> Result<BalloonConfig, Failure> {
         deflate_on_oom: settings.deflate_on_oom,
         reporting: settings.free_page_reporting,
         hinting: settings.free_page_hinting,
+        statistics_interval_s: settings.stats_polling_interval_s,
     })
 }
 

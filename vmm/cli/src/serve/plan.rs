@@ -135,6 +135,7 @@ fn devices(config: &MicroVmConfig, files: &ClientFiles) -> Result<Vec<DeviceConf
             deflate_on_oom: balloon.deflate_on_oom,
             reporting: balloon.free_page_reporting,
             hinting: false,
+            statistics_interval_s: 0,
         })
     }));
     for drive in &config.drives {

@@ -68,7 +68,12 @@ fn everything() -> Scrape {
     let faults = some.read();
     guest.timings.collections = Some(some.read());
     guest.timings.restore = Some(RestoreFigures { left: 1, fetched: 2, prefetched: 3, faults });
-    guest.balloon = Some(BalloonStats { target_bytes: 1, actual_bytes: 2, discarded_bytes: 3 });
+    guest.balloon = Some(BalloonStats {
+        target_bytes: 1,
+        actual_bytes: 2,
+        discarded_bytes: 3,
+        ..Default::default()
+    });
     guest.checkpoints.counts.last_interval = Some(Duration::from_millis(99));
     guest.checkpoints.counts.last_success = Some(SystemTime::now());
     let report = json!({

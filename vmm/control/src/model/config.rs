@@ -172,6 +172,9 @@ pub struct BalloonSettings {
     /// Whether the guest reports frames that it has freed.
     #[serde(default = "yes")]
     pub free_page_reporting: bool,
+    /// Interval of the statistics of the guest's memory, in s; with 0 there are none.
+    #[serde(default)]
+    pub stats_polling_interval_s: u16,
 }
 
 fn yes() -> bool {
@@ -278,6 +281,7 @@ impl From<&BalloonConfig> for BalloonSettings {
             deflate_on_oom: balloon.deflate_on_oom,
             free_page_hinting: balloon.hinting,
             free_page_reporting: balloon.reporting,
+            stats_polling_interval_s: balloon.statistics_interval_s,
         }
     }
 }

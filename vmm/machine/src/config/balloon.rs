@@ -10,7 +10,8 @@ use super::spec::{SpecError, Syntax};
 use crate::size::{SIZE_FORMS, parse_size};
 
 /// A memory balloon. Its command line form is
-/// `[size=SIZE][,deflate-on-oom=on|off][,reporting=on|off][,hinting=on|off]`.
+/// `[size=SIZE][,deflate-on-oom=on|off][,reporting=on|off][,hinting=on|off]`, which gives it no
+/// statistics.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct BalloonConfig {
     /// Initial target size in bytes: whole frames, at most the guest's memory.
@@ -21,11 +22,20 @@ pub struct BalloonConfig {
     pub reporting: bool,
     /// Whether the guest is asked for free-page hints when all memory is to be copied.
     pub hinting: bool,
+    /// Interval at which the guest is asked for statistics of its memory, in seconds. With 0 there
+    /// are none.
+    pub statistics_interval_s: u16,
 }
 
 impl Default for BalloonConfig {
     fn default() -> Self {
-        Self { bytes: 0, deflate_on_oom: true, reporting: true, hinting: true }
+        Self {
+            bytes: 0,
+            deflate_on_oom: true,
+            reporting: true,
+            hinting: true,
+            statistics_interval_s: 0,
+        }
     }
 }
 
@@ -44,6 +54,7 @@ impl FromStr for BalloonConfig {
             deflate_on_oom: options.on_off("deflate-on-oom", default.deflate_on_oom)?,
             reporting: options.on_off("reporting", default.reporting)?,
             hinting: options.on_off("hinting", default.hinting)?,
+            statistics_interval_s: default.statistics_interval_s,
         })
     }
 }

@@ -139,8 +139,8 @@ fn malformed(cause: impl Into<Box<dyn Error + Send + Sync>>) -> GuestError {
 #[cfg(test)]
 mod tests {
     use super::super::{
-        CpuConfig, CpuModel, CpuidWord, DiskConfig, MsrWord, NetConfig, NetLimits, RateLimit,
-        RngConfig, VsockConfig,
+        BalloonConfig, CpuConfig, CpuModel, CpuidWord, DiskConfig, MsrWord, NetConfig, NetLimits,
+        RateLimit, RngConfig, VsockConfig,
     };
     use super::*;
     use crate::config::{DiskIdentity, Identity, Lineage, MAX_DEVICES, MacAddr};
@@ -268,12 +268,20 @@ mod tests {
             let device = b"\x01\x00\x01a\x02/d\x01\x02s1\x80\x80\x40\x80\x04";
             (with(with_identity(identity)), encoded(0, &[&device[..], bytes].concat()))
         };
+        let balloon = BalloonConfig {
+            bytes: 0,
+            deflate_on_oom: true,
+            reporting: false,
+            hinting: true,
+            statistics_interval_s: 300,
+        };
         let golden: Vec<(MachineConfig, Vec<u8>)> = vec![
             (payload(), encoded(0, b"\x00")),
             (tracked(TrackingMode::DirtyBitmapManual), encoded(3, b"\x00")),
             (tracked(TrackingMode::UserfaultWp), encoded(4, b"\x00")),
             (with(rng(RateLimits::default())), encoded(0, b"\x01\x01")),
             (with(net("t0", 2)), encoded(0, b"\x01\x02\x01n\x02t0\x02\x00\x00\x00\x00\x09\x02")),
+            (with(DeviceConfig::Balloon(balloon)), encoded(0, b"\x01\x04\x00\x01\x00\x01\xac\x02")),
             (with(vsock(300)), encoded(0, b"\x01\x03\xac\x02\x02/v")),
             disk(None, b"\x00"),
             disk(file(None), b"\x01\x00\xac\x02\x00"),

@@ -37,7 +37,10 @@ mod timer;
 mod virtio;
 mod vsock;
 
-pub use balloon::{BalloonControl, BalloonStats};
+pub use balloon::{
+    BalloonControl, BalloonCounts, BalloonStats, DiscardCounts, HintingError, HintingStatus,
+    MemoryStatistics, StatisticsError,
+};
 pub use block::{
     CopyRefusal, DiskError, DiskFileControl, ExchangeError, file_serial, probe as probe_disk,
     probe_opened as probe_opened_disk,

@@ -45,7 +45,8 @@ pub(super) const BALLOON: &[Sysno] = &[
     lseek, pread64, fallocate,
 ];
 
-/// Calls of a device that has a timer: rate limits, or the announcements of a network interface.
+/// Calls of a device that has a timer: rate limits, the announcements of a network interface, or a
+/// balloon's statistics.
 #[rustfmt::skip]
 pub(super) const TIMER: &[Sysno] = &[
     timerfd_settime,

@@ -37,6 +37,7 @@ pub(super) fn of(class: Class) -> Result<Rules, BackendError> {
         Class::Balloon => {
             table.allow(DEVICE);
             table.allow(BALLOON);
+            table.allow(TIMER);
         }
         Class::Block => {
             table.allow(DEVICE);

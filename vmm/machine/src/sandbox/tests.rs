@@ -287,7 +287,7 @@ fn device_has_only_the_calls_of_its_kind() {
         ("uring-register", Sysno::io_uring_register, &[]),
         ("connect", Sysno::connect, &[]),
         ("accept", Sysno::accept4, &["Vsock"]),
-        ("timer", Sysno::timerfd_settime, &["Block", "Net", "Rng", "Vsock"]),
+        ("timer", Sysno::timerfd_settime, &["Block", "Net", "Rng", "Vsock", "Balloon"]),
         ("space", Sysno::fallocate, &["Block", "Balloon"]),
         ("data", Sysno::pread64, &["Block", "Balloon"]),
         ("attach", Sysno::ioctl, &[]),

@@ -3,13 +3,13 @@
 //! ```text
 //!  0  num_pages              frames that should be in the balloon      written by the operator
 //!  4  actual                 frames that are in the balloon            written by the driver
-//!  8  free_page_hint_cmd_id  the hinting command, or DONE              written by the device
+//!  8  free_page_hint_cmd_id  the hinting command, DONE, or STOP        written by the device
 //! 12  poison_val             content of freed frames                   written by the driver
 //! ```
 
 use serde::{Deserialize, Serialize};
 
-use super::hints::DONE;
+use super::hints::STOP;
 
 const LEN: usize = 16;
 
@@ -25,7 +25,7 @@ pub(super) struct BalloonConfigSpace {
 impl BalloonConfigSpace {
     /// Returns the space for a driver that has done nothing yet.
     pub(super) fn new(target: u32) -> Self {
-        Self { target, actual: 0, command: DONE, poison: 0 }
+        Self { target, actual: 0, command: STOP, poison: 0 }
     }
 
     /// Returns the space as the driver reads it.

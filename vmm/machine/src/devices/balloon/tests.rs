@@ -1,12 +1,16 @@
 //! Tests that drive the balloon through its queues, its configuration space and its handle.
 
+mod discarding;
+mod polling;
+
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use driftline_dirty_tracker::FrameSet;
+use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
 use virtio_bindings::virtio_mmio::*;
-use vm_memory::Bytes;
+use vm_memory::{Bytes, GuestAddress};
 
+use super::frames::MAX_FRAME_NUMBERS;
 use super::*;
 use crate::devices::virtio::conformance::{self, TestedDevice};
 use crate::devices::virtio::driver::{Driver, MEM_BYTES};
@@ -21,7 +25,11 @@ const POISON: u32 = VIRTIO_MMIO_CONFIG + 12;
 const COMMAND: u32 = VIRTIO_MMIO_CONFIG + 8;
 
 fn make() -> (Box<dyn Device>, BalloonControl) {
-    let (balloon, control) = open(&BalloonConfig::default(), Arc::default()).unwrap();
+    make_with(&BalloonConfig::default())
+}
+
+fn make_with(config: &BalloonConfig) -> (Box<dyn Device>, BalloonControl) {
+    let (balloon, control) = open(config, Arc::default()).unwrap();
     (Box::new(balloon), control)
 }
 
@@ -188,23 +196,24 @@ fn frames_of(pieces: &[DriverBuffer]) -> Vec<FrameRun> {
 fn hints_belong_to_their_command_and_change_nothing() {
     let (mut driver, control) = started();
     let free = [filled(&mut driver, 3), filled(&mut driver, 1), filled(&mut driver, 7)];
-    assert_eq!(driver.read(COMMAND), hints::DONE);
-    let mut last = hints::DONE;
+    let (mut idle, mut last) = (STOP, STOP);
     for round in 0..3 {
+        assert_eq!(driver.read(COMMAND), idle);
         // Hints without a request.
         hint(&mut driver, last, &free[..1], true);
         let copier = thread::spawn({
             let control = control.clone();
             move || control.free_frames(TIMEOUT)
         });
-        let command = wait_command(&driver, hints::DONE);
-        assert!(command > last, "a number of its own");
+        let command = wait_command(&driver, idle);
+        assert!(command > last && command > DONE, "a number of its own");
         // First the rest of the earlier run.
         hint(&mut driver, last, &free[1..2], true);
         hint(&mut driver, command, &free[round..], true);
         let hinted: Vec<FrameRun> = copier.join().unwrap().iter().collect();
         assert_eq!(hinted, frames_of(&free[round..]));
-        assert_eq!(driver.read(COMMAND), hints::DONE, "the driver may have its frames back");
+        idle = DONE;
+        assert_eq!(driver.read(COMMAND), idle, "the driver may have its frames back");
         assert!(free.iter().all(|piece| is(&driver, *piece, 0xa5)));
         last = command;
     }
@@ -218,11 +227,11 @@ fn unfinished_hints_are_returned_at_the_limit() {
         let control = control.clone();
         move || control.free_frames(Duration::from_secs(2))
     });
-    let command = wait_command(&driver, hints::DONE);
+    let command = wait_command(&driver, STOP);
     hint(&mut driver, command, &[free], false);
     let hinted: Vec<FrameRun> = copier.join().unwrap().iter().collect();
     assert_eq!(hinted, frames_of(&[free]));
-    assert_eq!(driver.read(COMMAND), hints::DONE);
+    assert_eq!(driver.read(COMMAND), DONE);
     // A driver that is absent, or does not support hints, is not waited for.
     driver.start(!FREE_PAGE_HINT);
     let since = Instant::now();

@@ -22,11 +22,14 @@ pub(super) struct FuzzedBalloon {
 
 impl FuzzedBalloon {
     pub(super) const INFLATE: usize = 0;
-    pub(super) const HINT: usize = 2;
-    pub(super) const REPORT: usize = 3;
+    pub(super) const STATISTICS: usize = 2;
+    pub(super) const HINT: usize = 3;
+    pub(super) const REPORT: usize = 4;
 
     pub(super) fn new(queue: usize) -> Self {
-        Self { queue, config: BalloonConfig::default(), control: None, hints: Vec::new() }
+        // Only a change of the interval makes statistics due within a run.
+        let config = BalloonConfig { statistics_interval_s: u16::MAX, ..BalloonConfig::default() };
+        Self { queue, config, control: None, hints: Vec::new() }
     }
 }
 
@@ -56,6 +59,19 @@ impl FuzzedDevice for FuzzedBalloon {
                 (0..from.u8() % 64).flat_map(|_| number(from).to_le_bytes()).collect();
             return given(&numbers, from, guest);
         }
+        if queue == Self::STATISTICS {
+            let entry = |from: &mut FuzzInput<'_>| {
+                let tag = u16::from(from.u8() % 20).to_le_bytes();
+                [&tag[..], &from.u64().to_le_bytes()].concat()
+            };
+            // Up to somewhat more than the device reads, and sometimes a part of an entry.
+            let mut entries: Vec<u8> = (0..from.u8() % 17).flat_map(|_| entry(from)).collect();
+            if from.u8() > 250 {
+                entries.resize(2560 + usize::from(from.u8()), 0);
+            }
+            entries.truncate(entries.len() - entries.len().min(usize::from(from.u8() / 64)));
+            return given(&entries, from, guest);
+        }
         let mut pieces = Vec::new();
         if queue == Self::HINT && from.flip() {
             let id = u32::from(from.u8() % 6).to_le_bytes();
@@ -72,9 +88,16 @@ impl FuzzedDevice for FuzzedBalloon {
 
     fn cause_backend_event(&mut self, from: &mut FuzzInput<'_>) {
         let Some(control) = &self.control else { return };
-        match from.flip() {
-            true => control.set_target(u64::from(from.u8()) * PAGE_SIZE),
-            false => self.hints.push(control.begin_hints()),
+        match from.u8() % 5 {
+            0 => control.set_target(u64::from(from.u8()) * PAGE_SIZE),
+            1 => self.hints.push(control.begin_copy_hints()),
+            2 => {
+                let interval_s = u16::MAX - u16::from(from.u8());
+                control.set_statistics_interval_s(interval_s).unwrap();
+            }
+            // Without a driver there are no hints.
+            3 => drop(control.start_hinting(from.flip())),
+            _ => drop(control.stop_hinting()),
         }
     }
 

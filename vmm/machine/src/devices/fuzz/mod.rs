@@ -40,7 +40,7 @@ use vsock::FuzzedVsock;
 pub type FuzzTarget = fn(&[u8]);
 
 /// All targets by name.
-pub const TARGETS: [(&str, FuzzTarget); 13] = [
+pub const TARGETS: [(&str, FuzzTarget); 14] = [
     ("block", block),
     ("block_uring", block_uring),
     ("net_receive", net_receive),
@@ -50,6 +50,7 @@ pub const TARGETS: [(&str, FuzzTarget); 13] = [
     ("vsock_transmit", vsock_transmit),
     ("rng", rng),
     ("balloon_inflate", balloon_inflate),
+    ("balloon_statistics", balloon_statistics),
     ("balloon_hint", balloon_hint),
     ("balloon_report", balloon_report),
     ("registers", registers),
@@ -114,6 +115,11 @@ pub fn balloon_inflate(bytes: &[u8]) {
     drive(&mut FuzzedBalloon::new(FuzzedBalloon::INFLATE), FuzzInput::new(bytes));
 }
 
+/// Statistics queue of a balloon.
+pub fn balloon_statistics(bytes: &[u8]) {
+    drive(&mut FuzzedBalloon::new(FuzzedBalloon::STATISTICS), FuzzInput::new(bytes));
+}
+
 /// Hinting queue of a balloon.
 pub fn balloon_hint(bytes: &[u8]) {
     drive(&mut FuzzedBalloon::new(FuzzedBalloon::HINT), FuzzInput::new(bytes));
@@ -156,6 +162,16 @@ fn drive(fuzzed: &mut dyn FuzzedDevice, mut from: FuzzInput<'_>) {
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
+
+    /// The device holds a buffer in a queue that has no room for another one.
+    #[test]
+    fn statistics_queue_of_one_entry_rests() {
+        // Memory; a start with all features and 5 queues of one entry; 16 rounds of a request and
+        // of an event by which the buffer is given back.
+        let start = [0, 0, 0, 0, 0, 0, 0, 0];
+        let round = [[1; 8].as_slice(), &[13, 2, 1]].concat();
+        super::balloon_statistics(&[&start[..], &round.repeat(16)].concat());
+    }
 
     proptest! {
         #![proptest_config(ProptestConfig {
