@@ -160,7 +160,8 @@ impl MetricsWriter {
             suppressed: firecracker_log::suppressed_lines(),
             metrics: self.missed(),
         };
-        let line = self.metrics.line(&self.vm.info().devices, unwritten);
+        let balloon = self.vm.balloon().map(|balloon| balloon.stats().counts);
+        let line = self.metrics.line(&self.vm.info().devices, balloon, unwritten);
         self.file.output.line(&line);
     }
 

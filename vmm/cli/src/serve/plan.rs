@@ -5,8 +5,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use driftline_control::firecracker::{
-    ApiFault, BalloonDeviceConfig, BlockDeviceConfig, DriveFault, HugePageConfig, MicroVmConfig,
-    NetworkInterfaceConfig, SerialConfig, StartFault,
+    ApiFault, BlockDeviceConfig, DriveFault, HugePageConfig, MicroVmConfig, NetworkInterfaceConfig,
+    SerialConfig, StartFault,
 };
 use driftline_control::model::RateLimiterConfig;
 use driftline_machine::config::{
@@ -99,11 +99,8 @@ pub(super) fn plan(
 fn refuse_unbuilt(config: &MicroVmConfig) -> Result<(), ApiFault> {
     let template = config.cpu_template.as_ref();
     let has_template = template.is_some_and(|template| *template != Default::default());
-    let balloon = |has: fn(&BalloonDeviceConfig) -> bool| config.balloon.as_ref().is_some_and(has);
     let unbuilt = [
         (has_template, "a CPU template of PUT /cpu-config"),
-        (balloon(|b| b.stats_polling_interval_s > 0), "stats_polling_interval_s of PUT /balloon"),
-        (balloon(|b| b.free_page_hinting), "free_page_hinting of PUT /balloon"),
         (config.has_metadata(), METADATA_SERVICE),
     ];
     match unbuilt.into_iter().find(|(is_wanted, _)| *is_wanted) {
@@ -134,8 +131,8 @@ fn devices(config: &MicroVmConfig, files: &ClientFiles) -> Result<Vec<DeviceConf
             bytes: u64::from(balloon.amount_mib) << 20,
             deflate_on_oom: balloon.deflate_on_oom,
             reporting: balloon.free_page_reporting,
-            hinting: false,
-            statistics_interval_s: 0,
+            hinting: balloon.free_page_hinting,
+            statistics_interval_s: balloon.stats_polling_interval_s,
         })
     }));
     for drive in &config.drives {

@@ -114,7 +114,7 @@ fn started_guest_is_paused_and_resumed() {
     assert_eq!(vmm.get("/balloon")["amount_mib"], 3);
     assert_eq!(vmm.get("/vm/config")["balloon"]["amount_mib"], 3);
     let refusal = vmm.refusal("PATCH", "/balloon", r#"{"amount_mib": 33}"#);
-    let text = "Balloon update error: Balloon: Requested memory should be less than 32MiB";
+    let text = "Balloon update error: Balloon: Requested memory should be less than 33MiB";
     assert_eq!(refusal, text);
     vmm.done("PUT", "/actions", r#"{"action_type": "FlushMetrics"}"#);
     // Driftline's own requests reach the same guest.
@@ -142,13 +142,6 @@ fn started_guest_refuses_in_firecrackers_words() {
         ("PUT", "/machine-config", r#"{"vcpu_count": 1, "mem_size_mib": 8}"#, after),
         ("PATCH", "/machine-config", r#"{"vcpu_count": 1}"#, after),
         ("PUT", "/drives/a", r#"{"drive_id": "a", "is_root_device": false}"#, "PCI is not enabled"),
-        ("GET", "/balloon", "", "Balloon config error: No balloon device found."),
-        (
-            "PATCH",
-            "/balloon",
-            r#"{"amount_mib": 1}"#,
-            "Balloon update error: No balloon device found.",
-        ),
         ("GET", "/mmds", "", no_metadata),
         ("PUT", "/mmds", "{}", no_metadata),
         (
@@ -162,6 +155,91 @@ fn started_guest_refuses_in_firecrackers_words() {
         assert_eq!(vmm.refusal(method, path, body), text, "{method} {path} {body}");
     }
     assert_eq!(vmm.get("/")["state"], "Running");
+}
+
+#[test]
+fn started_guest_without_balloon_refuses_its_requests() {
+    if !kvm_or_skip("started_guest_without_balloon_refuses_its_requests") {
+        return;
+    }
+    let tmp = TestDir::new();
+    let vmm = ServeProcess::start(&tmp, &[]);
+    configure(&vmm, &tmp, AfterPrint::Wait);
+    vmm.done("PUT", "/actions", START);
+    let none = "Failed perform action on device: Device not found";
+    let interval = r#"{"stats_polling_interval_s": 1}"#;
+    for (method, path, body, prefix) in [
+        ("GET", "/balloon", "", "Internal VMM error"),
+        ("GET", "/balloon/statistics", "", "Internal VMM error"),
+        ("PATCH", "/balloon", r#"{"amount_mib": 1}"#, "Balloon update error"),
+        ("PATCH", "/balloon/statistics", interval, "Balloon update error"),
+        ("PATCH", "/balloon/hinting/start", "", "Balloon update error"),
+        ("PATCH", "/balloon/hinting/stop", "", "Balloon update error"),
+        ("GET", "/balloon/hinting/status", "", "Balloon update error"),
+    ] {
+        assert_eq!(vmm.refusal(method, path, body), format!("{prefix}: {none}"), "{method} {path}");
+    }
+}
+
+/// Starts a guest without a driver for its balloon, which has these fields.
+fn with_balloon(tmp: &TestDir, more: &str) -> ServeProcess {
+    let vmm = ServeProcess::start(tmp, &[]);
+    configure(&vmm, tmp, AfterPrint::Wait);
+    let balloon = format!(r#"{{"amount_mib": 2, "deflate_on_oom": false{more}}}"#);
+    vmm.done("PUT", "/balloon", &balloon);
+    vmm.done("PUT", "/actions", START);
+    vmm
+}
+
+#[test]
+fn statistics_stay_as_configured() {
+    if !kvm_or_skip("statistics_stay_as_configured") {
+        return;
+    }
+    let interval = |s: u16| json!({ "stats_polling_interval_s": s }).to_string();
+    let path = "/balloon/statistics";
+    let kept = "Balloon update error: Balloon: Statistics cannot be enabled/disabled after \
+         activation.";
+    let tmp = TestDir::new();
+    let vmm = with_balloon(&tmp, "");
+    vmm.done("PATCH", path, &interval(0));
+    assert_eq!(vmm.refusal("PATCH", path, &interval(1)), kept);
+    let off = "Internal VMM error: Balloon: Received stats query when stats are disabled.";
+    assert_eq!(vmm.refusal("GET", path, ""), off);
+    let tmp = TestDir::new();
+    let vmm = with_balloon(&tmp, r#", "stats_polling_interval_s": 5"#);
+    let sizes = json!({ "target_pages": 512, "actual_pages": 0, "target_mib": 2, "actual_mib": 0 });
+    assert_eq!(vmm.get(path), sizes, "the guest has said nothing");
+    assert_eq!(vmm.refusal("PATCH", path, &interval(0)), kept);
+    vmm.done("PATCH", path, &interval(9));
+    assert_eq!(vmm.get("/balloon")["stats_polling_interval_s"], 9);
+    assert_eq!(vmm.get("/vm/config")["balloon"]["stats_polling_interval_s"], 9);
+}
+
+#[test]
+fn hinting_needs_its_configuration_and_a_driver() {
+    if !kvm_or_skip("hinting_needs_its_configuration_and_a_driver") {
+        return;
+    }
+    let requests = [
+        ("PATCH", "/balloon/hinting/start"),
+        ("PATCH", "/balloon/hinting/stop"),
+        ("GET", "/balloon/hinting/status"),
+    ];
+    let tmp = TestDir::new();
+    let vmm = with_balloon(&tmp, "");
+    for (method, path) in requests {
+        let off = "Balloon update error: Balloon: Attempting to use hinting when not enabled";
+        assert_eq!(vmm.refusal(method, path, ""), off, "{method} {path}");
+    }
+    let tmp = TestDir::new();
+    let vmm = with_balloon(&tmp, r#", "free_page_hinting": true"#);
+    assert_eq!(vmm.get("/balloon")["free_page_hinting"], true);
+    for (method, path) in &requests[..2] {
+        let no_driver = "Balloon update error: Balloon: Device not activated yet.";
+        assert_eq!(vmm.refusal(method, path, ""), no_driver, "{method} {path}");
+    }
+    assert_eq!(vmm.get(requests[2].1), json!({ "host_cmd": 0, "guest_cmd": null }));
 }
 
 #[test]

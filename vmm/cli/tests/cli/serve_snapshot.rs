@@ -150,10 +150,13 @@ fn loaded_guest_continues_where_it_was_paused() {
         "io_engine": "Sync", "path_on_host": tmp.path("disk"),
         "rate_limiter": { "ops": { "size": 100, "refill_time": 10 } } });
     first.vmm.done("PUT", "/drives/data", &drive.to_string());
-    first.vmm.done("PUT", "/balloon", r#"{"amount_mib": 1, "deflate_on_oom": true}"#);
+    let balloon = json!({ "amount_mib": 1, "deflate_on_oom": true, "free_page_hinting": true,
+        "stats_polling_interval_s": 5 });
+    first.vmm.done("PUT", "/balloon", &balloon.to_string());
     first.vmm.done("PUT", "/entropy", "{}");
     let first = first.start();
     first.vmm.done("PATCH", "/balloon", r#"{"amount_mib": 2}"#);
+    first.vmm.done("PATCH", "/balloon/statistics", r#"{"stats_polling_interval_s": 6}"#);
     first.pause();
     let before = first.reports();
     first.create("Full", ("state", "memory"));
@@ -166,6 +169,9 @@ fn loaded_guest_continues_where_it_was_paused() {
     let instance = second.vmm.get("/");
     assert_eq!((&instance["id"], &instance["state"]), (&json!("second"), &json!("Paused")));
     assert_eq!(second.vmm.get("/vm/config"), shown);
+    assert_eq!(shown["balloon"]["stats_polling_interval_s"], 6);
+    let statistics = second.vmm.get("/balloon/statistics");
+    assert_eq!(statistics["target_mib"], 2, "{statistics}");
     assert_eq!(second.reports(), [], "it has not run");
     let after = second.resume();
     let is_later = |(now, then): (&PayloadReport, &PayloadReport)| now.passes > then.passes;

@@ -8,11 +8,20 @@ use driftline_machine::devices::BalloonControl;
 use super::fault::{Fault, JsonBody};
 use super::handler::{AppState, JsonAnswer, blocking};
 use crate::jobs::Jobs;
-use crate::model::{BalloonRequest, BalloonView};
+use crate::model::{BalloonRequest, BalloonStatistics, BalloonView};
 
 /// `GET /balloon`.
 pub(super) async fn show(State(app): AppState) -> JsonAnswer<BalloonView> {
     blocking(app, |jobs| Ok(Json(view(balloon(jobs)?)))).await
+}
+
+/// `GET /balloon/statistics`.
+pub(super) async fn show_statistics(State(app): AppState) -> JsonAnswer<BalloonStatistics> {
+    blocking(app, |jobs| {
+        let off = || Fault::new("the guest's balloon was configured without statistics");
+        Ok(Json(BalloonStatistics::of(balloon(jobs)?).ok_or_else(off)?))
+    })
+    .await
 }
 
 /// `PATCH /balloon`.
@@ -45,7 +54,7 @@ fn view(balloon: &BalloonControl) -> BalloonView {
     BalloonView {
         amount_mib: figures.target_bytes >> 20,
         deflate_on_oom: config.deflate_on_oom,
-        stats_polling_interval_s: 0,
+        stats_polling_interval_s: balloon.statistics_interval_s(),
         free_page_hinting: config.hinting,
         free_page_reporting: config.reporting,
         target_bytes: figures.target_bytes,

@@ -75,6 +75,7 @@ fn shared() -> Router<Arc<App>> {
         .route("/network-interfaces/{id}", get(devices::interface))
         .route("/vsock", get(devices::vsock))
         .route("/balloon", get(balloon::show).patch(balloon::resize))
+        .route("/balloon/statistics", get(balloon::show_statistics))
         .route_layer(middleware::from_fn(refuse_query))
 }
 

@@ -91,9 +91,12 @@ pub enum ApiFault {
     /// The balloon cannot be configured.
     #[error("Balloon config error: {0}")]
     Balloon(#[from] BalloonFault),
-    /// The balloon cannot be changed.
+    /// A started guest's balloon cannot be changed, or has no hinting to show.
     #[error("Balloon update error: {0}")]
     BalloonUpdate(#[from] BalloonUpdateFault),
+    /// A started guest's balloon cannot be shown.
+    #[error("Internal VMM error: {0}")]
+    BalloonQuery(#[from] BalloonQueryFault),
     /// The guest's boot cannot be configured.
     #[error("Boot source error: {0}")]
     Boot(#[from] BootFault),
@@ -171,11 +174,31 @@ pub enum BalloonFault {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum BalloonUpdateFault {
     /// There is none.
-    #[error("No balloon device found.")]
+    #[error("Failed perform action on device: Device not found")]
     None,
-    /// It is larger than the memory, which has this size in MiB.
+    /// It is to have this size in MiB, and the memory is smaller.
     #[error("Balloon: Requested memory should be less than {0}MiB")]
-    TooLarge(u64),
+    TooLarge(u32),
+    /// It is to have statistics and has none, or the other way around.
+    #[error("Balloon: Statistics cannot be enabled/disabled after activation.")]
+    Statistics,
+    /// It was configured without hinting.
+    #[error("Balloon: Attempting to use hinting when not enabled")]
+    NoHinting,
+    /// The guest has no driver for it yet.
+    #[error("Balloon: Device not activated yet.")]
+    NotActive,
+}
+
+/// Why a started guest's balloon is not shown.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum BalloonQueryFault {
+    /// There is none.
+    #[error("Failed perform action on device: Device not found")]
+    None,
+    /// It was configured without statistics.
+    #[error("Balloon: Received stats query when stats are disabled.")]
+    NoStatistics,
 }
 
 /// Why the guest's boot source is refused.

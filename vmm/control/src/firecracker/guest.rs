@@ -3,12 +3,13 @@
 
 use driftline_checkpoint::SnapshotKind;
 use driftline_guest::{GuestError, RunState};
-use driftline_machine::devices::{BalloonControl, KeyboardFull};
+use driftline_machine::devices::KeyboardFull;
 
 use super::answer::Answer;
+use super::balloon;
 use super::changes::{patch_drive, patch_interface, show_changes};
-use super::fault::{ApiFault, BalloonFault, BalloonUpdateFault, CreateFault};
-use super::model::{BalloonDeviceConfig, BalloonUpdateConfig, CreateSnapshotParams, SnapshotType};
+use super::fault::{ApiFault, CreateFault};
+use super::model::{CreateSnapshotParams, SnapshotType};
 use super::operation::Operation;
 use super::saved::to_section;
 use super::state::{IMITATED_VERSION, MicroVm};
@@ -33,16 +34,25 @@ impl<C> MicroVm<C> {
             Operation::GetMachine => Answer::page(&self.config().machine),
             Operation::GetConfig => {
                 let mut shown = self.config().shown();
-                shown.balloon = jobs.vm().balloon().map(balloon_shown);
+                shown.balloon = jobs.vm().balloon().map(balloon::balloon_shown);
                 show_changes(&mut shown, self.config(), jobs);
                 Answer::page(&shown)
             }
-            Operation::GetBalloon => Answer::page(&balloon_shown(balloon(jobs)?)),
-            Operation::PatchBalloon(update) => resize(update, jobs),
+            Operation::GetBalloon => balloon::show_balloon(jobs),
+            Operation::PatchBalloon(update) => balloon::resize(update, jobs),
+            Operation::GetBalloonStatistics => balloon::show_statistics(jobs),
+            Operation::PatchBalloonStatistics(update) => balloon::change_interval(update, jobs),
+            Operation::StartHinting(command) => balloon::start_hinting(command, jobs),
+            Operation::StopHinting => balloon::stop_hinting(jobs),
+            Operation::GetHinting => balloon::show_hinting(jobs),
             Operation::PatchDrive(update) => patch_drive(update, self.config(), jobs),
             Operation::PatchInterface(update) => patch_interface(update, self.config(), jobs),
             Operation::Pause => done(jobs.pause()),
-            Operation::Resume => done(jobs.resume()),
+            Operation::Resume => {
+                let resumed = done(jobs.resume())?;
+                balloon::end_hinting(jobs);
+                Ok(resumed)
+            }
             Operation::SendCtrlAltDel => press_ctrl_alt_del(jobs),
             Operation::CreateSnapshot(params) => self.create_snapshot(params, jobs),
             // No interface reaches the metadata.
@@ -55,7 +65,7 @@ impl<C> MicroVm<C> {
                 Err(ApiFault::NotInDriftline("memory hotplug"))
             }
             Operation::PatchPmem(_) => Err(ApiFault::NotInDriftline("pmem devices")),
-            other => Err(ApiFault::NotBuilt(name_of(other))),
+            _ => Err(ApiFault::NotBuilt("this request to a started guest")),
         }
     }
 
@@ -69,7 +79,7 @@ impl<C> MicroVm<C> {
             SnapshotType::Full => SnapshotKind::Full,
             SnapshotType::Diff => SnapshotKind::Diff,
         };
-        let api = to_section(self.config(), jobs.vm().balloon().map(balloon_shown))?;
+        let api = to_section(self.config(), jobs.vm().balloon().map(balloon::balloon_shown))?;
         let (state, memory) = (&params.snapshot_path, &params.mem_file_path);
         match jobs.take_snapshot(SnapshotOrder { kind, state, memory, api }) {
             Ok(_) => Ok(Answer::Done),
@@ -100,18 +110,6 @@ fn create_fault(failure: SnapshotFailure) -> CreateFault {
     }
 }
 
-/// Returns the name of a request that a started guest does not answer yet.
-fn name_of(operation: &Operation) -> &'static str {
-    match operation {
-        Operation::GetBalloonStatistics => "GET /balloon/statistics",
-        Operation::PatchBalloonStatistics(_) => "PATCH /balloon/statistics",
-        Operation::GetHinting => "GET /balloon/hinting/status",
-        Operation::StartHinting(_) => "PATCH /balloon/hinting/start",
-        Operation::StopHinting => "PATCH /balloon/hinting/stop",
-        _ => "this request to a started guest",
-    }
-}
-
 fn done(result: Result<(), OperatorError>) -> Result<Answer, ApiFault> {
     result.map(|()| Answer::Done).map_err(|e| ApiFault::Guest(e.to_string()))
 }
@@ -126,32 +124,4 @@ fn press_ctrl_alt_del(jobs: &Jobs) -> Result<Answer, ApiFault> {
             other => other.to_string(),
         })
     })
-}
-
-fn balloon(jobs: &Jobs) -> Result<&BalloonControl, BalloonFault> {
-    jobs.vm().balloon().ok_or(BalloonFault::None)
-}
-
-/// Returns what `GET /balloon` shows.
-fn balloon_shown(balloon: &BalloonControl) -> BalloonDeviceConfig {
-    let config = balloon.config();
-    let target_mib = balloon.stats().target_bytes >> 20;
-    BalloonDeviceConfig {
-        // At most the guest's memory, which was given as a number of MiB.
-        amount_mib: u32::try_from(target_mib).unwrap_or(u32::MAX),
-        deflate_on_oom: config.deflate_on_oom,
-        stats_polling_interval_s: 0,
-        free_page_hinting: false,
-        free_page_reporting: config.reporting,
-    }
-}
-
-fn resize(update: &BalloonUpdateConfig, jobs: &Jobs) -> Result<Answer, ApiFault> {
-    let balloon = jobs.vm().balloon().ok_or(BalloonUpdateFault::None)?;
-    let memory_mib = jobs.vm().machine_config().mem_bytes >> 20;
-    if u64::from(update.amount_mib) > memory_mib {
-        return Err(BalloonUpdateFault::TooLarge(memory_mib).into());
-    }
-    balloon.set_target(u64::from(update.amount_mib) << 20);
-    Ok(Answer::Done)
 }

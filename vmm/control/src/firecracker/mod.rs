@@ -2,11 +2,12 @@
 //! that decides what each request does.
 //!
 //! `fault` <- `model` <- `operation` <- `parse`; `config` <- `saved`, `state` <- `guest`. None of
-//! these does I/O: the owner of a [`MicroVm`] performs its actions. Only `guest` asks a guest, once
-//! there is one. `config_file` turns the file of `--config-file` into operations. `metrics` counts
-//! requests, and makes lines of the counts.
+//! these does I/O: the owner of a [`MicroVm`] performs its actions. Only `guest`, `balloon` and
+//! `changes` ask a guest, once there is one. `config_file` turns the file of `--config-file` into
+//! operations. `metrics` counts requests, and makes lines of the counts.
 
 mod answer;
+mod balloon;
 mod changes;
 mod config;
 mod config_file;

@@ -1,16 +1,17 @@
 //! JSON of a guest's state, figures and devices, and of the requests for them.
 
+use std::collections::BTreeMap;
 use std::num::NonZeroU64;
 use std::path::PathBuf;
 
-use driftline_dirty_tracker::TrackerStats;
+use driftline_dirty_tracker::{PAGE_SIZE, TrackerStats};
 use driftline_guest::{RunState, VmId};
 use driftline_machine::tracking::TrackingMode;
 use driftline_migrate::Progress;
 use serde::{Deserialize, Serialize};
 
 use driftline_machine::config::{BackendKind, GuestName, Lineage};
-use driftline_machine::devices::DeviceStats;
+use driftline_machine::devices::{BalloonControl, DeviceStats};
 use driftline_machine::vm::{VcpuInfo, VmInfo};
 
 /// The guest's state, taking its jobs into account.
@@ -213,7 +214,7 @@ pub struct BalloonView {
     pub amount_mib: u64,
     /// Whether the guest may take memory back from the balloon rather than kill a program.
     pub deflate_on_oom: bool,
-    /// Always 0: statistics are not polled.
+    /// Interval of the statistics of the guest's memory, in s; with 0 there are none.
     pub stats_polling_interval_s: u16,
     /// Whether the guest reports which frames are free when all memory is to be copied.
     pub free_page_hinting: bool,
@@ -225,6 +226,41 @@ pub struct BalloonView {
     pub actual_bytes: u64,
     /// Memory returned to this host so far, in bytes; memory that is returned again counts again.
     pub discarded_bytes: u64,
+}
+
+/// Answer to `GET /balloon/statistics`, in Firecracker's format.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
+pub struct BalloonStatistics {
+    /// Target size of the balloon, in pages of 4 KiB.
+    pub target_pages: u32,
+    /// Current size of the balloon as reported by the guest, in pages of 4 KiB.
+    pub actual_pages: u32,
+    /// Target size of the balloon, in MiB, rounded down.
+    pub target_mib: u32,
+    /// Current size of the balloon as reported by the guest, in MiB, rounded down.
+    pub actual_mib: u32,
+    /// What the guest says about its memory, by name.
+    #[serde(flatten)]
+    pub memory: BTreeMap<&'static str, u64>,
+}
+
+impl BalloonStatistics {
+    /// Returns the statistics of a balloon, or `None` if it was configured without.
+    pub(crate) fn of(balloon: &BalloonControl) -> Option<Self> {
+        if balloon.statistics_interval_s() == 0 {
+            return None;
+        }
+        let sizes = balloon.stats();
+        // A balloon has less than 2^32 pages.
+        let units = |bytes: u64, unit: u64| u32::try_from(bytes / unit).unwrap_or(u32::MAX);
+        Some(Self {
+            target_pages: units(sizes.target_bytes, PAGE_SIZE),
+            actual_pages: units(sizes.actual_bytes, PAGE_SIZE),
+            target_mib: units(sizes.target_bytes, 1 << 20),
+            actual_mib: units(sizes.actual_bytes, 1 << 20),
+            memory: balloon.statistics().values().collect(),
+        })
+    }
 }
 
 /// Body of `PATCH /balloon`, in Firecracker's format.

@@ -21,8 +21,8 @@ pub use config::{
 };
 pub(crate) use guest::{ActionRequest, InstanceInfo};
 pub use guest::{
-    ArrivingInfo, ArrivingState, BalloonRequest, BalloonView, GuestState, Info, InfoPage,
-    VmRequest, VmTarget,
+    ArrivingInfo, ArrivingState, BalloonRequest, BalloonStatistics, BalloonView, GuestState, Info,
+    InfoPage, VmRequest, VmTarget,
 };
 pub use limit::UnknownName;
 pub(crate) use limit::{LimitError, at_least, at_most, one_to};

@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use driftline_machine::devices::DeviceStats;
+use driftline_machine::devices::{BalloonCounts, DeviceStats};
 use serde_json::{Map, Value, json};
 
 pub use calls::ApiCounts;
@@ -55,7 +55,12 @@ impl FirecrackerMetrics {
     }
 
     /// Returns the next line, with its end.
-    pub fn line(&mut self, devices: &[DeviceStats], unwritten: UnwrittenLines) -> Vec<u8> {
+    pub fn line(
+        &mut self,
+        devices: &[DeviceStats],
+        balloon: Option<BalloonCounts>,
+        unwritten: UnwrittenLines,
+    ) -> Vec<u8> {
         let mut line = MetricsLine(self.extra.clone());
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let now_ms = u64::try_from(now.as_millis()).unwrap_or(u64::MAX);
@@ -75,6 +80,10 @@ impl FirecrackerMetrics {
         ] {
             let new = self.new_events("logger".to_owned(), name, count);
             line.add("logger", name, new);
+        }
+        for (name, count) in balloon.into_iter().flat_map(balloon_counts) {
+            let new = self.new_events("balloon".to_owned(), name, count);
+            line.add("balloon", name, new);
         }
         for device in devices {
             let DeviceCounts { kind, id, counts } = DeviceCounts::of(device);
@@ -116,6 +125,23 @@ impl MetricsLine {
             *number = number.as_u64().unwrap_or(0).saturating_add(more).into();
         }
     }
+}
+
+/// Returns what a balloon has counted, by name.
+fn balloon_counts(counts: BalloonCounts) -> [(&'static str, u64); 10] {
+    let BalloonCounts { reports, hints, .. } = counts;
+    [
+        ("inflate_count", counts.inflations),
+        ("deflate_count", counts.deflations),
+        ("stats_updates_count", counts.statistics),
+        ("stats_update_fails", counts.statistics_failures),
+        ("free_page_report_count", reports.pieces),
+        ("free_page_report_freed", reports.bytes),
+        ("free_page_report_fails", reports.failures),
+        ("free_page_hint_count", hints.pieces),
+        ("free_page_hint_freed", hints.bytes),
+        ("free_page_hint_fails", hints.failures),
+    ]
 }
 
 /// What a device has counted.

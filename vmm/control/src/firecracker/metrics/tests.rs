@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use driftline_machine::devices::DiscardCounts;
+
 use super::calls::CountedCall;
 use super::*;
 use crate::firecracker::{Answer, ApiFault, Operation};
@@ -20,7 +22,7 @@ fn parsed(line: &[u8]) -> Value {
 }
 
 fn next(metrics: &mut FirecrackerMetrics, devices: &[DeviceStats]) -> Value {
-    parsed(&metrics.line(devices, UnwrittenLines::default()))
+    parsed(&metrics.line(devices, None, UnwrittenLines::default()))
 }
 
 fn disk(id: &str, reads: u64) -> DeviceStats {
@@ -101,11 +103,36 @@ fn counts_are_those_since_the_last_line() {
         [2, 0, 2]
     );
     let unwritten = UnwrittenLines { log: 7, suppressed: 2, metrics: 1 };
-    let line = parsed(&metrics.line(&[], unwritten));
+    let line = parsed(&metrics.line(&[], None, unwritten));
     assert_eq!(line["logger"]["missed_log_count"], 7);
     assert_eq!(line["logger"]["missed_metrics_count"], 1);
     assert_eq!(line["logger"]["rate_limited_log_count"], 2);
-    assert_eq!(parsed(&metrics.line(&[], unwritten))["logger"]["missed_log_count"], 0);
+    assert_eq!(parsed(&metrics.line(&[], None, unwritten))["logger"]["missed_log_count"], 0);
+}
+
+#[test]
+fn balloon_is_counted_since_the_last_line() {
+    let mut metrics = metrics(&Arc::default());
+    let balloon = BalloonCounts {
+        inflations: 1,
+        deflations: 2,
+        statistics: 3,
+        statistics_failures: 4,
+        reports: DiscardCounts { pieces: 5, bytes: 6, failures: 7 },
+        hints: DiscardCounts { pieces: 8, bytes: 9, failures: 10 },
+    };
+    let mut next = |balloon| {
+        let line = parsed(&metrics.line(&[], Some(balloon), UnwrittenLines::default()));
+        line["balloon"].clone()
+    };
+    let first = next(balloon);
+    let expected = json!({ "activate_fails": 0, "inflate_count": 1, "deflate_count": 2,
+        "stats_updates_count": 3, "stats_update_fails": 4, "event_fails": 0,
+        "free_page_report_count": 5, "free_page_report_freed": 6, "free_page_report_fails": 7,
+        "free_page_hint_count": 8, "free_page_hint_freed": 9, "free_page_hint_fails": 10 });
+    assert_eq!(first, expected);
+    let second = next(BalloonCounts { statistics: 5, ..balloon });
+    assert_eq!((&second["stats_updates_count"], &second["inflate_count"]), (&json!(2), &json!(0)));
 }
 
 #[test]
