@@ -7,7 +7,11 @@ use serde_json::{Value, json};
 
 /// Returns the answer to `GET /vm/config`.
 fn config(vmm: &Vmm) -> Value {
-    let answer = request(&vmm.socket(), "GET", "/vm/config", "");
+    page(vmm, "/vm/config")
+}
+
+fn page(vmm: &Vmm, path: &str) -> Value {
+    let answer = request(&vmm.socket(), "GET", path, "");
     let (head, body) = answer.split_once("\r\n\r\n").unwrap();
     assert!(head.starts_with("HTTP/1.1 200"), "{answer}");
     serde_json::from_str(body).unwrap()
@@ -94,6 +98,7 @@ fn configuration_of_a_kvm_guest_restarts_it() {
     // A name that no option could give.
     let second = json!({ "path_on_host": tmp.text("b,readonly.img"), "is_read_only": true });
     first["drives"].as_array_mut().unwrap().push(second);
+    first["balloon"]["stats_polling_interval_s"] = json!(5);
     let again = stopped(Vmm::run(&tmp, "b", &["--config-file", &write(&tmp, &first)]));
     let added = json!({
         "drive_id": "disk1", "path_on_host": tmp.text("b,readonly.img"), "is_root_device": false,
@@ -106,6 +111,31 @@ fn configuration_of_a_kvm_guest_restarts_it() {
     first.as_object_mut().unwrap().remove("entropy");
     let fourth = stopped(Vmm::run(&tmp, "d", &["--config-file", &write(&tmp, &first)]));
     assert_eq!(fourth, first, "without a source of randomness");
+}
+
+#[test]
+fn balloon_of_a_file_has_statistics() {
+    if !kvm_or_skip("balloon_of_a_file_has_statistics") {
+        return;
+    }
+    let tmp = TestDir::new();
+    // hlt; jmp $-1
+    std::fs::write(tmp.path("kernel"), Elf::new(&[0xf4, 0xeb, 0xfd]).bytes()).unwrap();
+    let with = |balloon: Value| {
+        let boot = json!({ "kernel_image_path": tmp.text("kernel") });
+        let machine = json!({ "vcpu_count": 1, "mem_size_mib": 64 });
+        write(&tmp, &json!({ "boot-source": boot, "machine-config": machine, "balloon": balloon }))
+    };
+    let balloon = with(json!({ "amount_mib": 2, "stats_polling_interval_s": 5 }));
+    let vmm = Vmm::run(&tmp, "a", &["--config-file", &balloon]);
+    let sizes = json!({ "target_pages": 512, "actual_pages": 0, "target_mib": 2, "actual_mib": 0 });
+    assert_eq!(page(&vmm, "/balloon/statistics"), sizes);
+    assert_eq!(page(&vmm, "/balloon")["stats_polling_interval_s"], 5);
+    stopped(vmm);
+    let vmm = Vmm::run(&tmp, "b", &["--config-file", &with(json!({}))]);
+    let answer = request(&vmm.socket(), "GET", "/balloon/statistics", "");
+    assert!(answer.contains("the guest's balloon was configured without statistics"), "{answer}");
+    stopped(vmm);
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! A Linux guest that frees memory: freed memory is neither stored nor resident on this host. Needs
 //! the Linux image that `images/linux/build.sh` builds.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -122,9 +123,27 @@ impl FreeingGuest {
         restored.resume().unwrap();
         console.wait_for("a sign of life", |text| text.matches("guest: alive").count() > 2);
         assert_eq!(restored.balloon().unwrap().stats().actual_bytes, MIB);
+        if restored.balloon().unwrap().statistics_interval_s() > 0 {
+            await_statistics(&restored);
+        }
         let output = console.text();
         assert!(!output.contains("BUG") && !output.contains("Oops"), "{output}");
     }
+}
+
+/// Waits until the guest has given statistics of its memory several times.
+fn await_statistics(machine: &KvmMachine) {
+    let balloon = machine.balloon().unwrap();
+    let end = Instant::now() + LONG;
+    while balloon.stats().counts.statistics < 4 {
+        assert!(Instant::now() < end, "{:?}", balloon.statistics());
+        std::thread::sleep(std::time::Duration::from_millis(50));
+    }
+    let statistics = balloon.statistics();
+    let values: BTreeMap<_, _> = statistics.values().collect();
+    let (free, total) = (values["free_memory"], values["total_memory"]);
+    assert!(0 < free && free < total && total < 128 * MIB, "{values:?}");
+    assert_eq!(balloon.stats().counts.statistics_failures, 0);
 }
 
 fn bytes(report: &EpochReport) -> u64 {
@@ -173,8 +192,14 @@ fn hinted_free_memory_is_not_stored() {
         Ok(image) => image,
         Err(why) => return skip(NAME, &why.to_string()),
     };
-    let config = BalloonConfig { deflate_on_oom: false, reporting: false, ..Default::default() };
+    let config = BalloonConfig {
+        deflate_on_oom: false,
+        reporting: false,
+        statistics_interval_s: 1,
+        ..Default::default()
+    };
     let guest = FreeingGuest::boot(&image, config);
+    await_statistics(&guest.machine);
     let unfreed = guest.checkpointer("first").take().unwrap();
     guest.free();
     let full = guest.checkpointer("second").take().unwrap();
