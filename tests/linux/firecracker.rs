@@ -74,9 +74,14 @@ impl FirecrackerProcess {
         assert_eq!(status, 204, "{method} {path}: {answer}");
     }
 
+    fn page(&self, path: &str) -> Value {
+        let (status, page) = self.ask("GET", path, "");
+        assert_eq!(status, 200, "GET {path}: {page}");
+        serde_json::from_str(&page).expect("a page")
+    }
+
     fn state(&self) -> Value {
-        let page = self.ask("GET", "/", "").1;
-        serde_json::from_str::<Value>(&page).expect("a page")["state"].take()
+        self.page("/")["state"].take()
     }
 
     /// Returns the last number of the guest's flushed records.
@@ -152,8 +157,42 @@ fn configure(process: &FirecrackerProcess, linux: &LinuxImage, disk: &Path) {
     let net = json!({ "iface_id": "eth0", "host_dev_name": "tap0",
         "guest_mac": "06:00:0a:4d:00:02", "mtu": 1400 });
     process.done("PUT", "/network-interfaces/eth0", &net);
+    let balloon = json!({ "amount_mib": 0, "deflate_on_oom": true, "free_page_hinting": true,
+        "stats_polling_interval_s": 1 });
+    process.done("PUT", "/balloon", &balloon);
     let vsock = json!({ "guest_cid": 3, "uds_path": text(&disk.with_extension("vsock")) });
     process.done("PUT", "/vsock", &vsock);
+}
+
+/// Has the guest give statistics of its memory again and again, and then its free memory.
+fn use_balloon(process: &mut FirecrackerProcess) {
+    let path = "/balloon/statistics";
+    let total_kib = process.shell("sed -n 's/^MemTotal: *\\([0-9]*\\) kB/\\1/p' /proc/meminfo");
+    let total_bytes = total_kib.parse::<u64>().expect("a number") * 1024;
+    let before = process.page(path);
+    assert_eq!(before["total_memory"], total_bytes);
+    let free = |statistics: &Value| statistics["free_memory"].as_u64().expect("free memory");
+    assert_eq!(process.shell("head -c 40000000 /dev/zero >/filled; echo filled"), "filled");
+    process.done("PATCH", path, &json!({ "stats_polling_interval_s": 2 }));
+    wait_for("statistics of filled memory", BOOT, || {
+        (free(&process.page(path)) + 20_000_000 < free(&before)).then_some(())
+    });
+    assert_eq!(process.page("/balloon")["stats_polling_interval_s"], 2);
+
+    // Free memory that the host has given. The guest keeps what it has hinted until it is told that
+    // the run is done.
+    assert_eq!(process.shell("rm /filled; echo freed"), "freed");
+    let status = "/balloon/hinting/status";
+    assert_eq!(process.page(status), json!({ "host_cmd": 0, "guest_cmd": null }));
+    process.done("PATCH", "/balloon/hinting/start", &json!({ "acknowledge_on_stop": false }));
+    let hinted = json!({ "host_cmd": 2, "guest_cmd": 0 });
+    wait_for("all hints", BOOT, || (process.page(status) == hinted).then_some(()));
+    process.done("PATCH", "/balloon/hinting/stop", &json!({}));
+    assert_eq!(process.page(status), json!({ "host_cmd": 1, "guest_cmd": 0 }));
+    let (started, answer) = process.ask("PATCH", "/balloon/hinting/start", "");
+    assert_eq!(started, 204, "{answer}");
+    let done = json!({ "host_cmd": 1, "guest_cmd": 0 });
+    wait_for("an acknowledged run", BOOT, || (process.page(status) == done).then_some(()));
 }
 
 #[test]
@@ -212,6 +251,7 @@ fn client_of_firecracker_boots_linux() {
     assert_eq!(sectors(&mut process), "6144");
     assert_eq!(process.shell("head -c 6 /dev/vdb"), "larger");
 
+    use_balloon(&mut process);
     process.done("PATCH", "/vm", &json!({ "state": "Paused" }));
     assert_eq!(process.state(), "Paused");
     process.done("PATCH", "/vm", &json!({ "state": "Resumed" }));
@@ -222,11 +262,17 @@ fn client_of_firecracker_boots_linux() {
     let metrics = std::fs::read_to_string(scratch.path("fc.metrics")).expect("metrics");
     let lines = metrics.lines().map(|line| serde_json::from_str(line).expect("JSON"));
     let lines: Vec<Value> = lines.collect();
-    let sum = |name: &str| -> u64 {
-        lines.iter().filter_map(|line| line["block_root"][name].as_u64()).sum()
+    let sum = |group: &str, name: &str| -> u64 {
+        lines.iter().filter_map(|line| line[group][name].as_u64()).sum()
     };
-    for name in ["read_bytes", "write_count", "flush_count"] {
-        assert!(sum(name) > 0, "{name}: {metrics}");
+    for (group, name) in [
+        ("block_root", "read_bytes"),
+        ("block_root", "write_count"),
+        ("block_root", "flush_count"),
+        ("balloon", "stats_updates_count"),
+        ("balloon", "free_page_hint_freed"),
+    ] {
+        assert!(sum(group, name) > 0, "{group} {name}: {metrics}");
     }
 
     process.signal(Signal::TERM);
