@@ -11,6 +11,7 @@ mod load;
 mod network;
 mod process;
 mod proxy;
+mod raw_http;
 mod stolen;
 
 pub use driftline_guest::testing::repeats;
@@ -20,6 +21,7 @@ pub use load::GuestLoad;
 pub use network::{GUEST, Namespace, Network, PEER};
 pub use process::{Driftline, ScratchDir, driftline, json_of, run_cli};
 pub use proxy::{CutAction, Direction, LaterConnections, MigrationProxy};
+pub use raw_http::{RawConnection, RawReply};
 pub use stolen::StolenTime;
 
 use std::time::{Duration, Instant};
