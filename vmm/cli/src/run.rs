@@ -154,6 +154,7 @@ fn net_config(spec: NetSpec, i: u32) -> NetConfig {
         queues: queues.unwrap_or(1),
         mtu: None,
         limits,
+        metadata: None,
     }
 }
 

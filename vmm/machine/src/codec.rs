@@ -15,6 +15,8 @@ const VERSION: u16 = 1;
 const VERSION_WITH_ADDITION: u16 = 2;
 /// The version of a value that two additions follow, of which the first may be empty.
 const VERSION_WITH_TWO_ADDITIONS: u16 = 3;
+/// The version of a value that three additions follow, of which the first two may be empty.
+const VERSION_WITH_THREE_ADDITIONS: u16 = 4;
 /// Maximum length of an addition in bytes; the longest has about 2000. An item of a sequence can be
 /// 64 times as large in memory as its bytes.
 const MAX_ADDITION_BYTES: usize = 8192;
@@ -103,38 +105,54 @@ pub(crate) fn decode_with_addition<T: DeserializeOwned, A: DeserializeOwned>(
     decoded.map_err(|e| GuestError::malformed(what, e))
 }
 
-/// Does as [`encode_with_addition`]; with a second addition, version 3, the value, and both.
-pub(crate) fn encode_with_two_additions<T: Serialize, A: Serialize, B: Serialize>(
+/// Does as [`encode_with_addition`]; with a second addition, version 3, the value, and both; with a
+/// third, version 4, the value, and all.
+pub(crate) fn encode_with_three_additions<T, A, B, C>(
     value: &T,
     (first, has_first): (&A, bool),
-    second: Option<&B>,
-) -> Result<Vec<u8>, postcard::Error> {
-    match second {
+    (second, has_second): (&B, bool),
+    third: Option<&C>,
+) -> Result<Vec<u8>, postcard::Error>
+where
+    T: Serialize,
+    A: Serialize,
+    B: Serialize,
+    C: Serialize,
+{
+    match third {
+        None if has_second => encode(&(VERSION_WITH_TWO_ADDITIONS, value, (first, second))),
         None => encode_with_addition(value, has_first.then_some(first)),
-        Some(second) => encode(&(VERSION_WITH_TWO_ADDITIONS, value, (first, second))),
+        Some(third) => encode(&(VERSION_WITH_THREE_ADDITIONS, value, (first, second, third))),
     }
 }
 
-/// Decodes what [`encode_with_two_additions`] wrote on this host or another. `what` names the value
-/// in errors.
-pub(crate) fn decode_with_two_additions<T, A, B>(
+/// A value, and the additions that it has.
+pub(crate) type WithAdditions<T, A, B, C> = (T, Option<A>, Option<B>, Option<C>);
+
+/// Decodes what [`encode_with_three_additions`] wrote on this host or another. `what` names the
+/// value in errors.
+pub(crate) fn decode_with_three_additions<T, A, B, C>(
     what: impl Display,
     bytes: &[u8],
-) -> Result<(T, Option<A>, Option<B>), GuestError>
+) -> Result<WithAdditions<T, A, B, C>, GuestError>
 where
     T: DeserializeOwned,
     A: DeserializeOwned,
     B: DeserializeOwned,
+    C: DeserializeOwned,
 {
     let (version, rest) = take_version(&what, bytes)?;
     let decoded = match version {
-        VERSION => decode(rest).map(|value| (value, None, None)),
-        VERSION_WITH_ADDITION => decode_both(rest).map(|(value, a)| (value, Some(a), None)),
+        VERSION => decode(rest).map(|value| (value, None, None, None)),
+        VERSION_WITH_ADDITION => decode_both(rest).map(|(value, a)| (value, Some(a), None, None)),
         VERSION_WITH_TWO_ADDITIONS => {
-            decode_both(rest).map(|(value, (a, b))| (value, Some(a), Some(b)))
+            decode_both(rest).map(|(value, (a, b))| (value, Some(a), Some(b), None))
+        }
+        VERSION_WITH_THREE_ADDITIONS => {
+            decode_both(rest).map(|(value, (a, b, c))| (value, Some(a), Some(b), Some(c)))
         }
         _ => {
-            let read = format_args!("versions {VERSION} to {VERSION_WITH_TWO_ADDITIONS}");
+            let read = format_args!("versions {VERSION} to {VERSION_WITH_THREE_ADDITIONS}");
             return Err(unsupported(what, version, read));
         }
     };
@@ -198,24 +216,27 @@ mod tests {
     }
 
     #[test]
-    fn a_second_addition_makes_version_3() {
-        let write = |first, second: Option<&u8>| {
-            encode_with_two_additions(&7u8, (&9u8, first), second).unwrap()
+    fn further_additions_make_versions_3_and_4() {
+        let write = |first, second, third: Option<&u8>| {
+            encode_with_three_additions(&7u8, (&9u8, first), (&11u8, second), third).unwrap()
         };
         let read = |bytes: &[u8]| {
-            decode_with_two_additions::<u8, u8, u8>("it", bytes).map_err(|e| e.to_string())
+            decode_with_three_additions::<u8, u8, u8, u8>("it", bytes).map_err(|e| e.to_string())
         };
         for (bytes, value) in [
-            (&b"\x01\x07"[..], (7, None, None)),
-            (b"\x02\x07\x09", (7, Some(9), None)),
-            (b"\x03\x07\x09\x0b", (7, Some(9), Some(11))),
+            (&b"\x01\x07"[..], (7, None, None, None)),
+            (b"\x02\x07\x09", (7, Some(9), None, None)),
+            (b"\x03\x07\x09\x0b", (7, Some(9), Some(11), None)),
+            (b"\x04\x07\x09\x0b\x0d", (7, Some(9), Some(11), Some(13))),
         ] {
-            assert_eq!(write(value.1.is_some(), value.2.as_ref()), bytes);
+            assert_eq!(write(value.1.is_some(), value.2.is_some(), value.3.as_ref()), bytes);
             assert_eq!(read(bytes), Ok(value));
         }
-        assert_eq!(write(false, Some(&11)), b"\x03\x07\x09\x0b");
+        assert_eq!(write(false, true, None), b"\x03\x07\x09\x0b");
+        assert_eq!(write(false, false, Some(&13)), b"\x04\x07\x09\x0b\x0d");
         assert!(read(b"\x03\x07\x09").unwrap_err().contains("it is malformed"));
         assert!(read(b"\x03\x07\x09\x0b\x01").unwrap_err().ends_with("1 bytes follow its end"));
-        assert!(read(b"\x04\x07").unwrap_err().ends_with("reads versions 1 to 3"));
+        assert!(read(b"\x04\x07\x09\x0b").unwrap_err().contains("it is malformed"));
+        assert!(read(b"\x05\x07").unwrap_err().ends_with("reads versions 1 to 4"));
     }
 }

@@ -40,6 +40,7 @@ pub mod log_thread;
 pub mod machine;
 pub mod measure;
 pub mod memory;
+pub mod metadata;
 pub mod pm_qos;
 mod pool;
 pub mod sandbox;

@@ -166,6 +166,7 @@ fn interface(config: &MicroVmConfig, net: &NetworkInterfaceConfig) -> NetConfig 
             receive: limits(net.rx_rate_limiter),
             transmit: limits(net.tx_rate_limiter),
         },
+        metadata: None,
     }
 }
 

@@ -9,6 +9,7 @@ use super::balloon::{self, BalloonConfig};
 use super::device_id::check_id;
 use super::disk::DiskConfig;
 use super::error::{ConfigError, in_range};
+use super::metadata::NetMetadata;
 use super::net::{NetConfig, VsockConfig};
 use super::rate_limits::RateLimits;
 
@@ -55,6 +56,14 @@ impl DeviceConfig {
     pub(super) fn mtu(&self) -> Option<u16> {
         match self {
             Self::Net(net) => net.mtu,
+            _ => None,
+        }
+    }
+
+    /// Returns how the device answers requests for the guest's metadata, if it does.
+    pub(super) fn metadata(&self) -> Option<NetMetadata> {
+        match self {
+            Self::Net(net) => net.metadata,
             _ => None,
         }
     }

@@ -14,6 +14,7 @@ use super::net::{NetSpec, VsockSpec};
 use super::opened::OpenedFiles;
 use super::rate_limits::RateLimit;
 use crate::memory::MemoryOptions;
+use crate::metadata::MetadataStore;
 
 /// The destination of the first serial port's output.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -91,6 +92,8 @@ pub struct HostConfig {
     /// For a new guest: when its start was requested, if it has the register by which it reports
     /// that it has booted.
     pub boot_timer: Option<BootClock>,
+    /// The metadata that the guest reads, if an interface serves it.
+    pub metadata: MetadataStore,
     /// For a new guest: its files that are open already.
     pub opened: OpenedFiles,
     /// For tests of the tests: one in this many frames that the guest writes is not reported.

@@ -11,8 +11,9 @@ use super::devices::{self, DeviceConfig};
 use super::error::{ConfigError, in_range};
 use super::lineage::GuestName;
 use super::machine::{Boot, MachineConfig};
+use super::metadata::NetMetadata;
 use super::rate_limits::RateLimits;
-use crate::codec::{decode_with_two_additions, encode_with_two_additions};
+use crate::codec::{WithAdditions, decode_with_three_additions, encode_with_three_additions};
 use crate::limits::{MAX_MEM_BYTES, MAX_VCPUS, MIN_MEM_BYTES};
 
 const SUBJECT: &str = "the guest's configuration";
@@ -26,8 +27,14 @@ impl MachineConfig {
         let has_limits = limits.iter().flatten().any(|limits| !limits.is_none());
         let mtus: Vec<Option<u16>> = self.devices.iter().map(DeviceConfig::mtu).collect();
         let has_mtu = mtus.iter().any(Option::is_some);
-        let encoded =
-            encode_with_two_additions(self, (&limits, has_limits), has_mtu.then_some(&mtus));
+        let metadata: Vec<Option<NetMetadata>> =
+            self.devices.iter().map(DeviceConfig::metadata).collect();
+        let encoded = encode_with_three_additions(
+            self,
+            (&limits, has_limits),
+            (&mtus, has_mtu),
+            metadata.iter().any(Option::is_some).then_some(&metadata),
+        );
         encoded.unwrap_or_default()
     }
 
@@ -37,13 +44,17 @@ impl MachineConfig {
     ///
     /// The bytes are malformed, or their version is not supported.
     pub fn decode(bytes: &[u8]) -> Result<Self, GuestError> {
-        let (mut config, limits, mtus): (Self, _, Option<Vec<_>>) =
-            decode_with_two_additions(SUBJECT, bytes)?;
+        let decoded: WithAdditions<Self, _, Vec<_>, Vec<_>> =
+            decode_with_three_additions(SUBJECT, bytes)?;
+        let (mut config, limits, mtus, metadata) = decoded;
         if let Some(limits) = limits {
             config.put_limits(limits)?;
         }
         if let Some(mtus) = mtus {
             config.put_mtus(&mtus)?;
+        }
+        if let Some(metadata) = metadata {
+            config.put_metadata(&metadata)?;
         }
         config.check().map_err(malformed)?;
         Ok(config)
@@ -87,6 +98,25 @@ impl MachineConfig {
                 DeviceConfig::Net(net) => net.mtu = *mtu,
                 other if mtu.is_some() => {
                     return Err(malformed(format!("device \"{}\" has an MTU", other.id())));
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Sets how each device answers requests for the metadata, if it does. From a file or a peer.
+    fn put_metadata(&mut self, metadata: &[Option<NetMetadata>]) -> Result<(), GuestError> {
+        if metadata.len() != self.devices.len() {
+            let (given, devices) = (metadata.len(), self.devices.len());
+            let why = format!("it has metadata of {given} devices, and {devices} devices");
+            return Err(malformed(why));
+        }
+        for (device, metadata) in self.devices.iter_mut().zip(metadata) {
+            match device {
+                DeviceConfig::Net(net) => net.metadata = *metadata,
+                other if metadata.is_some() => {
+                    return Err(malformed(format!("device \"{}\" has metadata", other.id())));
                 }
                 _ => {}
             }
@@ -143,7 +173,7 @@ mod tests {
         RateLimit, RngConfig, VsockConfig,
     };
     use super::*;
-    use crate::config::{DiskIdentity, Identity, Lineage, MAX_DEVICES, MacAddr};
+    use crate::config::{DiskIdentity, Identity, Lineage, MAX_DEVICES, MacAddr, MetadataVersion};
     use crate::tracking::TrackingMode;
     use driftline_guest::{Line, LineId, Origin, VmId};
     use proptest::prelude::*;
@@ -180,7 +210,7 @@ mod tests {
     fn net(tap: &str, queues: u8) -> DeviceConfig {
         let mac = MacAddr([2, 0, 0, 0, 0, 9]);
         let (id, tap, limits) = ("n".to_owned(), tap.to_owned(), NetLimits::default());
-        DeviceConfig::Net(NetConfig { id, tap, mac, queues, mtu: None, limits })
+        DeviceConfig::Net(NetConfig { id, tap, mac, queues, mtu: None, limits, metadata: None })
     }
 
     fn rng(limits: RateLimits) -> DeviceConfig {
@@ -384,6 +414,37 @@ mod tests {
         assert!(refused(b"\x02\x00\x01\x43").contains("67 bytes, not 68 to 65535"));
     }
 
+    /// The metadata's configuration follows limits and MTUs, and only then the version is 4.
+    #[test]
+    fn metadata_has_its_bytes() {
+        let address = std::net::Ipv4Addr::new(169, 254, 169, 254);
+        let metadata = NetMetadata { address, version: MetadataVersion::V2, imds_compat: true };
+        let mut served = net("t", 1);
+        if let DeviceConfig::Net(net) = &mut served {
+            net.metadata = Some(metadata);
+        }
+        let base = payload();
+        let of = |net| MachineConfig { devices: vec![vsock(3), net], ..base.clone() };
+        let mut bytes = of(net("t", 1)).encode();
+        bytes[0] = 4;
+        bytes.extend(b"\x02\x00\x02\x00\x00\x00\x00\x02\x00\x00");
+        let head = bytes.len();
+        bytes.extend(b"\x02\x00\x01\xa9\xfe\xa9\xfe\x01\x01");
+        let config = of(served);
+        assert_eq!(config.encode(), bytes);
+        assert_eq!(MachineConfig::decode(&bytes).unwrap(), config);
+        let refused = |metadata: &[u8]| {
+            let bytes = [&bytes[..head], metadata].concat();
+            MachineConfig::decode(&bytes).unwrap_err().to_string()
+        };
+        assert!(refused(b"\x01\x00").contains("metadata of 1 devices, and 2 devices"));
+        assert!(
+            refused(b"\x02\x01\xa9\xfe\x01\x01\x00\x00\x00").contains("\"vsock\" has metadata")
+        );
+        let foreign = refused(b"\x02\x00\x01\x0a\x00\x00\x01\x00\x00");
+        assert!(foreign.contains("\"10.0.0.1\" is not a valid address"), "{foreign}");
+    }
+
     #[test]
     fn devices_are_checked_by_name() {
         let refused = |devices: Vec<DeviceConfig>| {
@@ -443,7 +504,7 @@ mod tests {
         bytes[0] = 6;
         assert!(
             refused(&bytes)
-                .contains("it has version 6, and this version of Driftline reads versions 1 to 3")
+                .contains("it has version 6, and this version of Driftline reads versions 1 to 4")
         );
         assert!(refused(&[]).contains("configuration"));
         assert!(refused(&payload().encode()[..10]).contains("configuration"));

@@ -14,6 +14,7 @@ mod identity;
 mod lineage;
 mod machine;
 mod machine_codec;
+mod metadata;
 mod net;
 mod opened;
 mod rate_limits;
@@ -34,6 +35,7 @@ pub use host::{HostConfig, Image, SerialSink};
 pub use identity::DiskIdentity;
 pub use lineage::{GuestName, Identity, Lineage, Restored, guest_span};
 pub use machine::{Boot, DEFAULT_RING_ENTRIES, MachineConfig};
+pub use metadata::{MetadataVersion, NetMetadata};
 pub use net::{MAX_QUEUE_PAIRS, MacAddr, NetConfig, NetSpec, VsockConfig, VsockSpec};
 pub use opened::{
     DiskCache, DiskEngine, OpenedDisk, OpenedFile, OpenedFiles, OpenedSocket, OpenedTap,

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::device_id::check_id;
 use super::error::{ConfigError, in_range};
+use super::metadata::NetMetadata;
 use super::rate_limits::{NetLimits, RateLimits, read_bandwidth};
 use super::spec::{SpecError, Syntax};
 
@@ -93,6 +94,10 @@ pub struct NetConfig {
     /// configuration.
     #[serde(skip)]
     pub limits: NetLimits,
+    /// How the guest's requests for its metadata are answered, if they are. Encoded with the
+    /// machine's configuration.
+    #[serde(skip)]
+    pub metadata: Option<NetMetadata>,
 }
 
 impl NetConfig {
@@ -100,6 +105,7 @@ impl NetConfig {
         check_tap(&self.tap)?;
         self.mac.check()?;
         check_queues(self.queues)?;
+        self.metadata.as_ref().map_or(Ok(()), NetMetadata::check)?;
         if let Some(mtu) = self.mtu.filter(|mtu| *mtu < MIN_MTU) {
             let (part, value) = (format!("the MTU of interface \"{}\"", self.id), mtu.into());
             let wanted = format!("{MIN_MTU} to {}", u16::MAX);

@@ -267,6 +267,7 @@ mod tests {
                 queues: 2,
                 mtu: None,
                 limits: Default::default(),
+                metadata: None,
             }),
             DeviceConfig::Vsock(VsockConfig { cid: 3, uds: "/v".into() }),
         ];

@@ -182,6 +182,7 @@ fn config(dir: &Path, case: &BuildCase, tap: &str) -> MachineConfig {
             queues: TAP_QUEUES,
             mtu: None,
             limits: Default::default(),
+            metadata: None,
         }));
     }
     MachineConfig {

@@ -351,6 +351,7 @@ fn devices() {
             queues: 1,
             mtu: None,
             limits: Default::default(),
+            metadata: None,
         }));
     }
     let config = MachineConfig {

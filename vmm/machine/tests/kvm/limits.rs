@@ -196,7 +196,8 @@ fn rate_holds_over_ten_seconds() {
     let rate = 1 << 20;
     let limits = NetLimits { transmit: bandwidth(rate), ..NetLimits::default() };
     let (id, mac) = ("net0".to_owned(), MacAddr([2, 0, 0, 0, 0, 1]));
-    let net = NetConfig { id, tap: tap.0.clone(), mac, queues: 1, mtu: None, limits };
+    let net =
+        NetConfig { id, tap: tap.0.clone(), mac, queues: 1, mtu: None, limits, metadata: None };
     let mut config = kernel(&requester(1, &[(12 + FRAME, 0)]), &dir);
     config.devices = vec![DeviceConfig::Net(net)];
     check_rate(&launch(config, &SerialLog::new()), "network, transmit", rate);

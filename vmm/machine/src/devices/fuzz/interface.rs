@@ -31,7 +31,7 @@ impl FuzzedInterface {
         let (ours, taps) = (0..queues).map(pair).unzip();
         let mac = MacAddr([2, 0, 0, 0, 0, 1]);
         let (id, tap, limits) = ("n".to_owned(), "t".to_owned(), NetLimits::default());
-        let config = NetConfig { id, tap, mac, queues, mtu: None, limits };
+        let config = NetConfig { id, tap, mac, queues, mtu: None, limits, metadata: None };
         Self { config, queue, ours, taps, frame: vec![0x5a; 70_000] }
     }
 }

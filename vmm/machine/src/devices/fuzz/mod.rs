@@ -1,5 +1,5 @@
 //! Hostile drivers controlled by a fuzzer's bytes: one target for each queue of each device, one
-//! for registers and one for saved states.
+//! for frames of the metadata service, one for registers and one for saved states.
 //!
 //! ```text
 //! bytes -> FuzzInput -> FuzzHarness (the driver) -- registers, rings, buffers --> ThreadlessDevice
@@ -23,6 +23,7 @@ mod harness;
 mod input;
 mod interface;
 mod memory;
+mod metadata;
 mod rng;
 mod vsock;
 
@@ -33,6 +34,7 @@ use disk::FuzzedDisk;
 use harness::FuzzHarness;
 use input::FuzzInput;
 use interface::FuzzedInterface;
+use metadata::FuzzedMetadata;
 use rng::FuzzedRng;
 use vsock::FuzzedVsock;
 
@@ -46,6 +48,7 @@ pub const TARGETS: [(&str, FuzzTarget); 14] = [
     ("net_receive", net_receive),
     ("net_transmit", net_transmit),
     ("net_control", net_control),
+    ("metadata", metadata),
     ("vsock_receive", vsock_receive),
     ("vsock_transmit", vsock_transmit),
     ("rng", rng),
@@ -93,6 +96,12 @@ fn interface(queue: usize, bytes: &[u8]) {
     // The control queue is the last queue, after one or two pairs.
     let pairs = if queue == 4 || from.flip() { 2 } else { 1 };
     drive(&mut FuzzedInterface::new(queue, pairs), from);
+}
+
+/// Frames that a guest sends to the metadata service of a network interface.
+pub fn metadata(bytes: &[u8]) {
+    let mut from = FuzzInput::new(bytes);
+    FuzzedMetadata::new(&mut from).run(&mut from);
 }
 
 /// Receive queue of the socket device, by which it sends packets to the guest.

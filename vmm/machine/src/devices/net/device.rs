@@ -7,9 +7,10 @@ use virtio_bindings::virtio_net::*;
 use vmm_sys_util::epoll::EventSet;
 
 use super::frame::{HEADER, MAX_FRAME};
+use super::mmds::MmdsPort;
 use super::queued_frames::QueuedFrames;
 use super::tap::TapError;
-use super::{ANNOUNCE, Net, NetQueue, NetState, QUEUE_SIZE};
+use super::{ANNOUNCE, METADATA, Net, NetQueue, NetState, QUEUE_SIZE};
 use crate::config::RateLimits;
 use crate::devices::error::{DeviceError, StateError};
 use crate::devices::virtio::{
@@ -61,6 +62,9 @@ impl Device for Net {
 
     fn start(&mut self, watcher: &Watcher) -> io::Result<()> {
         watcher.watch(self.announcements.timer(), EventSet::IN, ANNOUNCE)?;
+        if let Some(metadata) = &self.metadata {
+            watcher.watch(metadata.timer(), EventSet::IN, METADATA)?;
+        }
         self.watch(watcher)
     }
 
@@ -76,6 +80,9 @@ impl Device for Net {
         self.features = None;
         self.announcements.end();
         self.queued_frames = QueuedFrames::default();
+        if let Some(metadata) = &mut self.metadata {
+            metadata.reset();
+        }
         self.state = NetState { pairs: 1, ..NetState::default() };
         self.try_configure_tap();
     }
@@ -86,7 +93,8 @@ impl Device for Net {
             Some(NetQueue::Transmit(pair)) => self.transmit(pair, io),
             Some(NetQueue::Control) => self.handle_control(queue, io),
             None => Ok(()),
-        }
+        }?;
+        self.give_metadata(io)
     }
 
     fn backend_ready(
@@ -99,7 +107,13 @@ impl Device for Net {
             if !self.receive(pair, io)? {
                 self.counters.stalls.add(1);
             }
-            return Ok(());
+            return self.give_metadata(io);
+        }
+        if token == METADATA {
+            if let Some(metadata) = &mut self.metadata {
+                metadata.tick();
+            }
+            return self.give_metadata(io);
         }
         match self.announcements.tick() {
             Ok(Some(ask_driver)) => self.announce(ask_driver, io),
@@ -200,6 +214,22 @@ impl Device for Net {
             self.send_announcement();
         }
         self.queued_frames = QueuedFrames::decode(queued_packets, self.state.pairs)?;
+        Ok(())
+    }
+}
+
+impl Net {
+    /// Gives the driver the frames of the metadata service, and sets the service's timer.
+    fn give_metadata(&mut self, io: &mut DeviceIo<'_>) -> Result<(), Violation> {
+        if self.metadata.as_ref().is_some_and(MmdsPort::has_frames) {
+            self.receive(0, io)?;
+        }
+        if let Some(metadata) = &mut self.metadata
+            && let Err(e) = metadata.schedule()
+        {
+            // The guest's next frame sets it again.
+            tracing::warn!("the timer of the metadata service cannot be set: {e}");
+        }
         Ok(())
     }
 }

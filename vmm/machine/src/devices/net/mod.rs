@@ -3,7 +3,8 @@
 //! ```text
 //! receive queues  <- buffer first, then a frame is read <- tap   no buffer, or a rate limit:
 //!                                                                frames stay in the tap
-//! transmit queues -> rate limit -> one copy -> tap               frames the tap refuses are lost
+//! transmit queues -> one copy -> rate limit -> tap               frames the tap refuses are lost
+//!                           +--> metadata service -> receive queue of the first pair
 //! control queue   -> number of queue pairs, "announced"
 //! ```
 //!
@@ -20,6 +21,7 @@ mod announce;
 mod control;
 mod device;
 mod frame;
+mod mmds;
 mod queued_frames;
 mod tap;
 #[cfg(test)]
@@ -40,6 +42,9 @@ use vmm_sys_util::epoll::EventSet;
 use self::announce::Announcements;
 use self::control::ControlRequest;
 use self::frame::{HEADER, MAX_FRAME, NUM_BUFFERS};
+use self::mmds::MmdsPort;
+#[cfg(any(test, fuzzing))]
+pub(super) use self::mmds::{MAX_CONNECTIONS, MAX_WAITING, MmdsStack};
 use self::queued_frames::QueuedFrames;
 use self::tap::Tap;
 pub use self::tap::{TapError, open as open_tap};
@@ -47,12 +52,15 @@ use super::opener::Opener;
 use super::stats::NetCounters;
 use super::virtio::{Chain, Device, DeviceIo, DeviceRing, Violation, Watcher};
 use crate::config::{NetConfig, OpenedTap};
+use crate::metadata::MetadataStore;
 
 const QUEUE_SIZE: u16 = 256;
 /// Most reads of a tap in a row that give no frame. After these the tap counts as broken.
 const MAX_BAD_FRAMES: u32 = 64;
 /// Token of the announcement timer. Lower tokens are the tap's queues.
 const ANNOUNCE: u32 = 1 << 16;
+/// Token of the metadata service's timer.
+const METADATA: u32 = ANNOUNCE + 1;
 /// The rate limiter of the receive queues.
 const RECEIVE_LIMITER: usize = 0;
 /// The rate limiter of the transmit queues.
@@ -72,6 +80,8 @@ pub(super) struct Net {
     announcements: Announcements,
     /// Frames that arrived after the save. The driver gets them before those in the tap.
     queued_frames: QueuedFrames,
+    /// The metadata service, if the guest reaches it through this interface.
+    metadata: Option<MmdsPort>,
     /// Features that the driver negotiated, if it is ready.
     features: Option<u64>,
     /// Buffer for one frame with its header.
@@ -117,6 +127,7 @@ impl Net {
         config: &NetConfig,
         holder: VmId,
         opened: Option<&OpenedTap>,
+        metadata: &MetadataStore,
         opener: &Opener,
     ) -> Result<Self, TapError> {
         let NetConfig { tap: name, queues, .. } = config.clone();
@@ -127,6 +138,7 @@ impl Net {
         }
         let cannot = |cause| TapError::System { name: name.clone(), what: "making a timer", cause };
         let announcements = Announcements::new().map_err(cannot)?;
+        let metadata = MmdsPort::open(config, metadata).map_err(cannot)?;
         let (opener, mut opened) = (opener.clone(), opened.cloned());
         let open = move || {
             let failed = |what, cause| TapError::System { name: name.clone(), what, cause };
@@ -137,7 +149,7 @@ impl Net {
             let opened = opener.run(move || Tap::open(&tap, queues, holder));
             opened.map_err(|e| failed("asking the opener", e))?
         };
-        Ok(Self::new(config, announcements, Box::new(open)))
+        Ok(Self { metadata, ..Self::new(config, announcements, Box::new(open)) })
     }
 
     /// Returns an interface over datagram sockets instead of a tap's queues.
@@ -148,7 +160,8 @@ impl Net {
             let (name, what) = ("sockets".to_owned(), "duplicating them");
             taps.map(Tap::of_sockets).map_err(|cause| TapError::System { name, what, cause })
         };
-        Ok(Self::new(config, Announcements::new()?, Box::new(open)))
+        let metadata = MmdsPort::open(config, &MetadataStore::default())?;
+        Ok(Self { metadata, ..Self::new(config, Announcements::new()?, Box::new(open)) })
     }
 
     fn new(
@@ -164,6 +177,7 @@ impl Net {
             reattached: false,
             announcements,
             queued_frames: QueuedFrames::default(),
+            metadata: None,
             features: None,
             buffer: vec![0; MAX_FRAME].into(),
             tap_error_logged: false,
@@ -300,6 +314,14 @@ impl Net {
             self.buffer[..frame.len()].copy_from_slice(&frame);
             return Some(frame.len());
         }
+        if let Some(frame) =
+            self.metadata.as_mut().filter(|_| pair == 0).and_then(MmdsPort::next_frame)
+        {
+            // Without offloads: its checksums are complete.
+            self.buffer[..HEADER].fill(0);
+            self.buffer[HEADER..HEADER + frame.len()].copy_from_slice(&frame);
+            return Some(HEADER + frame.len());
+        }
         // Continues past bad frames, because the edge-triggered watch does not report the frames
         // after them again.
         for _ in 0..MAX_BAD_FRAMES {
@@ -366,12 +388,21 @@ impl Net {
                     format!("the frame from {} has {len} bytes, less than its header", chain.head);
                 return Err(Violation::Request { queue: queue as u16, why });
             }
+            let fits = len <= self.buffer.len();
+            if fits {
+                chain.readable.read(io.ram, 0, &mut self.buffer[..len])?;
+                let frame = &self.buffer[HEADER..len];
+                // No limit applies to frames that leave the guest, but not for the tap.
+                if self.metadata.as_mut().is_some_and(|metadata| metadata.take(frame)) {
+                    ring.push(io.ram, chain.head, 0)?;
+                    continue;
+                }
+            }
             if !io.limiters.admit(TRANSMIT_LIMITER, queue, (len - HEADER) as u64) {
                 ring.unpop();
                 return Ok(());
             }
-            if len <= self.buffer.len() {
-                chain.readable.read(io.ram, 0, &mut self.buffer[..len])?;
+            if fits {
                 self.send(pair, len);
             } else {
                 self.count_lost(&format!(

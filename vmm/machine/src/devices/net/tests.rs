@@ -1,6 +1,7 @@
 //! Tests that drive the interface through its queues, over sockets instead of a tap.
 
 mod limits;
+mod metadata;
 mod moves;
 mod opened;
 
@@ -46,7 +47,7 @@ impl TestNetwork {
 
     fn limited(&self, limits: NetLimits) -> Net {
         let (id, tap, queues) = ("n".to_owned(), "t".to_owned(), self.taps.len() as u8);
-        let config = NetConfig { id, tap, mac: MAC, queues, mtu: None, limits };
+        let config = NetConfig { id, tap, mac: MAC, queues, mtu: None, limits, metadata: None };
         let taps: Vec<File> = self.taps.iter().map(|tap| tap.try_clone().unwrap()).collect();
         let mut net = Net::over_sockets(&config, taps).unwrap();
         net.acquire().unwrap();
@@ -313,9 +314,10 @@ fn frames_after_a_short_one_arrive() {
 fn missing_tap_is_named() {
     let (id, tap) = ("n".to_owned(), "dl-none-dl".to_owned());
     let limits = NetLimits::default();
-    let config = NetConfig { id, tap, mac: MAC, queues: 1, mtu: None, limits };
+    let config = NetConfig { id, tap, mac: MAC, queues: 1, mtu: None, limits, metadata: None };
     let opener = Opener::start().unwrap();
-    let error = Net::open(&config, VmId::random(), None, &opener).err().unwrap().to_string();
+    let error = Net::open(&config, VmId::random(), None, &MetadataStore::default(), &opener);
+    let error = error.err().unwrap().to_string();
     assert!(error.contains("tap \"dl-none-dl\" does not exist"), "{error}");
 }
 

@@ -208,7 +208,13 @@ impl DeviceSet {
             DeviceConfig::Rng(config) => Box::new(Rng::new(config)),
             DeviceConfig::Net(config) => {
                 let opened = host.opened.tap(&config.id);
-                let net = Net::open(config, guest, opened, self.opener().map_err(system)?)?;
+                let net = Net::open(
+                    config,
+                    guest,
+                    opened,
+                    &host.metadata,
+                    self.opener().map_err(system)?,
+                )?;
                 self.stats_handles
                     .push(StatsHandle::Net(config.id.clone(), net.counters().clone()));
                 Box::new(net)

@@ -14,14 +14,15 @@ fn opened_tap_is_held_until_detached() {
     let in_use = |result: Result<_, TapError>| matches!(result, Err(TapError::InUse { .. }));
     assert!(in_use(open_tap("other", tap, VmId::random())));
     let (id, limits) = ("n".to_owned(), NetLimits::default());
-    let config = NetConfig { id, tap: tap.clone(), mac: MAC, queues: 1, mtu: None, limits };
-    let opener = Opener::start().unwrap();
+    let config =
+        NetConfig { id, tap: tap.clone(), mac: MAC, queues: 1, mtu: None, limits, metadata: None };
+    let (opener, metadata) = (Opener::start().unwrap(), MetadataStore::default());
     // A build that fails leaves the tap to the next one.
     for _ in 0..2 {
-        let mut net = Net::open(&config, holder, Some(&opened), &opener).unwrap();
+        let mut net = Net::open(&config, holder, Some(&opened), &metadata, &opener).unwrap();
         net.acquire().unwrap();
     }
-    let mut net = Net::open(&config, holder, Some(&opened), &opener).unwrap();
+    let mut net = Net::open(&config, holder, Some(&opened), &metadata, &opener).unwrap();
     drop(opened);
     net.acquire().unwrap();
     assert!(in_use(open_tap("other", tap, VmId::random())));

@@ -1,0 +1,109 @@
+//! A connection of the guest: requests in, answers out, one at a time.
+
+use std::time::Duration;
+
+use smoltcp::iface::SocketHandle;
+use smoltcp::socket::tcp::{Socket, State};
+
+use super::http::{ReadRequest, Reply};
+
+/// Longest request, in bytes. A connection with a longer one is reset, as in Firecracker.
+pub(super) const MAX_REQUEST: usize = 2500;
+
+/// A connection, or a socket that waits for one.
+pub(super) struct MmdsConnection {
+    pub(super) socket: SocketHandle,
+    /// Whether the guest has begun it.
+    pub(super) is_begun: bool,
+    /// When it last made progress.
+    pub(super) active_at: Duration,
+    /// What would show progress since then.
+    last: (State, usize, usize),
+    /// Received bytes that are not answered yet.
+    request: Vec<u8>,
+    answer: Vec<u8>,
+    /// Bytes of the answer that TCP has.
+    sent: usize,
+    /// Whether it ends after the answer.
+    closes: bool,
+}
+
+impl MmdsConnection {
+    pub(super) fn new(socket: SocketHandle) -> Self {
+        Self {
+            socket,
+            is_begun: false,
+            active_at: Duration::ZERO,
+            last: (State::Listen, 0, 0),
+            request: Vec::new(),
+            answer: Vec::new(),
+            sent: 0,
+            closes: false,
+        }
+    }
+
+    /// Exchanges bytes with TCP, and answers the requests that are there with `read`.
+    pub(super) fn exchange(
+        &mut self,
+        tcp: &mut Socket<'_>,
+        now: Duration,
+        mut read: impl FnMut(&[u8]) -> ReadRequest,
+    ) {
+        // Each round but the last answers a whole request of the bounded input.
+        while self.send(tcp) && !self.closes && self.receive(tcp) {
+            let (len, Reply { bytes, closes }) = match read(&self.request) {
+                ReadRequest::Whole(len, reply) => (len, reply),
+                ReadRequest::Malformed(reply) => (self.request.len(), reply),
+                ReadRequest::Partial if self.request.len() >= MAX_REQUEST => {
+                    tcp.abort();
+                    break;
+                }
+                ReadRequest::Partial => {
+                    if !tcp.may_recv() {
+                        tcp.close();
+                    }
+                    break;
+                }
+            };
+            self.request.drain(..len);
+            (self.answer, self.sent, self.closes) = (bytes, 0, closes);
+        }
+        let current = (tcp.state(), tcp.recv_queue(), tcp.send_queue());
+        if std::mem::replace(&mut self.last, current) != current {
+            self.active_at = now;
+        }
+    }
+
+    /// Gives the answer to TCP. Returns whether TCP has all of it.
+    fn send(&mut self, tcp: &mut Socket<'_>) -> bool {
+        let rest = &self.answer[self.sent..];
+        if !rest.is_empty() {
+            self.sent += tcp.send_slice(rest).unwrap_or(0);
+        }
+        if self.sent < self.answer.len() {
+            return false;
+        }
+        self.answer = Vec::new();
+        self.sent = 0;
+        if self.closes {
+            tcp.close();
+        }
+        true
+    }
+
+    /// Takes received bytes. Returns whether the connection is one that has any or may have.
+    fn receive(&mut self, tcp: &mut Socket<'_>) -> bool {
+        while self.request.len() < MAX_REQUEST && tcp.can_recv() {
+            let room = MAX_REQUEST - self.request.len();
+            let taken = tcp.recv(|bytes| {
+                let taken = &bytes[..bytes.len().min(room)];
+                self.request.extend(taken);
+                (taken.len(), taken.len())
+            });
+            if taken.is_err() {
+                break;
+            }
+        }
+        matches!(tcp.state(), State::Established | State::CloseWait)
+    }
+}
