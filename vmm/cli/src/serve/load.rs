@@ -1,6 +1,7 @@
 //! Turns a snapshot's files into a machine to load. All that they say is checked, here or where the
 //! machine is built: they may come from anywhere.
 
+use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
@@ -17,7 +18,7 @@ use driftline_machine::memory::{PrivateFile, layout};
 use driftline_store::{SnapshotState, StoreError};
 
 use super::opened::ClientFiles;
-use super::plan::{METADATA_SERVICE, serial_limit, serial_sink};
+use super::plan::{serial_limit, serial_sink};
 
 /// What a guest is loaded from.
 #[derive(Debug)]
@@ -44,7 +45,7 @@ pub(super) fn load_plan(
     params: &LoadSnapshotParams,
     own: &MicroVmConfig,
 ) -> Result<LoadPlan, ApiFault> {
-    refuse_unbuilt(params, own)?;
+    refuse_unbuilt(params)?;
     let serial = serial_sink(&own.serial)?;
     let memory = &params.mem_backend.backend_path;
     let opened = open_snapshot(&params.snapshot_path, memory);
@@ -67,6 +68,7 @@ pub(super) fn load_plan(
         serial_limit: serial_limit(&own.serial),
         nets,
         vsock,
+        metadata: own.metadata.clone(),
         opened,
         // Clones run on copies, and the client decides which files they are.
         disks_are_copies: true,
@@ -80,10 +82,7 @@ pub(super) fn load_plan(
 }
 
 /// Refuses what is not built yet. The process continues.
-fn refuse_unbuilt(params: &LoadSnapshotParams, own: &MicroVmConfig) -> Result<(), ApiFault> {
-    if own.has_metadata() {
-        return Err(ApiFault::NotBuilt(METADATA_SERVICE));
-    }
+fn refuse_unbuilt(params: &LoadSnapshotParams) -> Result<(), ApiFault> {
     match params.mem_backend.backend_type {
         MemBackendType::File => Ok(()),
         MemBackendType::Uffd => Err(ApiFault::NotBuilt("backend_type Uffd of PUT /snapshot/load")),
@@ -142,11 +141,31 @@ fn check_shown(shown: &MicroVmConfig, config: &MachineConfig) -> Result<(), Load
     named.sort_unstable();
     expected.sort_unstable();
     let mem_bytes = (machine.mem_size_mib as u64).checked_mul(1 << 20);
-    let fits = mem_bytes == Some(config.mem_bytes) && machine.vcpu_count == config.vcpus;
+    let fits = mem_bytes == Some(config.mem_bytes)
+        && machine.vcpu_count == config.vcpus
+        && is_metadata_shown(shown, config);
     match fits && named == expected {
         true => Ok(()),
         false => Err(damaged("the configuration of the API is not that of the machine")),
     }
+}
+
+/// Returns whether the API would show through which interfaces the guest reads its metadata.
+fn is_metadata_shown(shown: &MicroVmConfig, config: &MachineConfig) -> bool {
+    let shown_metadata: BTreeMap<_, _> = shown
+        .interfaces
+        .iter()
+        .map(|net| (shown.interface_name(&net.iface_id), shown.interface_metadata(&net.iface_id)))
+        .collect();
+    let mut served = 0;
+    let is_shown = config.devices.iter().all(|device| match device {
+        DeviceConfig::Net(net) => {
+            served += usize::from(net.metadata.is_some());
+            shown_metadata.get(&net.id) == Some(&net.metadata)
+        }
+        _ => true,
+    });
+    is_shown && shown.mmds.as_ref().map_or(0, |mmds| mmds.network_interfaces.len()) == served
 }
 
 /// Gives the guest the taps and the socket that the client names. Returns them as a machine takes

@@ -14,6 +14,7 @@ use driftline_control::firecracker::{
 };
 use driftline_machine::log::{LineSink, LogOutput};
 use driftline_machine::log_thread;
+use driftline_machine::metadata::MetadataStore;
 use driftline_machine::vm::SharedVm;
 use parking_lot::Mutex;
 
@@ -115,9 +116,16 @@ pub(super) struct MetricsWriter {
 }
 
 impl MetricsWriter {
-    /// Creates the metrics of the instance `id` with the guest `vm`, and writes the first line.
-    pub(super) fn start(file: MetricsFile, id: &str, calls: Arc<ApiCounts>, vm: SharedVm) -> Self {
-        let metrics = FirecrackerMetrics::new(id, &file.config, calls);
+    /// Creates the metrics of the instance `id` with the guest `vm`, which reads `metadata`, and
+    /// writes the first line.
+    pub(super) fn start(
+        file: MetricsFile,
+        id: &str,
+        calls: Arc<ApiCounts>,
+        metadata: MetadataStore,
+        vm: SharedVm,
+    ) -> Self {
+        let metrics = FirecrackerMetrics::new(id, &file.config, calls, metadata);
         let schedule = LineSchedule::new(Instant::now());
         let mut writer = Self { file, metrics, vm, schedule };
         writer.write();

@@ -31,10 +31,6 @@ const MAX_CMDLINE: usize = 2048;
 /// count in it.
 const BLOCK_BYTES: u32 = 512;
 
-/// What would give a guest its metadata, in the words of each way to ask for it.
-pub(super) const METADATA_SERVICE: &str =
-    "the metadata service (PUT /mmds, PUT /mmds/config, mmds-config, --metadata)";
-
 /// What a guest is built from.
 #[derive(Debug)]
 pub(super) struct GuestPlan {
@@ -89,6 +85,7 @@ pub(super) fn plan(
         serial_limit: serial_limit(&config.serial),
         memory: MemoryOptions { huge_pages, ..MemoryOptions::default() },
         keyboard: true,
+        metadata: config.metadata.clone(),
         opened: files.for_machine(config),
         ..HostConfig::default()
     };
@@ -99,14 +96,7 @@ pub(super) fn plan(
 fn refuse_unbuilt(config: &MicroVmConfig) -> Result<(), ApiFault> {
     let template = config.cpu_template.as_ref();
     let has_template = template.is_some_and(|template| *template != Default::default());
-    let unbuilt = [
-        (has_template, "a CPU template of PUT /cpu-config"),
-        (config.has_metadata(), METADATA_SERVICE),
-    ];
-    match unbuilt.into_iter().find(|(is_wanted, _)| *is_wanted) {
-        Some((_, what)) => Err(ApiFault::NotBuilt(what)),
-        None => Ok(()),
-    }
+    if has_template { Err(ApiFault::NotBuilt("a CPU template of PUT /cpu-config")) } else { Ok(()) }
 }
 
 /// Returns the kernel's parameters that Firecracker adds to the client's. `root` is the first
@@ -166,7 +156,7 @@ fn interface(config: &MicroVmConfig, net: &NetworkInterfaceConfig) -> NetConfig 
             receive: limits(net.rx_rate_limiter),
             transmit: limits(net.tx_rate_limiter),
         },
-        metadata: None,
+        metadata: config.interface_metadata(&net.iface_id),
     }
 }
 

@@ -133,8 +133,10 @@ impl ApiRequests {
     pub(super) fn ask(mut self, id: &str, guest: &StartedGuest) {
         let _logged = guest.jobs.span().clone().entered();
         let file = self.metrics.take();
-        let mut metrics =
-            file.map(|file| MetricsWriter::start(file, id, self.counts.clone(), guest.vm.clone()));
+        let mut metrics = file.map(|file| {
+            let metadata = self.vm.metadata().clone();
+            MetricsWriter::start(file, id, self.counts.clone(), metadata, guest.vm.clone())
+        });
         loop {
             let event = match self.next_event(metrics.as_mut()) {
                 None => break,

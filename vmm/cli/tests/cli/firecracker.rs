@@ -215,10 +215,6 @@ fn metadata_is_read_from_its_file() {
     std::fs::write(&file, r#"{"a": {"b": 1}}"#).unwrap();
     let vmm = serve(&tmp, &["--metadata", &file]);
     assert_eq!(vmm.get("/mmds"), json!({ "a": { "b": 1 } }));
-    let source = json!({ "kernel_image_path": &file });
-    vmm.done("PUT", "/boot-source", &source.to_string());
-    let start = vmm.refusal("PUT", "/actions", r#"{"action_type": "InstanceStart"}"#);
-    assert!(start.contains("--metadata) is not built into Driftline yet"), "{start}");
     drop(vmm);
     std::fs::remove_file(&socket).unwrap();
     let refused = |args: &[&str], text: &str| {

@@ -35,6 +35,7 @@ mod sandbox;
 mod serve;
 mod serve_devices;
 mod serve_guest;
+mod serve_metadata;
 mod serve_snapshot;
 mod shadow;
 mod stuck;

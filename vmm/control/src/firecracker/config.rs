@@ -2,12 +2,12 @@
 
 use std::net::Ipv4Addr;
 
-use driftline_machine::config::{MAX_DEVICES, MacAddr, VsockConfig};
+use driftline_machine::config::{MAX_DEVICES, MacAddr, NetMetadata, VsockConfig};
+use driftline_machine::metadata::MetadataStore;
 
 use super::fault::{
     ApiFault, BalloonFault, BootFault, DriveFault, MachineFault, MmdsFault, NetFault,
 };
-use super::metadata::MetadataStore;
 use super::model::{
     BalloonDeviceConfig, BlockDeviceConfig, BootSourceConfig, CustomCpuTemplate,
     EntropyDeviceConfig, MachineConfigUpdate, MachineConfiguration, MmdsConfig,
@@ -45,7 +45,8 @@ pub struct MicroVmConfig {
     pub serial: SerialConfig,
     /// The metadata service.
     pub mmds: Option<MmdsConfig>,
-    pub(crate) metadata: MetadataStore,
+    /// What the guest reads there. A copy of the configuration shares it.
+    pub metadata: MetadataStore,
 }
 
 impl MicroVmConfig {
@@ -116,9 +117,14 @@ impl MicroVmConfig {
         }
     }
 
-    /// Returns whether the guest is to have metadata.
-    pub fn has_metadata(&self) -> bool {
-        self.mmds.is_some() || self.metadata.is_set()
+    /// Returns how the interface `iface_id` answers requests for the metadata, if it does.
+    pub fn interface_metadata(&self, iface_id: &str) -> Option<NetMetadata> {
+        let mmds = self.mmds.as_ref()?;
+        mmds.network_interfaces.iter().any(|id| id == iface_id).then(|| NetMetadata {
+            address: mmds.ipv4_address.unwrap_or(DEFAULT_MMDS_ADDRESS),
+            version: mmds.version.into(),
+            imds_compat: mmds.imds_compat,
+        })
     }
 
     /// Checks a vsock device before its socket is bound.
@@ -236,9 +242,9 @@ impl MicroVmConfig {
 
     pub(crate) fn put_mmds(&mut self, config: MmdsConfig) -> Result<(), ApiFault> {
         let address = config.ipv4_address.unwrap_or(DEFAULT_MMDS_ADDRESS);
-        if !matches!(address.octets(), [169, 254, 1..=254, _]) {
-            return Err(MmdsFault::Address.into());
-        }
+        let (version, imds_compat) = (config.version.into(), config.imds_compat);
+        let as_served = NetMetadata { address, version, imds_compat };
+        as_served.check().map_err(|_| MmdsFault::Address)?;
         if config.network_interfaces.is_empty() {
             return Err(MmdsFault::NoInterface.into());
         }

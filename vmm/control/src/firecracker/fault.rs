@@ -5,6 +5,7 @@
 use std::io;
 
 use driftline_machine::config::{ConfigError, MAX_DEVICES};
+use driftline_machine::metadata::MetadataError;
 
 /// Why a request is refused.
 #[derive(Debug, thiserror::Error)]
@@ -142,6 +143,16 @@ pub enum ApiFault {
          host-side Unix socket: {0}"
     )]
     Vsock(#[source] io::Error),
+}
+
+impl From<MetadataError> for ApiFault {
+    fn from(error: MetadataError) -> Self {
+        match error {
+            MetadataError::Unset => Self::NoMetadata,
+            MetadataError::Encode(cause) => Self::Json(cause),
+            _ => Self::MetadataLimit,
+        }
+    }
 }
 
 impl ApiFault {

@@ -61,6 +61,15 @@ impl<C> MicroVm<C> {
             {
                 Err(ApiFault::NoMetadata)
             }
+            Operation::GetMetadata => Answer::page(&self.metadata().shown()),
+            Operation::PutMetadata(value) => {
+                self.metadata().put(value.clone())?;
+                Ok(Answer::Done)
+            }
+            Operation::PatchMetadata(patch) => {
+                self.metadata().patch(patch)?;
+                Ok(Answer::Done)
+            }
             Operation::GetMemoryHotplug | Operation::PatchMemoryHotplug(_) => {
                 Err(ApiFault::NotInDriftline("memory hotplug"))
             }

@@ -14,7 +14,6 @@ mod config_file;
 mod device_names;
 mod fault;
 mod guest;
-mod metadata;
 mod metrics;
 mod model;
 mod name_limit;

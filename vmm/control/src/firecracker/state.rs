@@ -13,6 +13,7 @@
 
 use std::collections::VecDeque;
 
+use driftline_machine::metadata::MetadataStore;
 use serde_json::Value;
 
 use super::answer::Answer;
@@ -164,7 +165,12 @@ impl<C> MicroVm<C> {
     ///
     /// The metadata is too long.
     pub fn set_metadata(&mut self, value: Value) -> Result<(), ApiFault> {
-        self.config.metadata.put(value)
+        Ok(self.config.metadata.put(value)?)
+    }
+
+    /// Returns the metadata, which a started guest reads.
+    pub fn metadata(&self) -> &MetadataStore {
+        &self.config.metadata
     }
 
     /// Takes an event. Returns the actions that follow, in order.

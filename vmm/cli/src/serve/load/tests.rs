@@ -6,7 +6,8 @@ use std::path::PathBuf;
 use driftline_control::firecracker::{MemBackendConfig, NetworkOverride};
 use driftline_guest::VmId;
 use driftline_machine::config::{
-    BackendKind, Boot, CpuConfig, DEFAULT_RING_ENTRIES, DiskConfig, RateLimits, RngConfig,
+    BackendKind, Boot, CpuConfig, DEFAULT_RING_ENTRIES, DiskConfig, MacAddr, MetadataVersion,
+    NetConfig, NetMetadata, RateLimits, RngConfig,
 };
 use driftline_machine::tracking::TrackingMode;
 use serde_json::{Value, json};
@@ -152,6 +153,41 @@ fn configuration_of_another_machine_is_refused() {
     let mut snapshot = TestSnapshot::new();
     snapshot.api["more"] = json!(1);
     assert!(snapshot.refusal().contains("unknown field `more`"), "{}", snapshot.refusal());
+}
+
+#[test]
+fn metadata_service_is_that_of_the_machine() {
+    let mut snapshot = TestSnapshot::new();
+    let metadata = NetMetadata {
+        address: [169, 254, 169, 254].into(),
+        version: MetadataVersion::V2,
+        imds_compat: false,
+    };
+    snapshot.config.devices.push(DeviceConfig::Net(NetConfig {
+        id: "n".to_owned(),
+        tap: "t".to_owned(),
+        mac: MacAddr([6, 0, 0, 0, 0, 1]),
+        queues: 1,
+        mtu: None,
+        limits: NetLimits::default(),
+        metadata: Some(metadata),
+    }));
+    snapshot.api["network-interfaces"] = json!([{ "iface_id": "n", "host_dev_name": "t" }]);
+    let v2 = json!({ "network_interfaces": ["n"], "version": "V2" });
+    snapshot.api["mmds-config"] = v2.clone();
+    let plan = snapshot.plan().unwrap();
+    assert_eq!(plan.config.devices, snapshot.config.devices);
+    for (field, value) in [
+        ("version", json!("V1")),
+        ("ipv4_address", json!("169.254.1.1")),
+        ("network_interfaces", json!([])),
+        ("network_interfaces", json!(["n", "m"])),
+    ] {
+        snapshot.api["mmds-config"] = v2.clone();
+        snapshot.api["mmds-config"][field] = value;
+        let refusal = snapshot.refusal();
+        assert!(refusal.ends_with("is not that of the machine"), "{field}: {refusal}");
+    }
 }
 
 #[test]

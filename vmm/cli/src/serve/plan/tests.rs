@@ -1,6 +1,6 @@
 //! Configurations with files of their own, and the machines that follow.
 
-use driftline_machine::config::{DiskCache, DiskEngine};
+use driftline_machine::config::{DiskCache, DiskEngine, MetadataVersion, NetMetadata};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -221,32 +221,14 @@ fn same_name_in_two_kinds_is_possible() {
 
 #[test]
 fn unbuilt_part_is_refused_by_name() {
-    let refusal = |change: &dyn Fn(&mut TestConfig)| {
-        let mut test = TestConfig::new(None);
-        change(&mut test);
-        test.plan().unwrap_err()
-    };
-    for (refusal, part) in [
-        (
-            refusal(&|t| {
-                let template = json!({ "kvm_capabilities": ["171"] });
-                t.config.cpu_template = serde_json::from_value(template).unwrap();
-            }),
-            "a CPU template of PUT /cpu-config",
-        ),
-        (
-            refusal(&|t| {
-                let mmds = json!({ "network_interfaces": ["a"] });
-                t.config.mmds = serde_json::from_value(mmds).unwrap();
-            }),
-            METADATA_SERVICE,
-        ),
-    ] {
-        let text = format!(
-            "The requested operation is not supported: {part} is not built into Driftline yet."
-        );
-        assert_eq!(refusal, text);
-    }
+    let mut test = TestConfig::new(None);
+    let template = json!({ "kvm_capabilities": ["171"] });
+    test.config.cpu_template = serde_json::from_value(template).unwrap();
+    assert_eq!(
+        test.plan().unwrap_err(),
+        "The requested operation is not supported: a CPU template of PUT /cpu-config is not built \
+         into Driftline yet."
+    );
     let mut empty = TestConfig::new(None);
     empty.config.cpu_template = serde_json::from_value(json!({})).unwrap();
     assert!(empty.plan().is_ok(), "it changes nothing");
@@ -261,4 +243,34 @@ fn impossible_machine_is_refused() {
         refusal.starts_with("Start microvm error: ") && refusal.contains("memory"),
         "{refusal}"
     );
+}
+
+#[test]
+fn named_interfaces_reach_the_metadata() {
+    let mut test = TestConfig::new(None);
+    for (id, mac) in [("a", "06:00:00:00:00:01"), ("b", "06:00:00:00:00:02")] {
+        let net = json!({ "iface_id": id, "host_dev_name": format!("t{id}"), "guest_mac": mac });
+        test.config.interfaces.push(serde_json::from_value(net).unwrap());
+    }
+    let metadata = |plan: &GuestPlan| {
+        let of = |device: &DeviceConfig| match device {
+            DeviceConfig::Net(net) => net.metadata,
+            other => panic!("{other:?}"),
+        };
+        plan.config.devices.iter().map(of).collect::<Vec<_>>()
+    };
+    test.config.metadata.put(json!({ "a": 1 })).unwrap();
+    assert_eq!(metadata(&test.plan().unwrap()), [None, None], "it was set, and nothing serves it");
+    let mmds = json!({ "network_interfaces": ["b"], "version": "V2", "imds_compat": true });
+    test.config.mmds = serde_json::from_value(mmds).unwrap();
+    let plan = test.plan().unwrap();
+    let served = NetMetadata {
+        address: [169, 254, 169, 254].into(),
+        version: MetadataVersion::V2,
+        imds_compat: true,
+    };
+    assert_eq!(metadata(&plan), [None, Some(served)]);
+    // What clients change from now on is what the guest reads.
+    test.config.metadata.put(json!({ "a": 2 })).unwrap();
+    assert_eq!(plan.host.metadata.shown(), json!({ "a": 2 }));
 }

@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use driftline_machine::devices::{BalloonCounts, DeviceStats};
+use driftline_machine::metadata::{MetadataCounts, MetadataStore};
 use serde_json::{Map, Value, json};
 
 pub use calls::ApiCounts;
@@ -37,13 +38,20 @@ pub struct FirecrackerMetrics {
     /// What each line has besides the groups.
     extra: Map<String, Value>,
     calls: Arc<ApiCounts>,
+    metadata: MetadataStore,
     /// The counts when the last line was made, by group and name.
     last: BTreeMap<(String, &'static str), u64>,
 }
 
 impl FirecrackerMetrics {
-    /// Creates the metrics of the instance `id`, whose requests are counted in `calls`.
-    pub fn new(id: &str, config: &MetricsConfig, calls: Arc<ApiCounts>) -> Self {
+    /// Creates the metrics of the instance `id`, whose requests are counted in `calls`, and whose
+    /// guest reads `metadata`.
+    pub fn new(
+        id: &str,
+        config: &MetricsConfig,
+        calls: Arc<ApiCounts>,
+        metadata: MetadataStore,
+    ) -> Self {
         let mut extra = Map::new();
         if config.emit_id {
             extra.insert("id".to_owned(), id.into());
@@ -51,7 +59,7 @@ impl FirecrackerMetrics {
         if let Some(properties) = &config.properties {
             extra.insert("properties".to_owned(), json!(properties));
         }
-        Self { extra, calls, last: BTreeMap::new() }
+        Self { extra, calls, metadata, last: BTreeMap::new() }
     }
 
     /// Returns the next line, with its end.
@@ -84,6 +92,10 @@ impl FirecrackerMetrics {
         for (name, count) in balloon.into_iter().flat_map(balloon_counts) {
             let new = self.new_events("balloon".to_owned(), name, count);
             line.add("balloon", name, new);
+        }
+        for (name, count) in metadata_counts(self.metadata.counts()) {
+            let new = self.new_events("mmds".to_owned(), name, count);
+            line.add("mmds", name, new);
         }
         for device in devices {
             let DeviceCounts { kind, id, counts } = DeviceCounts::of(device);
@@ -141,6 +153,23 @@ fn balloon_counts(counts: BalloonCounts) -> [(&'static str, u64); 10] {
         ("free_page_hint_count", hints.pieces),
         ("free_page_hint_freed", hints.bytes),
         ("free_page_hint_fails", hints.failures),
+    ]
+}
+
+/// Returns Firecracker's names for what the interfaces have done for the guest's metadata.
+fn metadata_counts(counts: MetadataCounts) -> [(&'static str, u64); 11] {
+    [
+        ("rx_accepted", counts.taken_frames),
+        ("rx_accepted_err", counts.bad_packets),
+        ("rx_accepted_unusual", counts.other_packets),
+        ("rx_count", counts.segments),
+        ("rx_no_token", counts.without_token),
+        ("rx_invalid_token", counts.invalid_tokens),
+        ("tx_count", counts.made_frames),
+        ("tx_frames", counts.given_frames),
+        ("tx_bytes", counts.given_bytes),
+        ("connections_created", counts.connections_begun),
+        ("connections_destroyed", counts.connections_ended),
     ]
 }
 

@@ -13,7 +13,8 @@ fn config(json: Value) -> MetricsConfig {
 }
 
 fn metrics(calls: &Arc<ApiCounts>) -> FirecrackerMetrics {
-    FirecrackerMetrics::new("web-1", &config(json!({ "metrics_path": "m" })), calls.clone())
+    let config = config(json!({ "metrics_path": "m" }));
+    FirecrackerMetrics::new("web-1", &config, calls.clone(), MetadataStore::default())
 }
 
 fn parsed(line: &[u8]) -> Value {
@@ -200,7 +201,8 @@ fn latencies_are_the_last_successful_ones() {
 fn id_and_properties_are_written_if_asked_for() {
     let properties = json!({ "zone": "a" });
     let asked = json!({ "metrics_path": "m", "emit_id": true, "properties": properties });
-    let mut metrics = FirecrackerMetrics::new("web-1", &config(asked), Arc::default());
+    let mut metrics =
+        FirecrackerMetrics::new("web-1", &config(asked), Arc::default(), MetadataStore::default());
     let line = next(&mut metrics, &[]);
     assert_eq!((&line["id"], &line["properties"]), (&json!("web-1"), &properties));
 }

@@ -2,6 +2,7 @@
 
 use std::net::Ipv4Addr;
 
+use driftline_machine::config::MetadataVersion;
 use serde::{Deserialize, Serialize};
 
 /// Version of the metadata service.
@@ -12,6 +13,15 @@ pub enum MmdsVersion {
     V1,
     /// Requests need a session's token.
     V2,
+}
+
+impl From<MmdsVersion> for MetadataVersion {
+    fn from(version: MmdsVersion) -> Self {
+        match version {
+            MmdsVersion::V1 => Self::V1,
+            MmdsVersion::V2 => Self::V2,
+        }
+    }
 }
 
 /// Body of `PUT /mmds/config`.
