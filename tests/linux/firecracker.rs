@@ -26,6 +26,9 @@ const BOOT_ARGS: &str = "console=ttyS0 reboot=k panic=-1 quiet loglevel=5 noxsav
      driftline.ip=10.77.0.2/24 driftline.check=mem,disk,tcp \
      driftline.disk=path=/dev/vda,pause=50ms";
 
+/// Length of a value of the guest's metadata, in bytes: many segments.
+const LARGE: usize = 40_000;
+
 /// A process named `firecracker`. Dropping it kills the process.
 struct FirecrackerProcess {
     child: Child,
@@ -160,6 +163,9 @@ fn configure(process: &FirecrackerProcess, linux: &LinuxImage, disk: &Path) {
     let balloon = json!({ "amount_mib": 0, "deflate_on_oom": true, "free_page_hinting": true,
         "stats_polling_interval_s": 1 });
     process.done("PUT", "/balloon", &balloon);
+    let mmds = json!({ "network_interfaces": ["eth0"], "version": "V2" });
+    process.done("PUT", "/mmds/config", &mmds);
+    process.done("PUT", "/mmds", &json!({ "name": "web-1", "large": "v".repeat(LARGE) }));
     let vsock = json!({ "guest_cid": 3, "uds_path": text(&disk.with_extension("vsock")) });
     process.done("PUT", "/vsock", &vsock);
 }
@@ -195,6 +201,27 @@ fn use_balloon(process: &mut FirecrackerProcess) {
     wait_for("an acknowledged run", BOOT, || (process.page(status) == done).then_some(()));
 }
 
+/// Has the guest read its metadata, in a session, while the client changes it.
+fn read_metadata(process: &mut FirecrackerProcess) {
+    let address = "169.254.169.254";
+    let routed = process.shell(&format!("ip route add {address} dev eth0 && echo routed"));
+    assert_eq!(routed, "routed");
+    let ask = |process: &mut FirecrackerProcess, request: &str, filter: &str| {
+        let request = format!("{request}\\r\\nConnection: close\\r\\n\\r\\n");
+        process.shell(&format!("printf '{request}' | nc {address} 80 | {filter}"))
+    };
+    let refused = ask(process, "GET /name HTTP/1.1", "head -n 1");
+    assert!(refused.starts_with("HTTP/1.1 401"), "{refused}");
+    let session = "PUT /latest/api/token HTTP/1.1\\r\\nX-metadata-token-ttl-seconds: 60";
+    let token = ask(process, session, "tail -n 1");
+    let get = |path: &str| format!("GET {path} HTTP/1.1\\r\\nX-metadata-token: {token}");
+    assert_eq!(ask(process, &get("/name"), "tail -n 1"), "web-1");
+    let length = ask(process, &get("/large"), "tail -n 1 | tr -cd v | wc -c");
+    assert_eq!(length, LARGE.to_string());
+    process.done("PATCH", "/mmds", &json!({ "name": "web-2" }));
+    assert_eq!(ask(process, &get("/name"), "tail -n 1"), "web-2");
+}
+
 #[test]
 fn client_of_firecracker_boots_linux() {
     let _alone = tests::one_at_a_time();
@@ -222,6 +249,7 @@ fn client_of_firecracker_boots_linux() {
 
     let of = process.shell("echo $(cat /sys/class/net/eth0/address /sys/class/net/eth0/mtu)");
     assert_eq!(of, "06:00:0a:4d:00:02 1400");
+    read_metadata(&mut process);
     let mut echo = EchoClient::start(&linux, &host, &scratch, "echo");
     let socket = disk.with_extension("vsock");
     echo_over_vsock(&linux, &socket);
@@ -265,6 +293,12 @@ fn client_of_firecracker_boots_linux() {
     let sum = |group: &str, name: &str| -> u64 {
         lines.iter().filter_map(|line| line[group][name].as_u64()).sum()
     };
+    assert_eq!(
+        (sum("mmds", "connections_created"), sum("mmds", "rx_no_token")),
+        (5, 1),
+        "{metrics}"
+    );
+    assert!(sum("mmds", "tx_bytes") > LARGE as u64, "{metrics}");
     for (group, name) in [
         ("block_root", "read_bytes"),
         ("block_root", "write_count"),

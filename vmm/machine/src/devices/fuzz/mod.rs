@@ -42,7 +42,7 @@ use vsock::FuzzedVsock;
 pub type FuzzTarget = fn(&[u8]);
 
 /// All targets by name.
-pub const TARGETS: [(&str, FuzzTarget); 14] = [
+pub const TARGETS: [(&str, FuzzTarget); 15] = [
     ("block", block),
     ("block_uring", block_uring),
     ("net_receive", net_receive),
