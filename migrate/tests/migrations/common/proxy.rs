@@ -212,6 +212,10 @@ fn relay(near: TcpStream, far: TcpStream, plan: ProxyPlan, seen: &[Arc<Mutex<Vec
                 if way.made {
                     let _ = way.from.shutdown(Shutdown::Both);
                     let _ = way.to.shutdown(Shutdown::Both);
+                } else {
+                    // Without a reader, a source whose destination has left would wait in a write,
+                    // where a real connection would be reset.
+                    let _ = std::io::copy(&mut way.from, &mut std::io::sink());
                 }
             }
         });

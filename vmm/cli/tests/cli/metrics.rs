@@ -14,7 +14,8 @@ use crate::common::{
 use driftline_machine::testing::{kvm_or_skip, skip};
 use serde_json::{Value, json};
 
-const THREADS: &[&str] = &["--backend", "threads", "--mem", "64M", "--guest", "payload,ws=16M"];
+const THREADS: &[&str] =
+    &["--backend", "threads", "--mem", "64M", "--guest", "payload,ws=16M,rate=64M"];
 const LISTEN: &[&str] = &["--metrics-listen", "127.0.0.1:0"];
 
 /// Returns the address at which a process answers `/metrics`, from its log.
@@ -203,9 +204,9 @@ fn lazy_restore_counts_its_faults() {
     }
     let tmp = TestDir::new();
     let store = tmp.text("store");
-    let guest = ["--mem", "64M", "--guest", "payload,ws=32M,fill=random"];
+    let guest = ["--mem", "64M", "--guest", "payload,ws=32M,rate=64M,fill=random,report=200"];
     let mut vmm = Vmm::run(&tmp, "vmm", &guest);
-    vmm.await_progress(1, &[]);
+    wait_for("a whole pass", || vmm.reports().iter().any(|r| r.passes > 0).then_some(()));
     vmm.tell(&["checkpoint", "--store", &store, "--count", "2", "--every", "50ms"]);
     vmm.kill();
     let args = ["restore", "--store", &store, "--lazy", "-v"];
@@ -399,7 +400,7 @@ fn prometheus_scrapes_a_guest() {
     let tmp = TestDir::new();
     let disk = tmp.text("disk.img");
     std::fs::File::create(&disk).unwrap().set_len(1 << 20).unwrap();
-    let guest = ["--mem", "64M", "--vcpus", "2", "--guest", "payload,ws=16M", "--disk"];
+    let guest = ["--mem", "64M", "--vcpus", "2", "--guest", "payload,ws=16M,rate=64M", "--disk"];
     let disk = format!("path={disk}");
     let vmm = Vmm::run(&tmp, "vmm", &[&guest[..], &[&disk, "--name", "web-1"], LISTEN].concat());
     let target = address(&vmm);

@@ -112,9 +112,10 @@ fn only_a_migration_shows_in_the_guests_clock() {
         let factory = MachineFactory::new(console.host());
         let new = factory.create(machine.vm_id(), &machine.config()).unwrap();
         copy(&machine, &new, machine.populated().unwrap());
-        let already = console.reports().len();
         let away = Duration::from_secs(1);
         std::thread::sleep(away);
+        // By now the console has what the guest printed before its pause.
+        let already = console.reports().len();
         new.restore_state(&sections, clock).unwrap();
         new.resume().unwrap();
         console.wait_for_reports(1, already + 2);

@@ -64,6 +64,7 @@ impl GuestDrive for DriveSource {
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::FileExt;
+    use std::sync::atomic::AtomicU64;
     use std::thread;
 
     use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
@@ -77,28 +78,28 @@ mod tests {
 
     /// Copies one epoch after another from the disk while its device runs, until it is `paused`,
     /// then copies the rest. Returns the copy and the number of epochs that were not empty.
-    fn copy_on(source: &DriveSource, paused: &AtomicBool) -> (Vec<u8>, u64) {
+    fn copy_on(source: &DriveSource, paused: &AtomicBool, epochs: &AtomicU64) -> Vec<u8> {
         let mut writes = source.subscribe("copy").unwrap().unwrap();
         let file = source.open().unwrap();
         let mut copy = vec![0; source.head().bytes as usize];
         file.read_exact_at(&mut copy, 0).unwrap();
-        let mut epochs = 0;
         let mut pass = |writes: &mut Subscription| {
             let epoch = writes.drain();
-            epochs += u64::from(!epoch.is_empty());
+            let is_empty = epoch.is_empty();
             for run in epoch.runs() {
                 let at = run.start.gpa();
                 let to = &mut copy[at as usize..(at + run.bytes()) as usize];
                 file.read_exact_at(to, at).unwrap();
             }
             epoch.commit();
+            epochs.fetch_add(u64::from(!is_empty), Ordering::SeqCst);
         };
         while !paused.load(Ordering::SeqCst) {
             pass(&mut writes);
         }
         pass(&mut writes);
         assert!(writes.drain().is_empty());
-        (copy, epochs)
+        copy
     }
 
     /// Writes to a number of blocks with one request each, and waits for all of them.
@@ -209,10 +210,14 @@ mod tests {
             let source = block.source();
             let mut driver = Driver::started(Box::new(block));
             let blocks = disk.config.bytes / PAGE_SIZE;
-            let paused = AtomicBool::new(false);
+            let (paused, epochs) = (AtomicBool::new(false), AtomicU64::new(0));
             thread::scope(|scope| {
-                let copier = scope.spawn(|| copy_on(&source, &paused));
+                let copier = scope.spawn(|| copy_on(&source, &paused, &epochs));
                 for round in 0..60u64 {
+                    // The writes of earlier rounds are in an epoch of their own.
+                    while round == 30 && epochs.load(Ordering::SeqCst) == 0 {
+                        thread::yield_now();
+                    }
                     let mut sent = Vec::new();
                     for n in 0..24u64 {
                         // No two requests that are in flight write to the same block: virtio does
@@ -244,7 +249,8 @@ mod tests {
                 }
                 driver.quiesce();
                 paused.store(true, Ordering::SeqCst);
-                let (copy, epochs) = copier.join().unwrap();
+                let copy = copier.join().unwrap();
+                let epochs = epochs.load(Ordering::SeqCst);
                 let written = disk.contents(0, disk.config.bytes as usize);
                 let wrong = copy.chunks(512).zip(written.chunks(512)).position(|(a, b)| a != b);
                 assert_eq!(wrong, None, "the first wrong sector, of {epochs} epochs");

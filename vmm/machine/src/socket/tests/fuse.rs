@@ -141,7 +141,7 @@ fn stale_socket_removed_meanwhile_is_replaced() {
     };
     let path = dir.path().join("api");
     leave_stale(&path);
-    let socket = ListeningSocket::bind(&path).unwrap();
+    let socket = bind_after_kill(&path);
     assert!(names.lock().unwrap().keys().eq(["api"]));
     drop(socket);
     assert!(names.lock().unwrap().is_empty());
@@ -167,7 +167,7 @@ fn file_system_without_noreplace_has_sockets() {
         assert!(matches!(e, SocketError::InUse(_)), "{e}");
         kill(socket);
         is(&["api"]);
-        let socket = ListeningSocket::bind(&path).unwrap();
+        let socket = bind_after_kill(&path);
         UnixStream::connect(&path).unwrap();
         is(&["api"]);
         drop(socket);
