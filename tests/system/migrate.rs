@@ -35,7 +35,7 @@ fn in_a_row(load: GuestLoad, hops: usize) {
     source.console().assert_clean();
 }
 
-tests::under_each_load!(in_a_row, 3, 20);
+tests::under_each_load!(in_a_row, 2, 20);
 
 #[test]
 fn guest_arrives_whole_with_every_send_option() {

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use driftline_checkpoint::{Checkpointer, RestoreError, RestoreReport, restore_archive};
 use driftline_dirty_tracker::{Gfn, Slot, SlotId};
-use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
+use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, repeats};
 use driftline_guest::{Clock, GuestContents, GuestIdentity, Lifecycle, VmId};
 use driftline_store::testing::{DiskOp, MemoryDisk, correct_record_file};
 use driftline_store::{Archive, Backend, Damage, ExportReport, Store, StoreError};
@@ -110,7 +110,7 @@ fn every_archived_epoch_restores() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(48))]
+    #![proptest_config(ProptestConfig::with_cases(repeats(16, 48)))]
 
     #[test]
     fn archived_memory_restores_exactly(

@@ -131,7 +131,7 @@ fn crash_at_every_sync(log_bound: u64) -> u64 {
         let disk = MemoryDisk::default();
         disk.stop_at_sync(stop);
         let (guest, epochs) = run(&disk, log_bound);
-        let torn = (0..repeats(3, 12)).map(|seed| Survives::Torn(seed + stop * 100));
+        let torn = (0..repeats(2, 12)).map(|seed| Survives::Torn(seed + stop * 100));
         for how in [Survives::Nothing, Survives::Everything].into_iter().chain(torn) {
             check_crash(&disk.crash(how), &guest, &epochs, how);
         }
@@ -158,7 +158,7 @@ fn durable_epochs_survive_crashes_during_log_rotation() {
 #[test]
 fn durable_epochs_survive_a_crash_at_any_sector() {
     // Syncs that create the store, and in turn ones of the log and of the page file.
-    let of_epochs = (6..5 + 2 * EPOCHS).step_by(repeats(9, 3));
+    let of_epochs = (6..5 + 2 * EPOCHS).step_by(repeats(18, 3));
     for stop in [0, 3].into_iter().chain(of_epochs) {
         let disk = MemoryDisk::default();
         disk.stop_at_sync(stop);

@@ -3,7 +3,7 @@
 use crate::common::small::{self, LOG, MANIFEST, PAGES, small_store};
 use driftline_checkpoint::{Checkpointer, RestoreError, restore};
 use driftline_dirty_tracker::{Gfn, Slot, SlotId};
-use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, TestDisk};
+use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, TestDisk, repeats};
 use driftline_guest::{Clock, GuestContents, VmId};
 use driftline_store::testing::{MemoryDisk, correct_log, correct_manifest, correct_pages};
 use driftline_store::{Damage, Store, StoreError};
@@ -469,7 +469,7 @@ fn sound(name: &str) -> Vec<u8> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(2000))]
+    #![proptest_config(ProptestConfig::with_cases(repeats(600, 2000)))]
     #[test]
     fn hostile_files_with_right_checksums_are_survived(
         file in 0usize..3,

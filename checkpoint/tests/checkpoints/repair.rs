@@ -195,7 +195,7 @@ thread_local! {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(repeats(150, 600)))]
+    #![proptest_config(ProptestConfig::with_cases(repeats(75, 600)))]
     #[test]
     fn repair_keeps_all_that_is_intact(harms in prop::collection::vec(harm(), 1..5)) {
         BOTH.with(|(stored, needs)| {
@@ -333,7 +333,7 @@ fn repair_killed_at_each_sync(
         let repaired = repair(&disk);
         // The last sync only removes old names, and a repair has succeeded without it.
         assert!(repaired.is_ok() || disk.is_stopped());
-        let torn = (0..repeats(2, 8)).map(|seed| Survives::Torn(seed + 100 * stop));
+        let torn = (0..repeats(1, 8)).map(|seed| Survives::Torn(seed + 100 * stop));
         for how in [Survives::Nothing, Survives::Everything].into_iter().chain(torn) {
             for writer_first in [false, true] {
                 let after = disk.crash(how);

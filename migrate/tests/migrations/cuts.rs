@@ -8,7 +8,7 @@ use crate::common::{
     AT_ONCE, At, CUT_COMMIT_DEADLINE, CutPoint, HostPair, LONG, Proxy, ProxyPlan, Sender,
     await_last_message, each, exactly_one_runs, quick_send, tag, within,
 };
-use driftline_guest::testing::{MemoryConfig, MemoryGuest};
+use driftline_guest::testing::{MemoryConfig, MemoryGuest, repeats};
 
 /// Returns options for one pass and the pause, so that runs are alike.
 fn options(hosts: &HostPair) -> driftline_migrate::SendOptions {
@@ -44,13 +44,13 @@ fn units() -> (Vec<u16>, Vec<u16>) {
     (seen(&proxy.from_source), seen(&proxy.from_destination))
 }
 
-/// Returns the first two units and the last unit of each tag, because the number of messages with
-/// memory varies.
+/// Returns the first unit and the last unit of each tag, because the number of messages with memory
+/// varies; in the long form also the second.
 fn some_of_each(tags: &[u16]) -> Vec<(usize, u16)> {
     let units = || tags.iter().copied().enumerate();
     let among = |unit: usize, tag: u16| {
         let before = tags[..unit].iter().filter(|t| **t == tag).count();
-        before < 2 || !tags[unit + 1..].contains(&tag)
+        before < repeats(1, 2) || !tags[unit + 1..].contains(&tag)
     };
     units().filter(|(unit, tag)| among(*unit, *tag)).collect()
 }

@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 
 use crate::common::{TestDir, Vmm, attack, wait_for};
 
-const GUEST: &[&str] = &["--backend", "threads", "--mem", "32M", "--guest", "payload,ws=1M"];
+const GUEST: &[&str] =
+    &["--backend", "threads", "--mem", "32M", "--guest", "payload,ws=1M,rate=8M"];
 /// Allowance beside connections: the operator's own, and threads that are ending.
 const SLACK: usize = 16;
 

@@ -12,7 +12,7 @@ const GUEST: &[&str] = &[
     "--vcpus",
     "2",
     "--guest",
-    "payload,ws=16M,pattern=random,report=200",
+    "payload,ws=16M,rate=64M,pattern=random,report=200",
 ];
 
 /// Pages that each vCPU of the guest below writes, one after the other.
@@ -25,7 +25,7 @@ const SEQUENTIAL: &[&str] = &[
     "--vcpus",
     "2",
     "--guest",
-    "payload,ws=16M,report=200",
+    "payload,ws=16M,rate=64M,report=200",
 ];
 
 fn lines(json: &str) -> Vec<Value> {

@@ -7,8 +7,14 @@ use crate::common::{TestDir, Vmm, fail, output, succeed, text};
 use driftline_dirty_tracker::PAGE_SIZE;
 use serde_json::Value;
 
-const GUEST: &[&str] =
-    &["--mem", "64M", "--guest", "payload,ws=1M,pattern=random,report=200", "--backend", "threads"];
+const GUEST: &[&str] = &[
+    "--mem",
+    "64M",
+    "--guest",
+    "payload,ws=1M,rate=8M,pattern=random,report=200",
+    "--backend",
+    "threads",
+];
 
 /// Creates a store with two checkpoints. Returns its path, and the pages of the first checkpoint.
 fn stored(tmp: &TestDir) -> (String, Vec<u8>) {

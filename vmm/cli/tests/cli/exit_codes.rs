@@ -22,8 +22,11 @@ fn run(args: &[&str]) -> (Option<i32>, String, String) {
 fn exit_codes_follow_the_table() {
     let tmp = TestDir::new();
     let (state, store, none) = (tmp.text("state"), tmp.text("store"), tmp.text("none"));
-    let mut vmm =
-        Vmm::run(&tmp, "a", &["--backend", "threads", "--mem", "64M", "--guest", "payload,ws=1M"]);
+    let mut vmm = Vmm::run(
+        &tmp,
+        "a",
+        &["--backend", "threads", "--mem", "64M", "--guest", "payload,ws=1M,rate=8M"],
+    );
     vmm.tell(&["checkpoint", "--store", &store]);
     let socket = vmm.socket();
     let here = ["--state-dir", &state];
@@ -126,8 +129,11 @@ fn doctor_exits_3_without_kvm() {
 fn a_damaged_store_is_one_object_on_stdout() {
     let tmp = TestDir::new();
     let store = tmp.text("store");
-    let vmm =
-        Vmm::run(&tmp, "a", &["--backend", "threads", "--mem", "64M", "--guest", "payload,ws=1M"]);
+    let vmm = Vmm::run(
+        &tmp,
+        "a",
+        &["--backend", "threads", "--mem", "64M", "--guest", "payload,ws=1M,rate=8M"],
+    );
     vmm.tell(&["checkpoint", "--store", &store]);
     drop(vmm);
     let part = |prefix: &str| {
@@ -249,7 +255,7 @@ fn printed(vmm: &Vmm<'_>, args: &[&str]) -> Value {
 #[test]
 fn json_results_are_one_object_on_stdout() {
     let tmp = TestDir::new();
-    let guest = ["--backend", "threads", "--mem", "64M", "--guest", "payload,ws=1M"];
+    let guest = ["--backend", "threads", "--mem", "64M", "--guest", "payload,ws=1M,rate=8M"];
     let mut vmm = Vmm::run(&tmp, "a", &guest);
     for _ in 0..2 {
         assert_eq!(printed(&vmm, &["pause"]), json!({ "state": "paused" }));

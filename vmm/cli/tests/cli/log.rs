@@ -9,7 +9,8 @@ use crate::common::{
 use driftline_machine::testing::{Elf, kvm_or_skip};
 use serde_json::Value;
 
-const GUEST: &[&str] = &["--backend", "threads", "--mem", "64M", "--guest", "payload,ws=1M"];
+const GUEST: &[&str] =
+    &["--backend", "threads", "--mem", "64M", "--guest", "payload,ws=1M,rate=8M"];
 
 #[test]
 fn verbose_run_logs_the_machine_in_plain_text() {

@@ -259,7 +259,7 @@ fn guest_in_doubt_waits_for_the_operator() {
 #[test]
 fn second_interrupt_ends_send_migration() {
     let tmp = TestDir::new();
-    let vmm = Vmm::run(&tmp, "source", &[THREADS, &["--guest", "payload,ws=1M"]].concat());
+    let vmm = Vmm::run(&tmp, "source", &[THREADS, &["--guest", "payload,ws=1M,rate=8M"]].concat());
     let (_there, to) = receiver(&tmp, "there", &[]);
     let to = proxy_that_keeps_commit(&to, tmp.path("state"));
     let mut send = driftline(&["send-migration", &to, "--api-sock", &vmm.socket()])
@@ -282,7 +282,7 @@ fn second_interrupt_ends_send_migration() {
 #[test]
 fn unreachable_destination_is_4_and_bad_address_2() {
     let tmp = TestDir::new();
-    let guest = ["--guest", "payload,ws=1M"];
+    let guest = ["--guest", "payload,ws=1M,rate=8M"];
     let mut vmm = Vmm::run(&tmp, "a", &[THREADS, &guest].concat());
     let closed = ClosedAddress::new();
     let to = format!("tcp:{}", closed.address);

@@ -33,14 +33,15 @@ pub const AVAILABLE: u32 = RINGS + 0x1000;
 pub const USED: u32 = RINGS + 0x2000;
 pub const BUFFERS: u32 = 0x30_0000;
 
-/// One step of the guest: write 32 bits, wait for 32 bits, print a character, or continue at
-/// another step.
+/// One step of the guest: write 32 bits, wait for 32 bits, print a character, continue at another
+/// step, or halt forever.
 #[derive(Clone, Copy)]
 pub enum DriverStep {
     Write(u32, u32),
     Wait(u32, u32, u32),
     Print(u8),
     GoTo(u32),
+    Halt,
 }
 
 /// A device of the guest.
@@ -142,7 +143,7 @@ impl DriverScript {
         self.0.push(DriverStep::Print(b'W'));
     }
 
-    /// Requests a flush of a disk, waits for its completion, and prints an F.
+    /// Requests a flush of a disk and halts, so that a guest whose flush hangs needs no processor.
     pub fn flush(&mut self, disk: ScriptedDevice) {
         let status = BUFFERS + 0x2000;
         self.start(disk);
@@ -154,9 +155,7 @@ impl DriverScript {
         self.describe(0, BUFFERS, 16, NEXT, 1);
         self.describe(1, status, 1, WRITE, 0);
         self.offer(disk, 0, 1);
-        self.0.push(DriverStep::Wait(USED, 0xffff_0000, 1 << 16));
-        self.0.push(DriverStep::Wait(status, 0xff, 0));
-        self.0.push(DriverStep::Print(b'F'));
+        self.0.push(DriverStep::Halt);
     }
 
     /// Writes zeros to a sector of a disk again and again, without an end.
@@ -213,19 +212,23 @@ impl DriverScript {
         code.extend((CODE_AT + TABLE_AT).to_le_bytes());
         // next: mov eax, [esi]; mov ebx, [esi+4]; mov ecx, [esi+8]; mov edx, [esi+12]; add esi, 16
         code.extend([0x8b, 0x06, 0x8b, 0x5e, 4, 0x8b, 0x4e, 8, 0x8b, 0x56, 12, 0x83, 0xc6, 16]);
-        // cmp eax, 1; je write; cmp eax, 2; je wait; cmp eax, 3; je print; cmp eax, 4; je goto
-        code.extend([0x83, 0xf8, 1, 0x74, 21, 0x83, 0xf8, 2, 0x74, 20]);
-        code.extend([0x83, 0xf8, 3, 0x74, 25, 0x83, 0xf8, 4, 0x74, 29]);
+        // cmp eax, 1; je write; cmp eax, 2; je wait; cmp eax, 3; je print; cmp eax, 4; je goto;
+        // cmp eax, 5; je halt
+        code.extend([0x83, 0xf8, 1, 0x74, 26, 0x83, 0xf8, 2, 0x74, 25]);
+        code.extend([0x83, 0xf8, 3, 0x74, 30, 0x83, 0xf8, 4, 0x74, 34]);
+        code.extend([0x83, 0xf8, 5, 0x74, 33]);
         // mov al, 0xfe; out 0x64, al; jmp $
         code.extend([0xb0, 0xfe, 0xe6, 0x64, 0xeb, 0xfe]);
         // write: mov [ebx], ecx; jmp next
-        code.extend([0x89, 0x0b, 0xeb, 0xd4]);
+        code.extend([0x89, 0x0b, 0xeb, 0xcf]);
         // wait: mov edi, [ebx]; and edi, edx; cmp edi, ecx; jne wait; jmp next
-        code.extend([0x8b, 0x3b, 0x21, 0xd7, 0x39, 0xcf, 0x75, 0xf8, 0xeb, 0xca]);
+        code.extend([0x8b, 0x3b, 0x21, 0xd7, 0x39, 0xcf, 0x75, 0xf8, 0xeb, 0xc5]);
         // print: mov al, cl; mov dx, 0x3f8; out dx, al; jmp next
-        code.extend([0x88, 0xc8, 0x66, 0xba, 0xf8, 0x03, 0xee, 0xeb, 0xc1]);
+        code.extend([0x88, 0xc8, 0x66, 0xba, 0xf8, 0x03, 0xee, 0xeb, 0xbc]);
         // goto: mov esi, ebx; jmp next
-        code.extend([0x89, 0xde, 0xeb, 0xbd]);
+        code.extend([0x89, 0xde, 0xeb, 0xb8]);
+        // halt: hlt; jmp halt
+        code.extend([0xf4, 0xeb, 0xfd]);
         code.resize(TABLE_AT as usize, 0);
         for step in &self.0 {
             let words = match *step {
@@ -233,6 +236,7 @@ impl DriverScript {
                 DriverStep::Wait(addr, mask, value) => [2, addr, value, mask],
                 DriverStep::Print(character) => [3, 0, character.into(), 0],
                 DriverStep::GoTo(step) => [4, CODE_AT + TABLE_AT + 16 * step, 0, 0],
+                DriverStep::Halt => [5, 0, 0, 0],
             };
             code.extend(words.iter().flat_map(|w| w.to_le_bytes()));
         }
