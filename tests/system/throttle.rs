@@ -69,7 +69,7 @@ fn only_a_throttled_guest_converges_on_slow_link() {
     let mut source = start(&scratch, FAST, 1, "dirty-ring");
     let (refused, address) = Driftline::receive(&scratch, "refused");
     let link = MigrationProxy::slow(&address, DELAY, RATE);
-    let limit = ["--timeout-s", "2"];
+    let limit = ["--timeout-s", "3"];
     let sent = source.cli(
         "send-migration",
         &[&[link.address(), "--json", "--no-throttle"], &limit[..]].concat(),
@@ -127,7 +127,7 @@ fn only_writing_vcpu_is_throttled_until_cancel() {
     let mut send_command = send_in_background(&source, &link);
     wait_for("a throttled vCPU", REPORT_LIMIT, || (throttled_ms(&source)?[0] > 300).then_some(()));
     // Few, because a throttled guest converges some seconds after the throttle has begun.
-    let (from, to) = two_reports(&source, 2, 5);
+    let (from, to) = two_reports(&source, 2, 3);
     let writes_throttled = per_ms(&from[0], &to[0], |r| r.pages);
     let throttled = throttled_ms(&source).expect("it answers");
     assert!(throttled[1] * 20 <= throttled[0], "the reader is not throttled: {throttled:?} ms");
@@ -158,7 +158,7 @@ fn guest_without_rings_is_not_throttled() {
     let source = start(&scratch, FAST, 1, "dirty-bitmap");
     let (destination, address) = Driftline::receive(&scratch, "destination");
     let link = MigrationProxy::slow(&address, DELAY, RATE);
-    let sent = source.cli("send-migration", &[link.address(), "--json", "--timeout-s", "2"]);
+    let sent = source.cli("send-migration", &[link.address(), "--json", "--timeout-s", "3"]);
     let stderr = String::from_utf8_lossy(&sent.stderr);
     assert_eq!(sent.status.code(), Some(4), "{stderr}");
     assert!(

@@ -158,7 +158,7 @@ fn durable_epochs_survive_crashes_during_log_rotation() {
 #[test]
 fn durable_epochs_survive_a_crash_at_any_sector() {
     // Syncs that create the store, and in turn ones of the log and of the page file.
-    let of_epochs = (6..5 + 2 * EPOCHS).step_by(repeats(18, 3));
+    let of_epochs = (6..5 + 2 * EPOCHS).step_by(repeats(17, 3));
     for stop in [0, 3].into_iter().chain(of_epochs) {
         let disk = MemoryDisk::default();
         disk.stop_at_sync(stop);

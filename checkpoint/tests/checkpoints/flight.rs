@@ -253,7 +253,7 @@ fn ended_series_reports_every_epoch() {
 
 #[test]
 fn crash_with_epochs_in_flight_keeps_durable_ones() {
-    for stop in (0..60).step_by(repeats(6, 1)) {
+    for stop in (0..60).step_by(repeats(7, 1)) {
         let (disk, guest) = (MemoryDisk::default(), busy());
         disk.stop_at_sync(stop);
         let mut durable = Vec::new();

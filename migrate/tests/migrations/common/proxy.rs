@@ -213,8 +213,9 @@ fn relay(near: TcpStream, far: TcpStream, plan: ProxyPlan, seen: &[Arc<Mutex<Vec
                     let _ = way.from.shutdown(Shutdown::Both);
                     let _ = way.to.shutdown(Shutdown::Both);
                 } else {
-                    // Without a reader, a source whose destination has left would wait in a write,
-                    // where a real connection would be reset.
+                    // A source whose destination has left would otherwise wait in a write until its
+                    // limit. A real connection would be reset; this one lets the source read what
+                    // the destination sent last, and then the end.
                     let _ = std::io::copy(&mut way.from, &mut std::io::sink());
                 }
             }

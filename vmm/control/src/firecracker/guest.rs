@@ -49,8 +49,12 @@ impl<C> MicroVm<C> {
             Operation::PatchInterface(update) => patch_interface(update, self.config(), jobs),
             Operation::Pause => done(jobs.pause()),
             Operation::Resume => {
+                let was_paused = jobs.vm().run_state() == RunState::Paused;
                 let resumed = done(jobs.resume())?;
-                balloon::end_hinting(jobs);
+                // A copy of a guest that runs may be waiting for hints.
+                if was_paused {
+                    balloon::end_hinting(jobs);
+                }
                 Ok(resumed)
             }
             Operation::SendCtrlAltDel => press_ctrl_alt_del(jobs),

@@ -215,7 +215,8 @@ mod tests {
                 let copier = scope.spawn(|| copy_on(&source, &paused, &epochs));
                 for round in 0..60u64 {
                     // The writes of earlier rounds are in an epoch of their own.
-                    while round == 30 && epochs.load(Ordering::SeqCst) == 0 {
+                    while round == 30 && epochs.load(Ordering::SeqCst) == 0 && !copier.is_finished()
+                    {
                         thread::yield_now();
                     }
                     let mut sent = Vec::new();
