@@ -132,6 +132,9 @@ impl Device for Net {
         if let Err(e) = self.watch(io.watcher) {
             tracing::error!("tap \"{}\" cannot be watched: {e}", self.config.tap);
         }
+        if let Some(metadata) = &mut self.metadata {
+            metadata.resume();
+        }
         let reattached = std::mem::take(&mut self.reattached);
         if self.features.is_some() && (moved || reattached) {
             self.announce(false, io);

@@ -10,6 +10,16 @@ use super::http::{ReadRequest, Reply};
 /// Longest request, in bytes. A connection with a longer one is reset, as in Firecracker.
 pub(super) const MAX_REQUEST: usize = 2500;
 
+/// How far a connection has come. Every byte in either direction makes a difference.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct MmdsProgress {
+    state: State,
+    /// Bytes that TCP has received.
+    received: u64,
+    /// Bytes that the guest has acknowledged.
+    acknowledged: u64,
+}
+
 /// A connection, or a socket that waits for one.
 pub(super) struct MmdsConnection {
     pub(super) socket: SocketHandle,
@@ -17,10 +27,16 @@ pub(super) struct MmdsConnection {
     pub(super) is_begun: bool,
     /// When it last made progress.
     pub(super) active_at: Duration,
-    /// What would show progress since then.
-    last: (State, usize, usize),
+    /// How far it had come then.
+    progress: MmdsProgress,
+    /// Bytes that were taken from TCP.
+    taken: u64,
+    /// Bytes that were given to TCP.
+    given: u64,
     /// Received bytes that are not answered yet.
     request: Vec<u8>,
+    /// Length of `request` when it was found to be less than a request.
+    partial: usize,
     answer: Vec<u8>,
     /// Bytes of the answer that TCP has.
     sent: usize,
@@ -34,15 +50,19 @@ impl MmdsConnection {
             socket,
             is_begun: false,
             active_at: Duration::ZERO,
-            last: (State::Listen, 0, 0),
+            progress: MmdsProgress { state: State::Listen, received: 0, acknowledged: 0 },
+            taken: 0,
+            given: 0,
             request: Vec::new(),
+            partial: 0,
             answer: Vec::new(),
             sent: 0,
             closes: false,
         }
     }
 
-    /// Exchanges bytes with TCP, and answers the requests that are there with `read`.
+    /// Exchanges bytes with TCP, and answers the requests that are there with `read`, which has
+    /// the same bytes again only if there are more.
     pub(super) fn exchange(
         &mut self,
         tcp: &mut Socket<'_>,
@@ -51,7 +71,11 @@ impl MmdsConnection {
     ) {
         // Each round but the last answers a whole request of the bounded input.
         while self.send(tcp) && !self.closes && self.receive(tcp) {
-            let (len, Reply { bytes, closes }) = match read(&self.request) {
+            let found = match self.request.len() > self.partial {
+                true => read(&self.request),
+                false => ReadRequest::Partial,
+            };
+            let (len, Reply { bytes, closes }) = match found {
                 ReadRequest::Whole(len, reply) => (len, reply),
                 ReadRequest::Malformed(reply) => (self.request.len(), reply),
                 ReadRequest::Partial if self.request.len() >= MAX_REQUEST => {
@@ -59,6 +83,7 @@ impl MmdsConnection {
                     break;
                 }
                 ReadRequest::Partial => {
+                    self.partial = self.request.len();
                     if !tcp.may_recv() {
                         tcp.close();
                     }
@@ -66,10 +91,15 @@ impl MmdsConnection {
                 }
             };
             self.request.drain(..len);
+            self.partial = 0;
             (self.answer, self.sent, self.closes) = (bytes, 0, closes);
         }
-        let current = (tcp.state(), tcp.recv_queue(), tcp.send_queue());
-        if std::mem::replace(&mut self.last, current) != current {
+        let progress = MmdsProgress {
+            state: tcp.state(),
+            received: self.taken + tcp.recv_queue() as u64,
+            acknowledged: self.given.saturating_sub(tcp.send_queue() as u64),
+        };
+        if std::mem::replace(&mut self.progress, progress) != progress {
             self.active_at = now;
         }
     }
@@ -78,7 +108,9 @@ impl MmdsConnection {
     fn send(&mut self, tcp: &mut Socket<'_>) -> bool {
         let rest = &self.answer[self.sent..];
         if !rest.is_empty() {
-            self.sent += tcp.send_slice(rest).unwrap_or(0);
+            let sent = tcp.send_slice(rest).unwrap_or(0);
+            self.sent += sent;
+            self.given += sent as u64;
         }
         if self.sent < self.answer.len() {
             return false;
@@ -100,9 +132,8 @@ impl MmdsConnection {
                 self.request.extend(taken);
                 (taken.len(), taken.len())
             });
-            if taken.is_err() {
-                break;
-            }
+            let Ok(taken) = taken else { break };
+            self.taken += taken as u64;
         }
         matches!(tcp.state(), State::Established | State::CloseWait)
     }

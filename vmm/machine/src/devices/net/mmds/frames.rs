@@ -1,6 +1,6 @@
 //! Ethernet frames of a guest that asks for its metadata, and those that answer it.
 
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, SocketAddrV4};
 
 /// The Ethernet address of the metadata service, which Firecracker's guests see, too.
 pub(super) const SERVICE_MAC: [u8; 6] = [0x06, 0x01, 0x23, 0x45, 0x67, 0x01];
@@ -33,6 +33,7 @@ pub(super) enum ServiceFrame {
     Segment {
         /// The Ethernet address of the sender.
         from: [u8; 6],
+        source: SocketAddrV4,
         /// Whether it begins a connection.
         begins: bool,
     },
@@ -89,7 +90,8 @@ fn segment(packet: &[u8], from: [u8; 6]) -> Option<ServiceFrame> {
     if header < 20 || unanswerable || tcp[2..4] != SERVICE_PORT.to_be_bytes() {
         return None;
     }
-    Some(ServiceFrame::Segment { from, begins: tcp[13] & (SYN | ACK) == SYN })
+    let source = SocketAddrV4::new(source, u16::from_be_bytes([tcp[0], tcp[1]]));
+    Some(ServiceFrame::Segment { from, source, begins: tcp[13] & (SYN | ACK) == SYN })
 }
 
 /// Returns a frame for `to` with the IPv4 packet that `fill` writes into its `len` bytes.
@@ -162,7 +164,8 @@ mod tests {
 
     #[test]
     fn packets_for_the_service_are_told_apart() {
-        let segment = |begins| Some(ServiceFrame::Segment { from: GUEST, begins });
+        let source = SocketAddrV4::new(Ipv4Addr::new(10, 0, 0, 2), 0x8000);
+        let segment = |begins| Some(ServiceFrame::Segment { from: GUEST, source, begins });
         assert_eq!(classify(&tcp(80, SYN), ADDRESS), segment(true));
         assert_eq!(classify(&tcp(80, SYN | ACK), ADDRESS), segment(false));
         assert_eq!(classify(&tcp(81, SYN), ADDRESS), Some(ServiceFrame::Bad));

@@ -7,8 +7,9 @@
 //! ```
 //!
 //! The guest is hostile. What it can make the service keep is bounded: connections, the bytes of
-//! each, and frames. A frame costs the work of one TCP segment and of the requests that fit into a
-//! connection's buffers. Connections do not move with the guest, which begins new ones.
+//! each, and frames. A frame costs the work of one TCP segment, of the requests that fit into the
+//! buffers of its connection, and a look at every other connection: bytes are read again only if
+//! more have come. Connections do not move with the guest, which begins new ones.
 
 mod connection;
 mod frames;

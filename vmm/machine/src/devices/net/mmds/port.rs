@@ -82,6 +82,11 @@ impl MmdsPort {
         }
     }
 
+    /// Continues after a pause of the guest. A timer that was set before only expires too early.
+    pub(in crate::devices) fn resume(&mut self) {
+        self.stack.resume(self.store.now());
+    }
+
     /// Forgets all connections, as after a reset of the device.
     pub(in crate::devices) fn reset(&mut self) {
         self.stack.reset();

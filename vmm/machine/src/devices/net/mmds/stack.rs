@@ -1,6 +1,7 @@
 //! The service's side of the network: TCP of smoltcp, without I/O and without a clock.
 
 use std::collections::VecDeque;
+use std::net::SocketAddrV4;
 use std::time::Duration;
 
 use smoltcp::iface::{Config, Interface, PollResult, SocketSet};
@@ -92,8 +93,12 @@ impl MmdsStack {
             ServiceFrame::Arp(_) => {}
             ServiceFrame::Other => count(&counters.other_packets, 1),
             ServiceFrame::Bad => count(&counters.bad_packets, 1),
-            ServiceFrame::Segment { from, begins } => {
+            ServiceFrame::Segment { from, source, begins } => {
                 count(&counters.segments, 1);
+                if begins && self.is_beginning(source) {
+                    // Its answer is repeated, and another socket must not take it.
+                    return true;
+                }
                 if begins {
                     self.make_room(now);
                 }
@@ -120,6 +125,13 @@ impl MmdsStack {
     /// Repeats segments that are not acknowledged, and ends idle connections.
     pub(in crate::devices) fn tick(&mut self, now: Duration) {
         self.poll(None, now);
+    }
+
+    /// Has the time without progress begin now, because the guest was paused.
+    pub(in crate::devices) fn resume(&mut self, now: Duration) {
+        for connection in &mut self.connections {
+            connection.active_at = now;
+        }
     }
 
     /// Returns the time until [`tick`](Self::tick) is due, if there is anything to wait for.
@@ -156,9 +168,9 @@ impl MmdsStack {
             let tcp = self.sockets.get_mut::<Socket<'_>>(connection.socket);
             if tcp.state() == State::Listen {
                 if connection.is_begun {
-                    // The guest has reset it before it was established.
-                    *connection = MmdsConnection::new(connection.socket);
-                    count(&self.store.counters().connections_ended, 1);
+                    // The guest has reset it before it was established. The next connection must
+                    // not begin with what TCP knows of this one.
+                    tcp.abort();
                 }
                 continue;
             }
@@ -213,6 +225,14 @@ impl MmdsStack {
     fn is_listening(&self) -> bool {
         let state = |c: &MmdsConnection| self.sockets.get::<Socket<'_>>(c.socket).state();
         self.connections.iter().any(|connection| state(connection) == State::Listen)
+    }
+
+    /// Returns whether the guest has begun a connection from `source` that is not established yet.
+    fn is_beginning(&self, source: SocketAddrV4) -> bool {
+        self.connections.iter().any(|connection| {
+            let tcp = self.sockets.get::<Socket<'_>>(connection.socket);
+            tcp.state() == State::SynReceived && tcp.remote_endpoint() == Some(source.into())
+        })
     }
 
     /// Ends the connection that has made no progress for the longest time if a new one needs its

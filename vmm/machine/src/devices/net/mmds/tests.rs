@@ -1,10 +1,11 @@
 //! Tests in which a guest with a TCP/IP of its own asks the service, over frames and without time.
 
+mod segments;
+
 use std::collections::VecDeque;
 use std::net::Ipv4Addr;
 use std::time::Duration;
 
-use proptest::prelude::*;
 use serde_json::{Value, json};
 use smoltcp::iface::{Config, Interface, SocketHandle, SocketSet};
 use smoltcp::phy::{Device, DeviceCapabilities, Medium, RxToken, TxToken};
@@ -12,8 +13,9 @@ use smoltcp::socket::tcp::{Socket, SocketBuffer, State};
 use smoltcp::time::Instant;
 use smoltcp::wire::{EthernetAddress, IpCidr};
 
-use super::connection::MAX_REQUEST;
+use super::connection::{MAX_REQUEST, MmdsConnection};
 use super::frames::{ETHERNET, SERVICE_MAC};
+use super::http::ReadRequest;
 use super::stack::{EVICTION_LIMIT, IDLE_LIMIT, MAX_CONNECTIONS, MAX_WAITING, MmdsStack};
 use crate::config::{MetadataVersion, NetMetadata};
 use crate::metadata::MetadataStore;
@@ -299,6 +301,42 @@ fn idle_connection_ends() {
 }
 
 #[test]
+fn pause_is_not_idle_time() {
+    let mut link = TestLink::new(MetadataVersion::V1, json!({ "a": "x" }));
+    let handle = link.connect();
+    assert_eq!(body(&link.ask_on(handle, "GET /a HTTP/1.1\r\n\r\n")), "x");
+    link.now += 2 * IDLE_LIMIT;
+    link.stack.resume(link.now);
+    link.wait(Duration::ZERO);
+    assert_eq!(body(&link.ask_on(handle, "GET /a HTTP/1.1\r\n\r\n")), "x");
+    link.run(|link| !link.exchange());
+    link.wait(IDLE_LIMIT);
+    assert_eq!(link.stack.open_connections(), 0);
+}
+
+/// The service's answer is what the test's own connection receives.
+#[test]
+fn partial_request_is_read_once() {
+    let mut link = TestLink::new(MetadataVersion::V1, json!({ "a": "x", "b": "y" }));
+    let handle = link.connect();
+    link.run(|link| link.tcp(handle).may_send());
+    let mut connection = MmdsConnection::new(handle);
+    let mut lengths = Vec::new();
+    for path in ["/a", "/b"] {
+        link.tcp(handle).send_slice(format!("GET {path} HTTP/1.1\r\n\r\n").as_bytes()).unwrap();
+        link.run(|link| link.tcp(handle).can_recv());
+        for _ in 0..3 {
+            let now = link.now;
+            connection.exchange(link.tcp(handle), now, |bytes| {
+                lengths.push(bytes.len());
+                ReadRequest::Partial
+            });
+        }
+    }
+    assert!(lengths.len() == 2 && lengths[0] < lengths[1], "{lengths:?}");
+}
+
+#[test]
 fn frames_that_nobody_takes_are_bounded() {
     let value = "v".repeat(50_000);
     let mut link = TestLink::new(MetadataVersion::V1, json!({ "a": value.clone() }));
@@ -338,71 +376,4 @@ fn reset_forgets_connections_and_frames() {
     // The guest learns it at its next request, and may begin again.
     assert_eq!(link.ask_on(handle, "GET /a HTTP/1.1\r\n\r\n"), "");
     assert_eq!(body(&link.ask("GET /a HTTP/1.1\r\n\r\n")), "x");
-}
-
-/// Returns a TCP segment for the service with these bytes after its ports.
-fn segment(rest: &[u8], source_port: u16) -> Vec<u8> {
-    let mut frame = [&SERVICE_MAC[..], &GUEST_MAC, &[8, 0]].concat();
-    let len = 20 + 4 + rest.len() as u16;
-    frame.extend([0x45, 0]);
-    frame.extend(len.to_be_bytes());
-    frame.extend([0, 0, 0, 0, 64, 6, 0, 0, 169, 254, 1, 1]);
-    frame.extend(ADDRESS.octets());
-    frame.extend(source_port.to_be_bytes());
-    frame.extend(80u16.to_be_bytes());
-    frame.extend(rest);
-    frame
-}
-
-proptest! {
-    #[test]
-    fn hostile_segments_stay_within_bounds(
-        segments in proptest::collection::vec(
-            (
-                0..40u16,
-                proptest::collection::vec(any::<u8>(), 8),
-                5..16u8,
-                prop_oneof![Just(2u8), Just(16), Just(17), Just(4), any::<u8>()],
-                proptest::collection::vec(any::<u8>(), 6..80),
-                any::<bool>(),
-            ),
-            1..200,
-        ),
-    ) {
-        let version = MetadataVersion::V1;
-        let config = NetMetadata { address: ADDRESS, version, imds_compat: true };
-        let mut stack = MmdsStack::new(config, 68, MetadataStore::default(), 1);
-        let mut now = Duration::ZERO;
-        for (port, numbers, offset, flags, rest, takes) in segments {
-            let bytes = [&numbers[..], &[offset << 4, flags], &rest].concat();
-            prop_assert!(stack.take(&segment(&bytes, port), now));
-            if takes {
-                while stack.next_frame(now).is_some() {}
-                now += stack.due_in(now).unwrap_or_default();
-                stack.tick(now);
-            }
-            prop_assert!(stack.waiting_frames() <= MAX_WAITING);
-            prop_assert!(stack.open_connections() <= MAX_CONNECTIONS);
-        }
-    }
-
-    #[test]
-    fn hostile_frames_are_harmless(frames in proptest::collection::vec(
-        proptest::collection::vec(any::<u8>(), 0..100), 1..50,
-    )) {
-        let version = MetadataVersion::V2;
-        let config = NetMetadata { address: ADDRESS, version, imds_compat: false };
-        let mut stack = MmdsStack::new(config, 1500, MetadataStore::default(), 1);
-        for mut frame in frames {
-            // Most of them are for the service.
-            let own = [(12, 8), (13, 0), (23, 6), (30, 169), (31, 254), (32, 169), (33, 254)];
-            for (at, byte) in own {
-                if let Some(place) = frame.get_mut(at) {
-                    *place = byte;
-                }
-            }
-            stack.take(&frame, Duration::ZERO);
-            prop_assert!(stack.waiting_frames() <= MAX_WAITING);
-        }
-    }
 }
