@@ -114,6 +114,14 @@ enum NetQueue {
     Control,
 }
 
+/// Where a frame for the driver comes from.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum FrameSource {
+    Tap,
+    /// The metadata service, which has the frame until the driver has it.
+    Service,
+}
+
 impl Net {
     /// Opens the interface of `config` for the guest `holder`. It attaches to its tap in
     /// [`Device::acquire`], or, if possible, already in [`Device::restore`]. The first time it
@@ -272,7 +280,7 @@ impl Net {
                 );
                 return Err(Violation::Request { queue: queue as u16, why });
             }
-            let Some(len) = self.next_frame(pair) else {
+            let Some((len, source)) = self.next_frame(pair) else {
                 ring.unpop();
                 return Ok(true);
             };
@@ -280,53 +288,72 @@ impl Net {
             if capacity(&chains) >= len as u64 {
                 if !io.limiters.admit(RECEIVE_LIMITER, queue, (len - HEADER) as u64) {
                     chains.iter().for_each(|_| ring.unpop());
-                    self.state.waiting.insert(pair, self.buffer[..len].to_vec());
+                    self.keep(pair, len, source);
                     return Ok(true);
                 }
                 let given = self.write_frame(&chains, len, io.ram)?;
                 ring.push_all(io.ram, &given)?;
                 self.counters.received_frames.add(1);
                 self.counters.received_bytes.add((len - HEADER) as u64);
+                self.finish(source);
                 had_buffers = true;
                 continue;
             }
             chains.iter().for_each(|_| ring.unpop());
             if self.has(VIRTIO_NET_F_MRG_RXBUF) && chains.len() < usize::from(ring.size()) {
                 // The driver will add more buffers.
-                self.state.waiting.insert(pair, self.buffer[..len].to_vec());
+                self.keep(pair, len, source);
                 return Ok(had_buffers);
             }
             self.count_lost("a frame for the guest is larger than its driver's buffers");
+            self.finish(source);
             had_buffers = true;
         }
         Ok(had_buffers)
     }
 
+    /// Keeps the frame in the buffer until the driver can have it. The state gets nothing of what
+    /// the metadata service says.
+    fn keep(&mut self, pair: u8, len: usize, source: FrameSource) {
+        if source == FrameSource::Tap {
+            self.state.waiting.insert(pair, self.buffer[..len].to_vec());
+        }
+    }
+
+    /// Ends the frame in the buffer, which the driver has or cannot have.
+    fn finish(&mut self, source: FrameSource) {
+        if source == FrameSource::Service
+            && let Some(metadata) = &mut self.metadata
+        {
+            metadata.next_frame();
+        }
+    }
+
     /// Reads the next frame for the driver into the buffer. Returns its length with the header.
-    fn next_frame(&mut self, pair: u8) -> Option<usize> {
+    fn next_frame(&mut self, pair: u8) -> Option<(usize, FrameSource)> {
         if let Some(frame) = self.state.waiting.remove(&pair) {
             // Its length was checked when it was restored.
             self.buffer[..frame.len()].copy_from_slice(&frame);
-            return Some(frame.len());
+            return Some((frame.len(), FrameSource::Tap));
         }
         if let Some(frame) = self.queued_frames.pop(pair) {
             // Its length was checked when it was decoded, or it was read into this buffer.
             self.buffer[..frame.len()].copy_from_slice(&frame);
-            return Some(frame.len());
+            return Some((frame.len(), FrameSource::Tap));
         }
         if let Some(frame) =
-            self.metadata.as_mut().filter(|_| pair == 0).and_then(MmdsPort::next_frame)
+            self.metadata.as_ref().filter(|_| pair == 0).and_then(MmdsPort::first_frame)
         {
             // Without offloads: its checksums are complete.
             self.buffer[..HEADER].fill(0);
-            self.buffer[HEADER..HEADER + frame.len()].copy_from_slice(&frame);
-            return Some(HEADER + frame.len());
+            self.buffer[HEADER..HEADER + frame.len()].copy_from_slice(frame);
+            return Some((HEADER + frame.len(), FrameSource::Service));
         }
         // Continues past bad frames, because the edge-triggered watch does not report the frames
         // after them again.
         for _ in 0..MAX_BAD_FRAMES {
             match self.tap.as_ref()?.read(pair, &mut self.buffer).transpose()? {
-                Ok(len) if len >= HEADER => return Some(len),
+                Ok(len) if len >= HEADER => return Some((len, FrameSource::Tap)),
                 Ok(len) => {
                     self.count_lost(&format!(
                         "the tap has a frame of {len} bytes, less than its header"

@@ -51,7 +51,12 @@ impl MmdsPort {
         is_taken
     }
 
-    /// Returns the next frame for the guest.
+    /// Returns the next frame for the guest, which stays the next one.
+    pub(in crate::devices) fn first_frame(&self) -> Option<&[u8]> {
+        self.stack.first_frame()
+    }
+
+    /// Takes the next frame for the guest.
     pub(in crate::devices) fn next_frame(&mut self) -> Option<Vec<u8>> {
         let frame = self.stack.next_frame(self.store.now());
         self.changed |= frame.is_some();

@@ -109,7 +109,12 @@ impl MmdsStack {
         true
     }
 
-    /// Returns the next frame for the guest.
+    /// Returns the next frame for the guest, which stays the next one.
+    pub(in crate::devices) fn first_frame(&self) -> Option<&[u8]> {
+        self.waiting.frames.front().map(Vec::as_slice)
+    }
+
+    /// Takes the next frame for the guest.
     pub(in crate::devices) fn next_frame(&mut self, now: Duration) -> Option<Vec<u8>> {
         let was_full = !self.waiting.has_room();
         let frame = self.waiting.frames.pop_front()?;
