@@ -78,8 +78,12 @@ mod tests {
 
     /// Copies one epoch after another from the disk while its device runs, until it is `paused`,
     /// then copies the rest. Returns the copy and the number of epochs that were not empty.
-    fn copy_on(source: &DriveSource, paused: &AtomicBool, epochs: &AtomicU64) -> Vec<u8> {
-        let mut writes = source.subscribe("copy").unwrap().unwrap();
+    fn copy_on(
+        source: &DriveSource,
+        mut writes: Subscription,
+        paused: &AtomicBool,
+        epochs: &AtomicU64,
+    ) -> Vec<u8> {
         let file = source.open().unwrap();
         let mut copy = vec![0; source.head().bytes as usize];
         file.read_exact_at(&mut copy, 0).unwrap();
@@ -212,7 +216,8 @@ mod tests {
             let blocks = disk.config.bytes / PAGE_SIZE;
             let (paused, epochs) = (AtomicBool::new(false), AtomicU64::new(0));
             thread::scope(|scope| {
-                let copier = scope.spawn(|| copy_on(&source, &paused, &epochs));
+                let writes = source.subscribe("copy").unwrap().unwrap();
+                let copier = scope.spawn(|| copy_on(&source, writes, &paused, &epochs));
                 for round in 0..60u64 {
                     // The writes of earlier rounds are in an epoch of their own.
                     while round == 30 && epochs.load(Ordering::SeqCst) == 0 && !copier.is_finished()
