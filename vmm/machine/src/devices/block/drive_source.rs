@@ -77,7 +77,7 @@ mod tests {
     use crate::devices::virtio::driver::Driver;
 
     /// Copies one epoch after another from the disk while its device runs, until it is `paused`,
-    /// then copies the rest. Returns the copy and the number of epochs that were not empty.
+    /// then copies the rest. Returns the copy. `epochs` counts those that were not empty.
     fn copy_on(
         source: &DriveSource,
         mut writes: Subscription,
