@@ -93,7 +93,11 @@ fn shape(page: &Value) -> Value {
         Value::Bool(_) => "boolean".into(),
         Value::Number(_) => "number".into(),
         Value::String(_) => "string".into(),
-        Value::Array(elements) => elements.first().map(shape).into_iter().collect(),
+        Value::Array(elements) => {
+            let mut shapes: Vec<Value> = elements.iter().map(shape).collect();
+            shapes.dedup();
+            shapes.into()
+        }
         Value::Object(fields) => {
             fields.iter().map(|(name, value)| (name.clone(), shape(value))).collect()
         }

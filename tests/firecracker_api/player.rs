@@ -241,10 +241,11 @@ impl<'s> Player<'s> {
             (Some(code), _) => ProcessEnd::Code(code),
             (None, signal) => ProcessEnd::Signal(signal.unwrap_or_default()),
         };
-        if end != differs.unwrap_or(ends) {
-            self.failures.push(format!("expected {:?}, got {end:?}", differs.unwrap_or(ends)));
-        } else if differs == Some(ends) {
+        let expected = differs.unwrap_or(ends);
+        if differs.is_some() && end == ends {
             self.failures.push("differs no longer: remove the difference".to_owned());
+        } else if end != expected {
+            self.failures.push(format!("expected {expected:?}, got {end:?}"));
         }
     }
 

@@ -57,7 +57,7 @@ pub enum Fixture {
     CrashingKernel,
     /// 1 MiB of zeros.
     Disk,
-    /// A socket on which nobody listens.
+    /// A socket without a listener.
     StaleSocket,
     Text(String),
 }
@@ -186,7 +186,7 @@ pub struct DetailedAnswer {
     pub fault: Option<String>,
     /// The text of a refusal of the HTTP server, or its beginning and `...`.
     pub error: Option<String>,
-    /// The fields of a page with their types. An array has the fields of its first element.
+    /// The fields of a page with their types. All elements of an array have the same fields.
     pub keys: Option<Value>,
     /// Values of a page, by JSON pointer.
     #[serde(default)]

@@ -45,7 +45,7 @@ impl RawConnection {
     ///
     /// # Errors
     ///
-    /// Nobody listens there.
+    /// The socket has no listener.
     pub fn open(socket: &Path) -> io::Result<Self> {
         let stream = UnixStream::connect(socket)?;
         stream.set_read_timeout(Some(SOON))?;

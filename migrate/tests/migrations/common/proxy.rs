@@ -212,12 +212,10 @@ fn relay(near: TcpStream, far: TcpStream, plan: ProxyPlan, seen: &[Arc<Mutex<Vec
                 if way.made {
                     let _ = way.from.shutdown(Shutdown::Both);
                     let _ = way.to.shutdown(Shutdown::Both);
-                } else {
-                    // A source whose destination has left would otherwise wait in a write until its
-                    // limit. A real connection would be reset; this one lets the source read what
-                    // the destination sent last, and then the end.
-                    let _ = std::io::copy(&mut way.from, &mut std::io::sink());
                 }
+                // A sender that has filled this buffer would otherwise wait in a write until its
+                // limit: the connection is open until the proxy ends, so nothing resets it.
+                let _ = std::io::copy(&mut way.from, &mut std::io::sink());
             }
         });
     }

@@ -264,7 +264,7 @@ fn drive_of_a_started_guest_gets_another_file() {
     wait_for("the old file's end", || {
         (!open_files(&vmm).contains(&tmp.path("disk"))).then_some(())
     });
-    // What describes the disk by its first file is refused, and the guest goes on.
+    // What describes the disk by its first file is refused, and the guest continues.
     let message = fail(4, &["checkpoint", "--store", &store, "--api-sock", &vmm.socket]);
     assert!(message.contains("another file or size than at the guest's start"), "{message}");
     assert_eq!(vmm.get("/")["state"], "Running");

@@ -98,7 +98,7 @@ impl MicroVmConfig {
             }
         }
         if updated.smt {
-            return Err(ApiFault::NotBuilt("smt of the machine's configuration"));
+            return Err(ApiFault::NotInDriftline("smt: each vCPU is a core"));
         }
         if update.cpu_template.is_some() {
             self.cpu_template = None;

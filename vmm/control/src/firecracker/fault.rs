@@ -77,7 +77,7 @@ pub enum ApiFault {
     /// A guest has no more devices. Firecracker refuses them when the guest starts.
     #[error("{0} config error: a guest has at most {MAX_DEVICES} devices.")]
     TooManyDevices(&'static str),
-    /// The vsock cannot be configured. Firecracker does not look.
+    /// The vsock cannot be configured. Firecracker does not check.
     #[error("Vsock config error: {0}")]
     VsockConfig(#[source] ConfigError),
     /// Driftline does not do this.
@@ -173,10 +173,10 @@ impl ApiFault {
 /// Why the balloon is refused.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum BalloonFault {
-    /// There is none.
+    /// The guest has no balloon.
     #[error("No balloon device found.")]
     None,
-    /// It is larger than the memory.
+    /// The balloon is larger than the memory.
     #[error("Amount of pages requested is too large.")]
     TooLarge,
 }
@@ -184,16 +184,16 @@ pub enum BalloonFault {
 /// Why a started guest's balloon is not changed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum BalloonUpdateFault {
-    /// There is none.
+    /// The guest has no balloon.
     #[error("Failed perform action on device: Device not found")]
     None,
-    /// It is to have this size in MiB, and the memory is smaller.
+    /// The new size in MiB exceeds the guest's memory.
     #[error("Balloon: Requested memory should be less than {0}MiB")]
     TooLarge(u32),
-    /// It is to have statistics and has none, or the other way around.
+    /// The request would enable or disable statistics.
     #[error("Balloon: Statistics cannot be enabled/disabled after activation.")]
     Statistics,
-    /// It was configured without hinting.
+    /// The balloon was configured without hinting.
     #[error("Balloon: Attempting to use hinting when not enabled")]
     NoHinting,
     /// The guest has no driver for it yet.
@@ -204,10 +204,10 @@ pub enum BalloonUpdateFault {
 /// Why a started guest's balloon is not shown.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum BalloonQueryFault {
-    /// There is none.
+    /// The guest has no balloon.
     #[error("Failed perform action on device: Device not found")]
     None,
-    /// It was configured without statistics.
+    /// The balloon was configured without statistics.
     #[error("Balloon: Received stats query when stats are disabled.")]
     NoStatistics,
 }
@@ -419,7 +419,7 @@ pub enum NetFault {
     /// Another interface has its address.
     #[error("The MAC address is already in use: {0}")]
     MacInUse(String),
-    /// Its address is not one of an interface. Firecracker does not look.
+    /// Its address is not one of an interface. Firecracker does not check.
     #[error("Could not create the network device: {0}")]
     Mac(#[source] ConfigError),
     /// Its largest frame is out of range.

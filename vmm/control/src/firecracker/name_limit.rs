@@ -4,7 +4,7 @@ use driftline_machine::config::MAX_ID_BYTES;
 
 use super::fault::ApiFault;
 
-/// Prefix of an interface's name in its machine if a drive has the same name.
+/// Prefix of an interface's name in its machine if that name is taken.
 pub(super) const NET_PREFIX: &str = "net-";
 /// Longest name that a client may give, in bytes: a machine has no longer ones, and a prefix may
 /// precede it.

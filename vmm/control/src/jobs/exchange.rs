@@ -22,7 +22,9 @@ pub(crate) enum KeptFile {
     #[error("the drive keeps its file, because a job on the guest is being started; try again")]
     Starting,
     /// A snapshot is being written.
-    #[error("the drive keeps its file, because a snapshot of the guest is being written")]
+    #[error(
+        "the drive keeps its file, because a snapshot of the guest is being written; try again"
+    )]
     Snapshot,
     /// The drive refuses.
     #[error(transparent)]
@@ -50,7 +52,7 @@ impl Jobs {
     ///
     /// # Errors
     ///
-    /// There is one.
+    /// A job runs or is being started, or a snapshot is being written.
     fn keep_jobs_out(
         &self,
         limit: Duration,

@@ -11,7 +11,7 @@ pub(crate) struct MetadataCounters {
     pub(crate) other_packets: AtomicU64,
     /// Of those: packets that are malformed, or for another port.
     pub(crate) bad_packets: AtomicU64,
-    /// Of those: TCP segments that were served.
+    /// Of those: TCP segments for the service's port.
     pub(crate) segments: AtomicU64,
     /// Requests without a token.
     pub(crate) without_token: AtomicU64,
@@ -38,7 +38,7 @@ pub struct MetadataCounts {
     pub other_packets: u64,
     /// Of those: packets that are malformed, or for another port.
     pub bad_packets: u64,
-    /// Of those: TCP segments that were served.
+    /// Of those: TCP segments for the service's port.
     pub segments: u64,
     /// Requests without a token.
     pub without_token: u64,

@@ -37,7 +37,7 @@ impl FrameDiscarder {
     ///
     /// # Errors
     ///
-    /// The chain has no frame numbers, too many, or one of a frame that is not guest memory.
+    /// The chain's bytes are not whole frame numbers, there are too many, or a frame is not guest memory.
     pub(super) fn discard_numbered(
         &mut self,
         queue: usize,

@@ -55,8 +55,8 @@ pub(in crate::devices) struct Flusher {
     jobs: Option<Sender<FlushJob>>,
 }
 
-/// The flusher of the file that a disk has now. The disk's file may be exchanged; those who hold
-/// this keep nothing of the old file open.
+/// The flusher of the file that a disk has now. The disk's file may be exchanged; a holder of
+/// this handle does not keep the old file open.
 #[derive(Clone, Debug)]
 pub(in crate::devices) struct CurrentFlusher(Arc<Mutex<Arc<Flusher>>>);
 

@@ -18,7 +18,8 @@ use super::http::read_request;
 use crate::config::NetMetadata;
 use crate::metadata::{MetadataStore, count};
 
-/// Most connections of an interface, with the socket that waits for the next one.
+/// Most connections of an interface. While there are fewer, one socket waits for the next one and
+/// counts as one.
 pub(in crate::devices) const MAX_CONNECTIONS: usize = 30;
 /// Bytes of answers that TCP may have sent without an acknowledgement.
 const SEND_BUFFER: usize = 8192;

@@ -337,7 +337,7 @@ fn partial_request_is_read_once() {
 }
 
 #[test]
-fn frames_that_nobody_takes_are_bounded() {
+fn waiting_frames_are_bounded() {
     let value = "v".repeat(50_000);
     let mut link = TestLink::new(MetadataVersion::V1, json!({ "a": value.clone() }));
     let all: Vec<_> = (0..MAX_CONNECTIONS).map(|_| link.connect()).collect();
