@@ -83,7 +83,7 @@ mod tests {
         assert!(jobs.starting.try_lock().is_none() && jobs.snapshots.try_lock().is_none());
         drop(kept);
         let taking = jobs.snapshots.lock();
-        assert!(refusal().ends_with("a snapshot of the guest is being written"));
+        assert!(refusal().contains("a snapshot of the guest is being written"));
         drop(taking);
         let starting = jobs.starting.lock();
         assert!(refusal().contains("a job on the guest is being started"));
