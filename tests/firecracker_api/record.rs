@@ -186,7 +186,7 @@ pub struct DetailedAnswer {
     pub fault: Option<String>,
     /// The text of a refusal of the HTTP server, or its beginning and `...`.
     pub error: Option<String>,
-    /// The fields of a page with their types. All elements of an array have the same fields.
+    /// The fields of a page with their types. Equal neighbours in an array are there once.
     pub keys: Option<Value>,
     /// Values of a page, by JSON pointer.
     #[serde(default)]
