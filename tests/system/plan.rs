@@ -63,7 +63,6 @@ fn plan_predicts_the_first_pass_and_total_time() {
     if !kvm_or_skip("plan_predicts_the_first_pass_and_total_time") {
         return;
     }
-    let _alone = one_at_a_time();
     let (plan, measured) = plan_and_migrate(&CASES[0]);
     // On a slow host the guest writes less and the migration takes longer; never the opposite.
     assert_eq!(plan["verdict"], "converges", "{plan}");

@@ -69,7 +69,7 @@ fn only_a_throttled_guest_converges_on_slow_link() {
     let mut source = start(&scratch, FAST, 1, "dirty-ring");
     let (refused, address) = Driftline::receive(&scratch, "refused");
     let link = MigrationProxy::slow(&address, DELAY, RATE);
-    let limit = ["--timeout-s", "3"];
+    let limit = ["--timeout-s", "2"];
     let sent = source.cli(
         "send-migration",
         &[&[link.address(), "--json", "--no-throttle"], &limit[..]].concat(),
@@ -123,7 +123,7 @@ fn only_writing_vcpu_is_throttled_until_cancel() {
     let source = start(&scratch, "payload,ws=32M,rate=max,writers=1", 2, "dirty-ring");
     let (destination, address) = Driftline::receive(&scratch, "destination");
     // Slow enough for the migration to last until the end of the test.
-    let link = MigrationProxy::slow(&address, DELAY, RATE / 6);
+    let link = MigrationProxy::slow(&address, DELAY, RATE / 3);
     let mut send_command = send_in_background(&source, &link);
     wait_for("a throttled vCPU", REPORT_LIMIT, || (throttled_ms(&source)?[0] > 300).then_some(()));
     // Few, because a throttled guest converges some seconds after the throttle has begun.
@@ -138,7 +138,7 @@ fn only_writing_vcpu_is_throttled_until_cancel() {
     wait_for("end of send-migration", SOON, || send_command.try_wait().expect("our child"));
     destination.wait_for_another();
     let throttled = throttled_ms(&source);
-    let (from, to) = two_reports(&source, 2, 10);
+    let (from, to) = two_reports(&source, 2, 5);
     assert_eq!(throttled_ms(&source), throttled, "no vCPU is throttled any more");
     let writes_free = per_ms(&from[0], &to[0], |r| r.pages);
     assert!(
@@ -158,7 +158,7 @@ fn guest_without_rings_is_not_throttled() {
     let source = start(&scratch, FAST, 1, "dirty-bitmap");
     let (destination, address) = Driftline::receive(&scratch, "destination");
     let link = MigrationProxy::slow(&address, DELAY, RATE);
-    let sent = source.cli("send-migration", &[link.address(), "--json", "--timeout-s", "3"]);
+    let sent = source.cli("send-migration", &[link.address(), "--json", "--timeout-s", "2"]);
     let stderr = String::from_utf8_lossy(&sent.stderr);
     assert_eq!(sent.status.code(), Some(4), "{stderr}");
     assert!(

@@ -105,8 +105,8 @@ pub(crate) fn decode_with_addition<T: DeserializeOwned, A: DeserializeOwned>(
     decoded.map_err(|e| GuestError::malformed(what, e))
 }
 
-/// Encodes the value and its additions. The version is 1 plus the number of the last addition that is
-/// there; earlier ones are then written even if they are empty.
+/// Encodes the value and its additions. The version is 1 plus the number of the last addition that
+/// is there; earlier ones are then written even if they are empty.
 pub(crate) fn encode_with_three_additions<T, A, B, C>(
     value: &T,
     (first, has_first): (&A, bool),

@@ -198,24 +198,19 @@ fn sigterm_ends_a_process_whose_flush_hangs() {
 }
 
 #[test]
-fn pause_fails_in_hanging_flush() {
-    let tmp = TestDir::new();
-    let Some(world) = StuckGuest::in_a_flush(&tmp, "pause_fails_in_hanging_flush") else { return };
-    let vmm = &world.vmm;
-    let stderr = in_time("a pause", || vmm.refuse(1, &["pause"]));
-    assert!(stderr.contains("\"disk0\""), "{stderr}");
-    assert_eq!(vmm.state(), "running");
-}
-
-#[test]
-fn checkpoint_fails_in_hanging_flush() {
-    let tmp = TestDir::new();
-    let test = "checkpoint_fails_in_hanging_flush";
-    let Some(world) = StuckGuest::in_a_flush(&tmp, test) else { return };
-    let (vmm, store) = (&world.vmm, tmp.text("store"));
-    let stderr = in_time("a checkpoint", || vmm.refuse(4, &["checkpoint", "--store", &store]));
-    assert!(stderr.contains("\"disk0\""), "{stderr}");
-    assert_eq!(vmm.state(), "running");
+fn requests_fail_in_hanging_flush() {
+    side_by_side([(1, "pause"), (4, "checkpoint")], |(code, request)| {
+        let tmp = TestDir::new();
+        let test = "requests_fail_in_hanging_flush";
+        let Some(world) = StuckGuest::in_a_flush(&tmp, test) else { return };
+        let (vmm, store) = (&world.vmm, tmp.text("store"));
+        let to_store = ["--store", &store];
+        let options: &[&str] = if request == "checkpoint" { &to_store } else { &[] };
+        let refused = || vmm.refuse(code, &[&[request], options].concat());
+        let stderr = in_time(request, refused);
+        assert!(stderr.contains("\"disk0\""), "{stderr}");
+        assert_eq!(vmm.state(), "running");
+    });
 }
 
 #[test]
@@ -234,15 +229,19 @@ fn run_in_hanging_flush_can_be_ended() {
 
 #[test]
 fn guest_in_hanging_flush_can_be_stopped() {
-    let tmp = TestDir::new();
-    let test = "guest_in_hanging_flush_can_be_stopped";
-    let Some(world) = StuckGuest::in_a_flush(&tmp, test) else { return };
-    let (vmm, store) = (&world.vmm, tmp.text("store"));
-    // A checkpoint of the run waits for the disk.
-    vmm.tell(&["checkpoint", "--store", &store, "--every", "1ms", "--detach"]);
-    in_time("a stop", || stop(vmm));
-    let stderr = world.ends_with(0);
-    assert!(stderr.contains("\"disk0\""), "{stderr}");
+    // A checkpoint of the run waits for the disk, too.
+    let stop_in_a_run: fn(&Vmm<'_>, &str) = |vmm, store| {
+        vmm.tell(&["checkpoint", "--store", store, "--every", "1ms", "--detach"]);
+        in_time("a stop", || stop(vmm));
+    };
+    side_by_side([stop_in_a_run, |vmm, _| sigterm(vmm)], |way| {
+        let tmp = TestDir::new();
+        let test = "guest_in_hanging_flush_can_be_stopped";
+        let Some(world) = StuckGuest::in_a_flush(&tmp, test) else { return };
+        way(&world.vmm, &tmp.text("store"));
+        let stderr = world.ends_with(0);
+        assert!(stderr.contains("\"disk0\""), "{stderr}");
+    });
 }
 
 #[test]
@@ -265,16 +264,6 @@ fn second_interrupt_ends_a_command_that_waits() {
     interrupt("stopping after the current checkpoint");
     in_time("the second interrupt", || interrupt("interrupted before the checkpoint run"));
     assert_eq!(run.wait().unwrap().code(), Some(1));
-}
-
-#[test]
-fn sigterm_ends_guest_in_hanging_flush() {
-    let tmp = TestDir::new();
-    let test = "sigterm_ends_guest_in_hanging_flush";
-    let Some(world) = StuckGuest::in_a_flush(&tmp, test) else { return };
-    sigterm(&world.vmm);
-    let stderr = world.ends_with(0);
-    assert!(stderr.contains("\"disk0\""), "{stderr}");
 }
 
 /// Sends a request and disconnects before the answer. Returns true if the server immediately
@@ -441,7 +430,7 @@ fn receiver_refuses_where_writes_to_a_copy_hang() {
 #[test]
 fn receiver_whose_copy_hangs_can_be_stopped() {
     let ways: [fn(&Vmm<'_>); 2] = [stop, sigterm];
-    for way in ways {
+    side_by_side(ways, |way| {
         let tmp = TestDir::new();
         let test = "receiver_whose_copy_hangs_can_be_stopped";
         let Some(copying) = StuckCopy::or_skip(&tmp, test, |_| {}) else { return };
@@ -449,7 +438,7 @@ fn receiver_whose_copy_hangs_can_be_stopped() {
         copying.receiver.await_stuck("a write that hangs");
         way(&copying.receiver.vmm);
         copying.ends(Some(sending));
-    }
+    });
 }
 
 #[test]

@@ -37,7 +37,8 @@ impl FrameDiscarder {
     ///
     /// # Errors
     ///
-    /// The chain's bytes are not whole frame numbers, there are too many, or a frame is not guest memory.
+    /// The chain's bytes are not whole frame numbers, there are too many, or a frame is not guest
+    /// memory.
     pub(super) fn discard_numbered(
         &mut self,
         queue: usize,

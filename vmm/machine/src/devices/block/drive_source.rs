@@ -22,7 +22,8 @@ pub(crate) struct DriveSource {
     pub(super) copy_before_write: Arc<CopyBeforeWrite>,
     /// The flusher, which has a descriptor that identifies the file.
     pub(super) flusher: CurrentFlusher,
-    /// Whether the disk has another file or size than at the guest's start, so that it cannot be copied.
+    /// Whether the disk has another file or size than at the guest's start, so that it cannot be
+    /// copied.
     pub(super) is_exchanged: Arc<AtomicBool>,
 }
 
