@@ -32,12 +32,22 @@ pub trait GuestContents: Send + Sync {
     fn populated(&self) -> Result<Vec<FrameRun>, GuestError>;
 
     /// Like [`populated`](Self::populated), but does not ask the guest: returns all frames that the
-    /// host has memory for. Other frames read as zeros.
+    /// host has memory for. Other frames read as zeros. Both first fetch all memory that another
+    /// process still has.
     ///
     /// # Errors
     ///
-    /// The host does not say which frames it has memory for.
+    /// The host does not say which frames it has memory for, or that process does not serve them.
     fn resident(&self) -> Result<Vec<FrameRun>, GuestError>;
+
+    /// Waits until `frames` can be read without waiting for another process, which might never
+    /// answer. This is for a copy of some frames: what copies all memory gets it by
+    /// [`populated`](Self::populated) or [`resident`](Self::resident).
+    ///
+    /// # Errors
+    ///
+    /// The process that has them does not serve them in time.
+    fn fetch(&self, frames: &[FrameRun]) -> Result<(), GuestError>;
 
     /// Returns write protection of frames, with which they are copied while the guest runs. A guest
     /// has one at a time. `None` means unsupported: frames are then copied in the pause. Opening
@@ -64,6 +74,10 @@ impl<T: Delegate<dyn GuestContents>> GuestContents for T {
 
     fn resident(&self) -> Result<Vec<FrameRun>, GuestError> {
         self.delegate().resident()
+    }
+
+    fn fetch(&self, frames: &[FrameRun]) -> Result<(), GuestError> {
+        self.delegate().fetch(frames)
     }
 
     fn write_protection(&self) -> Result<Option<Box<dyn WriteProtection>>, GuestError> {

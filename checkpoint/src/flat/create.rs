@@ -257,6 +257,7 @@ impl<'o, G: Checkpointable + ?Sized> MemoryOutput<'o, '_, G> {
         runs: Vec<FrameRun>,
     ) -> Result<(u64, Duration, Duration), SnapshotError> {
         let since = Instant::now();
+        self.guest.fetch(&runs)?;
         let frames = write_runs(file, self.guest.ram(), self.layout, &runs)
             .map_err(|e| self.target.io("writing", e))?;
         let write = since.elapsed();

@@ -361,6 +361,11 @@ impl GuestContents for MemoryGuest {
         self.populated()
     }
 
+    fn fetch(&self, _: &[FrameRun]) -> Result<(), GuestError> {
+        // All its memory is there.
+        Ok(())
+    }
+
     /// Stops its own writers and callers of [`write`](MemoryGuest::write), but no other write to
     /// its memory.
     fn write_protection(&self) -> Result<Option<Box<dyn WriteProtection>>, GuestError> {

@@ -225,6 +225,10 @@ impl GuestContents for ScriptedGuest {
         self.0.guest.resident()
     }
 
+    fn fetch(&self, frames: &[FrameRun]) -> Result<(), GuestError> {
+        self.0.guest.fetch(frames)
+    }
+
     fn write_protection(&self) -> Result<Option<Box<dyn WriteProtection>>, GuestError> {
         Ok(Some(Box::new(ScriptedProtection(self.0.clone()))))
     }

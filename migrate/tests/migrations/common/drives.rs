@@ -195,6 +195,9 @@ impl GuestContents for GuestWithDrives {
     fn resident(&self) -> Result<Vec<FrameRun>, GuestError> {
         self.guest.resident()
     }
+    fn fetch(&self, frames: &[FrameRun]) -> Result<(), GuestError> {
+        self.guest.fetch(frames)
+    }
     fn write_protection(&self) -> Result<Option<Box<dyn WriteProtection>>, GuestError> {
         self.guest.write_protection()
     }

@@ -219,6 +219,11 @@ impl GuestContents for ThreadMachine {
         self.populated()
     }
 
+    fn fetch(&self, _: &[FrameRun]) -> Result<(), GuestError> {
+        // All its memory is there.
+        Ok(())
+    }
+
     fn write_protection(&self) -> Result<Option<Box<dyn WriteProtection>>, GuestError> {
         Ok(self.memory.write_protection()?)
     }

@@ -29,11 +29,11 @@ use crate::devices::{
 };
 use crate::kvm::{Capabilities, KvmVm, register_kick_handler};
 use crate::measure::MeasureOptions;
-use crate::memory::{Memory, PrivateFile};
+use crate::memory::{Memory, PageHandlerSocket, PrivateFile};
 use crate::vcpu::{StateContext, cpu_compat, cpuid, msrs, tsc};
 
 /// The first contents of a machine's memory.
-#[derive(Default)]
+#[derive(Debug, Default)]
 pub enum FirstContents {
     /// A kernel or another payload that the configuration boots: the guest is new, and has
     /// acquired its disks.
@@ -45,6 +45,8 @@ pub enum FirstContents {
     /// Those of a file, which belong to a state that is restored. Otherwise as
     /// [`Zeros`](Self::Zeros).
     File(PrivateFile),
+    /// What another process serves when it is touched. Otherwise as [`File`](Self::File).
+    Handler(PageHandlerSocket),
 }
 
 /// Options of a build. By default the guest is new.
@@ -129,13 +131,16 @@ impl KvmMachine {
         let offered = offered_cpuid(&empty.kvm, &empty.supported, &config.cpu)?;
         register_kick_handler().map_err(MachineError::system("installing a signal handler"))?;
         step("memory")?;
-        let memory = Arc::new(match &contents {
-            FirstContents::File(file) => Memory::of_file(config.mem_bytes, &host.memory, file)?,
+        let is_new = matches!(contents, FirstContents::Boot);
+        let memory = Arc::new(match contents {
+            FirstContents::File(file) => Memory::of_file(config.mem_bytes, &host.memory, &file)?,
+            FirstContents::Handler(handler) => {
+                Memory::of_handler(config.mem_bytes, &host.memory, handler)?
+            }
             _ if measured.sparse => Memory::sparse(config.mem_bytes, &host.memory)?,
             _ => Memory::new(config.mem_bytes, &host.memory)?,
         });
         step("kernel")?;
-        let is_new = matches!(contents, FirstContents::Boot);
         let boot = || boot::load(&config, host, &memory, &placements(config.devices.len()));
         let entry = is_new.then(boot).transpose()?;
         if let Some(before_devices) = before_devices {
@@ -235,6 +240,8 @@ impl KvmMachine {
         };
         machine.collector =
             start_collector(&vm, source, &machine.config, throttles, collector_inbox)?;
+        let watched = machine.memory.watch_handler(Box::new(machine.memory_owner()));
+        watched.map_err(MachineError::system("watching the page handler"))?;
         Ok(Arc::new(machine))
     }
 }

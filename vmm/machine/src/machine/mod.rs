@@ -151,6 +151,12 @@ impl KvmMachine {
         self.collector.as_ref().ok_or(GuestError::NotTracked)
     }
 
+    /// Returns what ends the guest if a frame of its memory is lost.
+    fn memory_owner(&self) -> MachineRestoreOwner {
+        let (status, supervisor) = (self.status.clone(), self.supervisor.clone());
+        MachineRestoreOwner { end: EndReporter { status, supervisor } }
+    }
+
     /// Returns the frames whose content the guest declares useless.
     fn free_frames(&self) -> FrameSet {
         // A paused guest cannot send hints.
@@ -196,6 +202,10 @@ impl GuestContents for KvmMachine {
         Ok(self.memory.resident()?)
     }
 
+    fn fetch(&self, frames: &[FrameRun]) -> Result<(), GuestError> {
+        Ok(self.memory.fetch(frames)?)
+    }
+
     fn write_protection(&self) -> Result<Option<Box<dyn WriteProtection>>, GuestError> {
         if self.config.tracking == TrackingMode::UserfaultWp {
             tracing::info!(
@@ -235,9 +245,7 @@ impl Populate for KvmMachine {
             );
             return Ok(Some(source));
         }
-        let (status, supervisor) = (self.status.clone(), self.supervisor.clone());
-        let owner = MachineRestoreOwner { end: EndReporter { status, supervisor } };
-        Ok(self.memory.fetch_lazily(source, Box::new(owner))?)
+        Ok(self.memory.fetch_lazily(source, Box::new(self.memory_owner()))?)
     }
 
     fn fetching(&self) -> Option<LazyRestoreProgress> {

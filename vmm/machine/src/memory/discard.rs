@@ -8,7 +8,8 @@
 //! marked.
 //!
 //! If a frame is write-protected (`write_protect.rs`), the discard waits until it has been copied.
-//! A frame that has not been restored yet (`lazy_restore.rs`) is dropped from the restore.
+//! A frame that has not been restored yet (`lazy_restore.rs`) is dropped from the restore. A page
+//! handler (`page_handler.rs`) is told by the kernel, and the discard waits until it has read that.
 //!
 //! Memory that is a private mapping of a file gets zeros mapped over it (`zero_mappings.rs`). Its
 //! frames count as frames with memory wherever the file has data, discarded or not.
@@ -78,7 +79,14 @@ impl Discarder {
         if let Some(restore) = self.protected.lazy_restore() {
             restore.forget(run, &mut self.runs);
         }
-        let found = self.resident.find(region, run, &mut self.runs);
+        let found = match self.protected.page_handler() {
+            // A page that is missing has what the handler would serve.
+            Some(_) => {
+                self.runs.push(run);
+                Ok(())
+            }
+            None => self.resident.find(region, run, &mut self.runs),
+        };
         if self.runs.is_empty() {
             return found.map(|()| 0);
         }

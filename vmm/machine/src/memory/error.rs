@@ -1,7 +1,9 @@
 //! Errors of guest memory.
 
+use std::fmt;
 use std::io;
 use std::num::TryFromIntError;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use driftline_dirty_tracker::{Gfn, LayoutError};
@@ -73,6 +75,12 @@ pub enum MemoryError {
         /// Limit of the wait.
         limit: Duration,
     },
+    /// The memory cannot be handed over to its page handler.
+    #[error(transparent)]
+    Handler(#[from] PageHandlerError),
+    /// A page handler does not serve a page.
+    #[error(transparent)]
+    NotServed(#[from] FrameError),
     /// The layout is invalid. Only a programming error leads here.
     #[error(transparent)]
     Layout(#[from] LayoutError),
@@ -120,6 +128,48 @@ pub enum MisfitCause {
     Slots(#[from] GuestRegionCollectionError),
 }
 
+/// A step of handing guest memory over to a page handler.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum HandlerStep {
+    /// Opening a userfaultfd.
+    Open,
+    /// Registering the memory with it.
+    Register,
+    /// Connecting to the handler.
+    Connect,
+    /// Sending it the userfaultfd.
+    Send,
+}
+
+impl fmt::Display for HandlerStep {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Open => "opening a userfaultfd",
+            Self::Register => "registering guest memory with userfaultfd",
+            Self::Connect => "connecting to the page handler",
+            Self::Send => "sending guest memory to the page handler",
+        })
+    }
+}
+
+/// Guest memory cannot be handed over to a page handler.
+#[derive(Debug, thiserror::Error)]
+#[error("{step} failed: {cause}")]
+pub struct PageHandlerError {
+    /// The step that failed.
+    pub step: HandlerStep,
+    /// The system's error.
+    #[source]
+    pub cause: io::Error,
+}
+
+impl PageHandlerError {
+    /// Returns the conversion of an error of `step`.
+    pub(super) fn new(step: HandlerStep) -> impl Fn(io::Error) -> Self {
+        move |cause| Self { step, cause }
+    }
+}
+
 /// Why frames of guest memory cannot be listed, placed, fetched or protected.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -142,6 +192,23 @@ pub enum FrameError {
     /// The memory is being restored lazily, or was.
     #[error("this memory has one already")]
     SecondRestore,
+    /// The page handler of the memory serves no more pages. The text says why.
+    #[error("{0}")]
+    HandlerLost(String),
+    /// The page handler of the memory does not answer.
+    #[error(
+        "the page handler at {} has not served the 4 MiB from page {:#x} on within {limit:?}",
+        handler.display(),
+        frame.0
+    )]
+    HandlerSilent {
+        /// The socket of the handler.
+        handler: PathBuf,
+        /// The first page.
+        frame: Gfn,
+        /// Limit of the wait.
+        limit: Duration,
+    },
 }
 
 impl FrameError {
@@ -157,6 +224,7 @@ impl From<FrameError> for GuestError {
             FrameError::System { what, .. } => what,
             FrameError::RestoreUnfinished | FrameError::ReleaseFailed => "protecting frames",
             FrameError::SecondRestore => "starting a lazy restore",
+            FrameError::HandlerLost(_) | FrameError::HandlerSilent { .. } => "fetching frames",
         };
         match e {
             FrameError::System { cause, .. } => Self::System { what, cause: cause.into() },

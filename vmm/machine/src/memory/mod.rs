@@ -11,6 +11,7 @@ mod lazy_restore;
 #[cfg(test)]
 mod lazy_restore_tests;
 mod map;
+mod page_handler;
 mod prefault;
 mod region;
 mod resident;
@@ -29,13 +30,15 @@ use vm_memory::{GuestAddress, GuestMemoryBackend, GuestRegionMmap};
 
 pub use backing::{Backing, HugePages, MemoryOptions, PrivateFile};
 pub(crate) use discard::Discarder;
-pub use error::{FrameError, MemoryError, MisfitCause};
+pub use error::{FrameError, HandlerStep, MemoryError, MisfitCause, PageHandlerError};
 use fill::MemoryFill;
 use lazy_restore::LazyRestore;
 pub use lazy_restore::RestoreFigures;
 pub(crate) use lazy_restore::RestoreOwner;
 pub use map::layout;
 pub(crate) use map::{HOLE_END, HOLE_START};
+use page_handler::PageHandler;
+pub use page_handler::PageHandlerSocket;
 use prefault::AdaptivePrefault;
 use resident::ResidentFrames;
 #[cfg(any(test, feature = "testing"))]
@@ -55,7 +58,7 @@ pub struct Memory {
     tracker: Arc<Tracker>,
     /// Chooses between huge and small pages; `None` if the options already decide that.
     adaptive_prefault: Option<AdaptivePrefault>,
-    /// Write-protected frames, and the lazy restore.
+    /// Write-protected frames, the lazy restore and the page handler.
     protected: Arc<ProtectedFrames>,
     /// Whether the first contents are those of a file.
     is_of_file: bool,
@@ -98,6 +101,37 @@ impl Memory {
         file.check_length(bytes)?;
         let options = MemoryOptions { prefault: options.prefault, ..MemoryOptions::default() };
         Self::map(layout(bytes)?, &options, host_limit_bytes(), Some(file))
+    }
+
+    /// Does as [`new`](Self::new), with the contents that the process at `handler` serves. The kind
+    /// of memory in `options` has no effect, nor has prefaulting. Nothing may touch the memory
+    /// before [`watch_handler`](Self::watch_handler).
+    ///
+    /// # Errors
+    ///
+    /// As [`new`](Self::new), or the memory cannot be handed over.
+    pub(crate) fn of_handler(
+        bytes: u64,
+        options: &MemoryOptions,
+        handler: PageHandlerSocket,
+    ) -> Result<Self, MemoryError> {
+        let options = MemoryOptions { huge_pages: options.huge_pages, ..MemoryOptions::default() };
+        let memory = Self::map(layout(bytes)?, &options, host_limit_bytes(), None)?;
+        let places = MemoryFileLayout::new(&memory.layout);
+        let handler = PageHandler::begin(&memory.ram, &places, handler)?;
+        // Memory that was just mapped has none.
+        let _ = memory.protected.set_page_handler(handler);
+        Ok(memory)
+    }
+
+    /// Starts to watch the page handler, if there is one: `owner` is told of its end.
+    pub(crate) fn watch_handler(&self, owner: Box<dyn RestoreOwner>) -> std::io::Result<()> {
+        self.protected.page_handler().map_or(Ok(()), |handler| handler.watch(owner))
+    }
+
+    /// Waits until `frames` can be read without waiting for another process.
+    pub(crate) fn fetch(&self, frames: &[FrameRun]) -> Result<(), FrameError> {
+        self.protected.page_handler().map_or(Ok(()), |handler| handler.fetch(frames))
     }
 
     /// Does as [`new`](Self::new), for any layout.
@@ -179,9 +213,13 @@ impl Memory {
     ///
     /// # Errors
     ///
-    /// A lazy restore is still under way, or the system refuses.
+    /// A lazy restore is still under way, a page handler does not serve all pages, or the system
+    /// refuses.
     pub fn write_protection(&self) -> Result<Option<Box<dyn WriteProtection>>, FrameError> {
         // A mapping can be registered with one userfaultfd at a time.
+        if let Some(handler) = self.protected.page_handler() {
+            handler.fetch_all()?;
+        }
         if self.protected.lazy_restore().is_some_and(|restore| !restore.wait(LAZY_RESTORE_LIMIT)) {
             // An error, not `None`: write protection becomes available later.
             return Err(FrameError::RestoreUnfinished);
@@ -223,6 +261,7 @@ impl Memory {
         if self.options.prefault
             || self.is_of_file
             || self.protected.lazy_restore().is_some()
+            || self.protected.page_handler().is_some()
             || !self.options.faults_are_small()
         {
             return None;
@@ -247,6 +286,9 @@ impl Memory {
     ///
     /// The reason why the frame has not arrived, after `limit` at the latest.
     pub(crate) fn require(&self, frame: Gfn, limit: Duration) -> Result<(), MemoryError> {
+        if let Some(handler) = self.protected.page_handler() {
+            handler.require(frame, limit)?;
+        }
         self.protected.lazy_restore().map_or(Ok(()), |restore| restore.require(frame, limit))
     }
 
@@ -300,14 +342,18 @@ impl Memory {
     }
 
     /// Returns ascending runs of the frames that have host memory, are swapped out, or have not
-    /// been restored yet. All other frames were never written and read as zeros.
+    /// been restored yet. All other frames were never written and read as zeros. Fetches all memory
+    /// that a page handler serves.
     ///
     /// Reads eight bytes a frame from the kernel, or, for a memory file, one pair of seeks a run.
     ///
     /// # Errors
     ///
-    /// The kernel does not report them.
+    /// The kernel does not report them, or a page handler does not serve them.
     pub fn resident(&self) -> Result<Vec<FrameRun>, FrameError> {
+        if let Some(handler) = self.protected.page_handler() {
+            handler.fetch_all()?;
+        }
         // This comes first: frames that arrive after it are found in memory.
         let left =
             self.protected.lazy_restore().map(LazyRestore::left).filter(|left| !left.is_empty());

@@ -6,7 +6,7 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::time::Duration;
 
 use driftline_dirty_tracker::PAGE_SIZE;
@@ -78,6 +78,9 @@ ioctl_iowr_nr!(UFFDIO_WRITEPROTECT, UFFD, 0x06, UffdioWriteprotect);
 const API: u64 = 0xaa;
 /// Fault messages tell write protection faults from others (5.7).
 const FEATURE_PAGEFAULT_FLAG_WP: u64 = 1 << 0;
+/// The reader of the descriptor receives an event for memory that is discarded (4.11). The discard
+/// waits until it is read.
+const FEATURE_EVENT_REMOVE: u64 = 1 << 3;
 /// Memory files can be write-protected (5.19).
 const FEATURE_WP_HUGETLBFS_SHMEM: u64 = 1 << 12;
 /// Pages that were never written can be write-protected (6.4).
@@ -128,10 +131,22 @@ impl Userfault {
         Self::with(FEATURE_MISSING_SHMEM)
     }
 
+    /// Does as [`open`](Self::open), for a page handler: another process that reads and answers
+    /// faults on missing pages, with the features that Firecracker asks for. Needs kernel 4.11.
+    pub(crate) fn open_for_handler() -> io::Result<Self> {
+        Self::with(FEATURE_EVENT_REMOVE)
+    }
+
     /// Does as [`open`](Self::open), for asynchronous protection: a write does not wait but removes
     /// the protection, which a scan then finds. Needs kernel 6.7.
     pub(crate) fn open_async() -> io::Result<Self> {
         Self::with(FEATURE_WP_ASYNC | FEATURE_WP_HUGETLBFS_SHMEM | FEATURE_WP_UNPOPULATED)
+    }
+
+    /// Returns the descriptor that another process has opened.
+    #[cfg(test)]
+    pub(super) fn received(fd: OwnedFd) -> Self {
+        Self(fd)
     }
 
     fn with(features: u64) -> io::Result<Self> {
@@ -310,6 +325,12 @@ impl Userfault {
             u64::from_ne_bytes(address)
         }));
         Ok(())
+    }
+}
+
+impl AsFd for Userfault {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
     }
 }
 

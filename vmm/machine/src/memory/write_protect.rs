@@ -20,11 +20,12 @@ use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
 use super::error::FrameError;
 use super::lazy_restore::LazyRestore;
+use super::page_handler::PageHandler;
 use super::region::{RegionSource, all, frame_at, is_pooled, source};
 use super::userfault::Userfault;
 
-/// The frames that are protected and the frames that have not been restored yet, for threads that
-/// change frames without writing to them.
+/// The frames that are protected and the frames that have not arrived yet, for threads that change
+/// frames without writing to them.
 #[derive(Debug, Default)]
 pub(crate) struct ProtectedFrames {
     /// Whether any frames are protected. Checked before the lock is taken.
@@ -32,6 +33,7 @@ pub(crate) struct ProtectedFrames {
     state: Mutex<ProtectedState>,
     changed: Condvar,
     lazy_restore: OnceLock<LazyRestore>,
+    page_handler: OnceLock<PageHandler>,
 }
 
 #[derive(Debug, Default)]
@@ -53,6 +55,17 @@ impl ProtectedFrames {
     /// error.
     pub(super) fn set_lazy_restore(&self, restore: LazyRestore) -> Result<(), LazyRestore> {
         self.lazy_restore.set(restore)
+    }
+
+    /// Returns the page handler that serves this guest's memory, if there is one and a page may be
+    /// missing.
+    pub(super) fn page_handler(&self) -> Option<&PageHandler> {
+        self.page_handler.get().filter(|handler| handler.serves())
+    }
+
+    /// Sets the page handler. Memory has one: a second one is returned as the error.
+    pub(super) fn set_page_handler(&self, handler: PageHandler) -> Result<(), PageHandler> {
+        self.page_handler.set(handler)
     }
 
     fn lock(&self) -> MutexGuard<'_, ProtectedState> {
