@@ -2,6 +2,7 @@
 //! machine is built: they may come from anywhere.
 
 use std::collections::BTreeMap;
+use std::fs::File;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
@@ -14,20 +15,23 @@ use driftline_guest::{Section, SectionTag};
 use driftline_machine::config::{
     DeviceConfig, HostConfig, Identity, MachineConfig, NetLimits, NetSpec, VsockSpec, disks,
 };
-use driftline_machine::memory::{PrivateFile, layout};
+use driftline_machine::machine::{FirstContents, MachineError};
+use driftline_machine::memory::{
+    HandlerStep, MemoryError, MemoryOptions, PageHandlerError, PageHandlerSocket, layout,
+};
 use driftline_store::{SnapshotState, StoreError};
 
 use super::opened::ClientFiles;
-use super::plan::{serial_limit, serial_sink};
+use super::plan::{memory_options, serial_limit, serial_sink};
 
 /// What a guest is loaded from.
 #[derive(Debug)]
 pub(super) struct LoadPlan {
     pub(super) config: MachineConfig,
     pub(super) host: HostConfig,
-    pub(super) memory: PrivateFile,
-    /// Identity of the memory file: device and inode.
-    pub(super) backing: (u64, u64),
+    pub(super) contents: FirstContents,
+    /// Identity of the memory file that is mapped, if one is: device and inode.
+    pub(super) backing: Option<(u64, u64)>,
     /// State of the machine.
     pub(super) sections: Vec<Section>,
     /// The configuration that the API shows for the guest.
@@ -45,11 +49,8 @@ pub(super) fn load_plan(
     params: &LoadSnapshotParams,
     own: &MicroVmConfig,
 ) -> Result<LoadPlan, ApiFault> {
-    refuse_unbuilt(params)?;
     let serial = serial_sink(&own.serial)?;
-    let memory = &params.mem_backend.backend_path;
-    let opened = open_snapshot(&params.snapshot_path, memory);
-    let OpenSnapshot { mut state, memory, .. } = opened.map_err(|e| open_fault(e, memory))?;
+    let (mut state, memory) = open(params)?;
     let mut config = MachineConfig::decode(&state.config).map_err(damaged)?;
     if layout(config.mem_bytes).ok().as_ref() != Some(&state.layout) {
         return Err(damaged("its layout is not that of its machine's memory").into());
@@ -59,13 +60,18 @@ pub(super) fn load_plan(
     check_shown(&shown, &config)?;
     let (nets, vsock) = replace_channels(params, &mut shown)?;
     shown.machine.track_dirty_pages = params.track_dirty_pages;
-    shown.machine.huge_pages = huge_pages(params.huge_pages, shown.machine.huge_pages)?;
+    shown.machine.huge_pages = huge_pages(params, shown.machine.huge_pages)?;
     let files = open_drives(&shown, &config)?;
     config.identity = Identity::booted(id.parse().ok());
     let opened = files.for_machine(&shown);
     let host = HostConfig {
         serial,
         serial_limit: serial_limit(&own.serial),
+        // A mapped file keeps its pages.
+        memory: match params.mem_backend.backend_type {
+            MemBackendType::File => MemoryOptions::default(),
+            MemBackendType::Uffd => memory_options(shown.machine.huge_pages),
+        },
         nets,
         vsock,
         metadata: own.metadata.clone(),
@@ -75,18 +81,56 @@ pub(super) fn load_plan(
         ..HostConfig::default()
     };
     let config = config.on_host(&host).map_err(machine_fault)?;
-    let of = memory.metadata().map_err(LoadFault::Memory)?;
-    let backing = (of.dev(), of.ino());
+    let (contents, backing) = match memory {
+        Some(memory) => {
+            let of = memory.metadata().map_err(LoadFault::Memory)?;
+            (FirstContents::File(memory.into()), Some((of.dev(), of.ino())))
+        }
+        // Last, so that a handler does not wait for memory that is not there.
+        None => {
+            let handler = PageHandlerSocket::connect(&params.mem_backend.backend_path);
+            (FirstContents::Handler(handler.map_err(handler_fault)?), None)
+        }
+    };
     let sections = state.sections;
-    Ok(LoadPlan { config, host, memory: memory.into(), backing, sections, shown })
+    Ok(LoadPlan { config, host, contents, backing, sections, shown })
 }
 
-/// Refuses what is not built yet. The process continues.
-fn refuse_unbuilt(params: &LoadSnapshotParams) -> Result<(), ApiFault> {
+/// Opens the state and, unless another process serves the memory, the memory file.
+fn open(params: &LoadSnapshotParams) -> Result<(SnapshotState, Option<File>), LoadFault> {
+    let memory = &params.mem_backend.backend_path;
     match params.mem_backend.backend_type {
-        MemBackendType::File => Ok(()),
-        MemBackendType::Uffd => Err(ApiFault::NotBuilt("backend_type Uffd of PUT /snapshot/load")),
+        MemBackendType::File => {
+            let opened = open_snapshot(&params.snapshot_path, memory);
+            let OpenSnapshot { state, memory, .. } = opened.map_err(|e| open_fault(e, memory))?;
+            Ok((state, Some(memory)))
+        }
+        MemBackendType::Uffd => {
+            let state = SnapshotState::open(&params.snapshot_path);
+            Ok((state.map_err(|e| open_fault(e.into(), memory))?, None))
+        }
     }
+}
+
+/// Returns Firecracker's words for a machine that cannot be built.
+pub(super) fn build_fault(e: MachineError) -> LoadFault {
+    match e {
+        MachineError::Memory(MemoryError::Handler(e)) => handler_fault(e),
+        e => machine_fault(e),
+    }
+}
+
+/// Returns Firecracker's words for memory that cannot be handed over to a page handler.
+fn handler_fault(PageHandlerError { step, cause }: PageHandlerError) -> LoadFault {
+    let what = match step {
+        HandlerStep::Open => "Failed to UFFD object",
+        HandlerStep::Register => {
+            "Failed to register memory address range with the userfaultfd object"
+        }
+        HandlerStep::Connect => "Failed to connect to UDS Unix stream",
+        HandlerStep::Send => "Failed to sends file descriptor",
+    };
+    LoadFault::PageHandler { what, cause }
 }
 
 /// Returns Firecracker's words for a snapshot that cannot be opened. `memory` is its memory file.
@@ -198,18 +242,18 @@ fn replace_channels(
 
 /// Returns the pages that back a loaded guest's memory.
 fn huge_pages(
-    wanted: SnapshotLoadHugePageConfig,
+    params: &LoadSnapshotParams,
     saved: HugePageConfig,
 ) -> Result<HugePageConfig, LoadFault> {
-    let pages = match wanted {
+    let pages = match params.huge_pages {
         SnapshotLoadHugePageConfig::Snapshot => saved,
         SnapshotLoadHugePageConfig::None => HugePageConfig::None,
         SnapshotLoadHugePageConfig::Transparent => HugePageConfig::Transparent,
         SnapshotLoadHugePageConfig::Hugetlbfs2M => HugePageConfig::Hugetlbfs2M,
     };
-    match pages {
-        HugePageConfig::Hugetlbfs2M => Err(LoadFault::HugePages),
-        other => Ok(other),
+    match (pages, params.mem_backend.backend_type) {
+        (HugePageConfig::Hugetlbfs2M, MemBackendType::File) => Err(LoadFault::HugePages),
+        (pages, _) => Ok(pages),
     }
 }
 

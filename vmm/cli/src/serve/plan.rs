@@ -74,22 +74,27 @@ pub(super) fn plan(
         devices,
     };
     plan.check().map_err(machine_fault)?;
-    let huge_pages = match machine.huge_pages {
-        // The administrator's setting applies, as in Firecracker.
-        HugePageConfig::None => None,
-        HugePageConfig::Transparent => Some(HugePages::Thp),
-        HugePageConfig::Hugetlbfs2M => Some(HugePages::Hugetlbfs),
-    };
     let host = HostConfig {
         serial,
         serial_limit: serial_limit(&config.serial),
-        memory: MemoryOptions { huge_pages, ..MemoryOptions::default() },
+        memory: memory_options(machine.huge_pages),
         keyboard: true,
         metadata: config.metadata.clone(),
         opened: files.for_machine(config),
         ..HostConfig::default()
     };
     Ok(GuestPlan { config: plan, host })
+}
+
+/// Returns the options of memory that has these pages.
+pub(super) fn memory_options(pages: HugePageConfig) -> MemoryOptions {
+    let huge_pages = match pages {
+        // The administrator's setting applies, as in Firecracker.
+        HugePageConfig::None => None,
+        HugePageConfig::Transparent => Some(HugePages::Thp),
+        HugePageConfig::Hugetlbfs2M => Some(HugePages::Hugetlbfs),
+    };
+    MemoryOptions { huge_pages, ..MemoryOptions::default() }
 }
 
 /// Refuses what was configured and is not built yet.

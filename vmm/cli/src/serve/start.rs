@@ -20,14 +20,16 @@ use driftline_guest::{Clock, VmId};
 use driftline_machine::config::{
     BootClock, DeviceConfig, HostConfig, MachineConfig, SerialSink, disks, guest_span,
 };
-use driftline_machine::machine::{BuildOptions, FirstContents, KvmMachine};
+use driftline_machine::exit;
+use driftline_machine::machine::{BuildOptions, KvmMachine};
 use driftline_machine::memory::MemoryOptions;
 use driftline_machine::sandbox::{self, SandboxOptions};
 use driftline_machine::vm::SharedVm;
 
-use super::load::{LoadPlan, load_plan};
+use super::load::{LoadPlan, build_fault, load_plan};
 use super::opened::ClientFiles;
 use super::plan::{GuestPlan, plan};
+use crate::end::end_without_memory;
 
 /// A guest that runs, or that was loaded and is paused.
 pub(super) struct StartedGuest {
@@ -121,15 +123,16 @@ impl GuestStarter {
         snapshot: &LoadSnapshotParams,
         own: &MicroVmConfig,
     ) -> Result<(StartedGuest, MicroVmConfig), ApiFault> {
-        let LoadPlan { config, host, memory, backing, sections, shown } =
+        let LoadPlan { config, host, contents, backing, sections, shown } =
             load_plan(&self.id, snapshot, own)?;
         let _logged = guest_span(self.vm_id, &config.identity).entered();
         let failed = |e: &dyn ToString| LoadFault::Machine(e.to_string());
         let before_devices = Some(self.close_sandbox(self.restrictions(&config, &host)));
-        let contents = FirstContents::File(memory);
+        // A page handler may end.
+        exit::set_lost_memory(end_without_memory);
         let options = BuildOptions { contents, before_devices, ..BuildOptions::default() };
-        let vm = KvmMachine::build(self.vm_id, config, &host, options);
-        let machine = vm.map_err(|e| failed(&e))?;
+        let machine = KvmMachine::build(self.vm_id, config, &host, options);
+        let machine = machine.map_err(build_fault)?;
         let vm: SharedVm = machine.clone();
         let base = SnapshotBase::loaded(&vm, snapshot.track_dirty_pages, backing);
         let base = base.map_err(|e| failed(&e))?;

@@ -105,11 +105,7 @@ fn what_is_not_built_is_refused_by_name() {
     let vmm = ServeProcess::start(&tmp, &[]);
     let image = tmp.text("disk.img");
     std::fs::write(&image, [0; 512]).unwrap();
-    let load = json!({ "snapshot_path": &image,
-        "mem_backend": { "backend_path": &image, "backend_type": "Uffd" } });
-    // First, because the others configure a guest that boots.
     for (path, body, name) in [
-        ("/snapshot/load", load, "backend_type Uffd of PUT /snapshot/load is not built"),
         ("/pmem/a", json!({ "id": "a", "path_on_host": &image }), "Driftline has no pmem devices"),
         ("/machine-config", json!({ "vcpu_count": 2, "mem_size_mib": 8, "smt": true }), "smt"),
     ] {

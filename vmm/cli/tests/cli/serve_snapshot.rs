@@ -2,6 +2,7 @@
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixListener;
 use std::time::{Duration, Instant};
 
 use driftline_images::{PAYLOAD_ELF, PayloadReport, PayloadSpec};
@@ -363,20 +364,23 @@ fn missing_or_foreign_files_end_the_process() {
     refused(("state", "memory"), vsock, &format!("{state}Unknown Vsock Device."));
     let pool = format!("{memory}Cannot restore hugetlbfs backed snapshot");
     refused(("state", "memory"), json!({ "huge_pages": "2M" }), &pool);
+    let connecting = "Failed to load guest memory: Error creating guest memory from uffd: Failed \
+                      to connect to UDS Unix stream: ";
+    drop(UnixListener::bind(tmp.path("left")).unwrap());
+    for (socket, end) in [("none", not_found), ("left", "Connection refused (os error 111)")] {
+        let handler = json!({ "mem_backend": { "backend_path": tmp.path(socket),
+            "backend_type": "Uffd" } });
+        refused(("state", "memory"), handler, &format!("{connecting}{end}"));
+    }
 }
 
 #[test]
-fn load_that_is_not_built_ends_nothing() {
-    if !kvm_or_skip("load_that_is_not_built_ends_nothing") {
+fn deprecated_memory_file_is_loaded_and_reported() {
+    if !kvm_or_skip("deprecated_memory_file_is_loaded_and_reported") {
         return;
     }
     let tmp = snapshot();
     let second = Instance::new(&tmp, "second");
-    let uffd = json!({ "mem_backend": { "backend_path": "u", "backend_type": "Uffd" } });
-    let body = load_body(&tmp, ("state", "memory"), uffd);
-    let text = "The requested operation is not supported: backend_type Uffd of PUT /snapshot/load \
-                is not built into Driftline yet.";
-    assert_eq!(second.vmm.refusal("PUT", "/snapshot/load", &body), text);
     let old = json!({ "snapshot_path": tmp.path("state"), "mem_file_path": tmp.path("memory") });
     let (status, head, _) = second.vmm.answer("PUT", "/snapshot/load", &old.to_string());
     assert_eq!(status, 204);

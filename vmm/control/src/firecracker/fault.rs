@@ -360,6 +360,18 @@ pub enum LoadFault {
          use uffd."
     )]
     HugePages,
+    /// Its memory cannot be handed over to its page handler.
+    #[error(
+        "Failed to restore from snapshot: Failed to load guest memory: Error creating guest memory \
+         from uffd: {what}: {cause}"
+    )]
+    PageHandler {
+        /// The step that failed, in Firecracker's words.
+        what: &'static str,
+        /// The system's error.
+        #[source]
+        cause: io::Error,
+    },
     /// Its machine cannot be built. The text says why.
     #[error("Failed to restore from snapshot: Failed to build microVM from snapshot: {0}")]
     Machine(String),

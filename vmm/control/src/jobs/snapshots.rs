@@ -46,14 +46,18 @@ impl SnapshotBase {
     }
 
     /// Returns the base of a guest whose memory is mapped from the file with the identity
-    /// `backing`, before its state is restored.
+    /// `backing`, if from any, before its state is restored.
     ///
     /// # Errors
     ///
     /// The guest's writes cannot be tracked.
-    pub fn loaded(vm: &SharedVm, tracked: bool, backing: (u64, u64)) -> Result<Self, GuestError> {
+    pub fn loaded(
+        vm: &SharedVm,
+        tracked: bool,
+        backing: Option<(u64, u64)>,
+    ) -> Result<Self, GuestError> {
         let changes = tracked.then(|| track(vm)).transpose()?;
-        Ok(Self { changes, backing: Some(backing) })
+        Ok(Self { changes, backing })
     }
 }
 

@@ -9,6 +9,7 @@ use driftline_machine::config::{
     BackendKind, Boot, CpuConfig, DEFAULT_RING_ENTRIES, DiskConfig, MacAddr, MetadataVersion,
     NetConfig, NetMetadata, RateLimits, RngConfig,
 };
+use driftline_machine::memory::HugePages;
 use driftline_machine::tracking::TrackingMode;
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -83,9 +84,14 @@ impl TestSnapshot {
         let params = serde_json::from_value::<Overrides>(body).unwrap();
         let params = LoadSnapshotParams {
             snapshot_path: self.path("state"),
-            mem_backend: MemBackendConfig {
-                backend_path: self.path("memory"),
-                backend_type: MemBackendType::File,
+            mem_backend: match params.handler {
+                Some(backend_path) => {
+                    MemBackendConfig { backend_path, backend_type: MemBackendType::Uffd }
+                }
+                None => MemBackendConfig {
+                    backend_path: self.path("memory"),
+                    backend_type: MemBackendType::File,
+                },
             },
             track_dirty_pages: true,
             resume_vm: false,
@@ -113,6 +119,8 @@ struct Overrides {
     network_overrides: Vec<NetworkOverride>,
     #[serde(default)]
     huge_pages: SnapshotLoadHugePageConfig,
+    /// The socket of a page handler, instead of the memory file.
+    handler: Option<PathBuf>,
 }
 
 fn api_section(api: &Value) -> Section {
@@ -131,7 +139,23 @@ fn machine_is_that_of_the_snapshot() {
     assert_eq!(plan.host.opened.disks[0].cache, driftline_machine::config::DiskCache::Writeback);
     assert!(plan.shown.machine.track_dirty_pages && plan.shown.drives[0].is_root_device);
     let of = std::fs::metadata(snapshot.path("memory")).unwrap();
-    assert_eq!(plan.backing, (of.dev(), of.ino()));
+    assert_eq!(plan.backing, Some((of.dev(), of.ino())));
+}
+
+#[test]
+fn page_handler_takes_the_place_of_the_file() {
+    let snapshot = TestSnapshot::new();
+    let socket = snapshot.path("handler");
+    let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+    let plan = |body| snapshot.plan_with(vec![api_section(&snapshot.api)], body);
+    let plan_2m = plan(json!({ "handler": socket, "huge_pages": "2M" })).unwrap();
+    assert_eq!(plan_2m.backing, None);
+    assert!(matches!(plan_2m.contents, FirstContents::Handler(_)));
+    assert_eq!(plan_2m.host.memory.huge_pages, Some(HugePages::Hugetlbfs));
+    let refusal = plan(json!({ "handler": snapshot.path("none") })).err().unwrap();
+    let text = "from uffd: Failed to connect to UDS Unix stream: No such file or directory (os \
+                error 2)";
+    assert!(refusal.ends_with(text), "{refusal}");
 }
 
 #[test]
