@@ -22,6 +22,8 @@ mod clones;
 mod drives;
 #[path = "linux/firecracker.rs"]
 mod firecracker;
+#[path = "linux/page_handler.rs"]
+mod page_handler;
 
 use std::fs::File;
 use std::path::{Path, PathBuf};

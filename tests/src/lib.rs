@@ -9,19 +9,25 @@ mod guest;
 mod linux;
 mod load;
 mod network;
+mod page_handler;
 mod process;
 mod proxy;
 mod raw_http;
+mod serving;
 mod stolen;
 
 pub use driftline_guest::testing::repeats;
 pub use guest::GuestConsole;
-pub use linux::{CheckerProgress, EchoClient, LinuxImage, assert_clean, has_booted};
+pub use linux::{
+    CheckerProgress, EchoClient, LINUX_CMDLINE, LinuxImage, assert_clean, checker_value, has_booted,
+};
 pub use load::GuestLoad;
 pub use network::{GUEST, Namespace, Network, PEER};
+pub use page_handler::{HandlerCounts, HandlerProcess};
 pub use process::{Driftline, ScratchDir, driftline, json_of, run_cli};
 pub use proxy::{CutAction, Direction, LaterConnections, MigrationProxy};
 pub use raw_http::{RawConnection, RawReply};
+pub use serving::ServingProcess;
 pub use stolen::StolenTime;
 
 use std::time::{Duration, Instant};

@@ -21,8 +21,8 @@ const STARVED: [&str; 2] = ["hrtimer: interrupt took", "sched: DL replenish lagg
 const SHELL: &str = "driftline-linux: shell";
 /// Options with which a kernel boots where its ring 0 is emulated. They are harmless elsewhere.
 /// Warnings are printed.
-const CMDLINE: &str = "console=ttyS0 reboot=k panic=-1 quiet loglevel=5 noxsave tsc=reliable \
-     no_timer_check rodata=off clearcpuid=popcnt,smap,erms,fsrm,cx16 noreplace-smp";
+pub const LINUX_CMDLINE: &str = "console=ttyS0 reboot=k panic=-1 quiet loglevel=5 noxsave \
+     tsc=reliable no_timer_check rodata=off clearcpuid=popcnt,smap,erms,fsrm,cx16 noreplace-smp";
 
 /// The Linux image: kernel, initramfs, checkers.
 #[derive(Clone, Debug)]
@@ -64,7 +64,7 @@ impl LinuxImage {
         let (kernel, initrd) = (self.file(kernel), self.file("initramfs.cpio"));
         let text = |path: &Path| path.to_str().expect("a path in UTF-8").to_owned();
         let (kernel, initrd) = (text(&kernel), text(&initrd));
-        let cmdline = format!("{CMDLINE} driftline.ip={GUEST}/24 {more}");
+        let cmdline = format!("{LINUX_CMDLINE} driftline.ip={GUEST}/24 {more}");
         let boot = ["run", "--kernel", &kernel, "--initrd", &initrd, "--cmdline", &cmdline];
         let begun = Instant::now();
         let mut vm = Driftline::start_at(host, scratch, name, &[&boot, args].concat());
@@ -113,11 +113,7 @@ pub struct CheckerProgress {
 impl CheckerProgress {
     /// Returns the status on `console`; `None` until every checker has printed a line.
     pub fn on(console: &GuestConsole) -> Option<Self> {
-        let lines = console.lines();
-        let last = |checker: &str, key: &str| {
-            let own = format!("check {checker}: ");
-            lines.iter().rev().filter(|l| l.starts_with(&own)).find_map(|l| value(l, key))
-        };
+        let last = |checker: &str, key: &str| checker_value(console, checker, key);
         Some(Self {
             passes: last("mem", "passes")?,
             flushed: last("disk", "flushed")?,
@@ -161,6 +157,13 @@ impl CheckerProgress {
             std::thread::sleep(Duration::from_millis(20));
         }
     }
+}
+
+/// Returns the last number that a checker has printed after `key=`.
+pub fn checker_value(console: &GuestConsole, checker: &str, key: &str) -> Option<u64> {
+    let own = format!("check {checker}: ");
+    let lines = console.lines();
+    lines.iter().rev().filter(|line| line.starts_with(&own)).find_map(|line| value(line, key))
 }
 
 /// Returns the number after `key=` in a line.

@@ -7,12 +7,14 @@
 //! | `checkpoint`, `store` | checkpoints restore whole, whatever happens to their store |
 //! | `faults` | one guest runs, whichever process dies at whichever message |
 //! | `throttle`, `plan` | guests that outrun the link, and forecasts of migrations |
+//! | `page_handler` | guests whose memory another process serves |
 //! | `top` | what a watch shows |
 #![allow(clippy::expect_used, reason = "a test fails by saying what it expected")]
 
 mod checkpoint;
 mod faults;
 mod migrate;
+mod page_handler;
 mod plan;
 mod restore;
 mod soak;
