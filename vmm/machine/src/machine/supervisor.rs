@@ -395,6 +395,10 @@ impl Supervisor {
         // KVM reads and writes pages that vCPUs share with the guest, and waits until they arrive.
         self.status.set_restores_vcpus(true);
         let restored = self.restore_vcpus(saved.vcpus, Adjust { clock, now_ns: wall_ns() });
+        if restored.is_err() {
+            // A vCPU that still waits for a page could not end.
+            self.vm.memory().abandon();
+        }
         self.status.set_restores_vcpus(false);
         self.refuse_if_lost()?;
         restored?;

@@ -129,6 +129,14 @@ impl Memory {
         self.protected.page_handler().map_or(Ok(()), |handler| handler.watch(owner))
     }
 
+    /// Gives up the pages that a page handler has not served: KVM's accesses to them fail. The
+    /// guest must never run, and no thread of this process may touch its memory any more.
+    pub(crate) fn abandon(&self) {
+        if let Some(handler) = self.protected.page_handler() {
+            handler.abandon();
+        }
+    }
+
     /// Waits until `frames` can be read without waiting for another process.
     pub(crate) fn fetch(&self, frames: &[FrameRun]) -> Result<(), FrameError> {
         self.protected.page_handler().map_or(Ok(()), |handler| handler.fetch(frames))

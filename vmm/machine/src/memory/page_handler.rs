@@ -90,6 +90,8 @@ struct HandlerShared {
     serves: AtomicBool,
     /// Why no page arrives any more.
     lost: OnceLock<HandlerEnd>,
+    /// Whether nothing may wait for a page any more.
+    abandoned: AtomicBool,
 }
 
 impl PageHandler {
@@ -125,6 +127,7 @@ impl PageHandler {
             stop,
             serves: AtomicBool::new(true),
             lost: OnceLock::new(),
+            abandoned: AtomicBool::new(false),
         });
         Ok(Self { shared, threads: OnceLock::new(), fetching_all: Mutex::default() })
     }
@@ -220,6 +223,13 @@ impl PageHandler {
         }
     }
 
+    /// Frees the threads that wait for the handler, soon: their accesses fail. The guest must never
+    /// run, and no thread of this process may touch its memory any more.
+    pub(super) fn abandon(&self) {
+        self.shared.abandoned.store(true, Ordering::Release);
+        self.shared.stop();
+    }
+
     /// Waits until all memory has arrived, which then does not need the handler any more.
     ///
     /// # Errors
@@ -286,7 +296,12 @@ impl HandlerShared {
     /// Ends the guest of `owner` once the handler has ended, unless that is not needed any more.
     fn watch(&self, owner: &dyn RestoreOwner) {
         let why = match self.connection.wait_end(self.stop.as_fd()) {
-            Ok(None) => return,
+            Ok(None) => {
+                if self.abandoned.load(Ordering::Acquire) {
+                    self.poison();
+                }
+                return;
+            }
             Ok(Some(end)) => {
                 if self.is_complete() && self.finish().is_ok() {
                     tracing::info!("{}; all pages have arrived", self.describe(end));
@@ -341,15 +356,17 @@ impl HandlerShared {
         while !self.is_stopped() {
             let mut is_over = || ended.get_or_insert_with(Instant::now).elapsed() >= POISON_DELAY;
             if owner.restores_vcpus() || owner.has_ended() && is_over() {
-                for region in self.ram.iter() {
-                    let poisoned = self.userfault.poison(region.as_ptr() as u64, region.len());
-                    if let Err(e) = poisoned {
-                        tracing::error!("pages that are lost cannot be poisoned: {e}");
-                    }
-                }
-                return;
+                return self.poison();
             }
             std::thread::sleep(RETRY_INTERVAL);
+        }
+    }
+
+    fn poison(&self) {
+        for region in self.ram.iter() {
+            if let Err(e) = self.userfault.poison(region.as_ptr() as u64, region.len()) {
+                tracing::error!("pages that are lost cannot be poisoned: {e}");
+            }
         }
     }
 

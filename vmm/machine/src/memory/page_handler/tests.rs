@@ -243,6 +243,16 @@ fn silent_handler_is_not_waited_for_ever() {
 }
 
 #[test]
+fn abandoned_memory_frees_what_waits() {
+    let Some(served) = serve("abandoned_memory_frees_what_waits", BYTES) else { return };
+    // The thread that touches the page still waits.
+    assert!(served.memory.fetch(&[run(3, 1)]).is_err());
+    served.memory.abandon();
+    let e = served.memory.require(Gfn(3), SOON).unwrap_err().to_string();
+    assert!(e.starts_with("fetching frames failed: "), "{e}");
+}
+
+#[test]
 fn handler_that_takes_nothing_ends_the_guest() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("handler");
