@@ -9,7 +9,6 @@ use super::balloon::{self, BalloonConfig};
 use super::device_id::check_id;
 use super::disk::DiskConfig;
 use super::error::{ConfigError, in_range};
-use super::metadata::NetMetadata;
 use super::net::{NetConfig, VsockConfig};
 use super::rate_limits::RateLimits;
 
@@ -35,8 +34,7 @@ pub enum DeviceConfig {
 /// A source of randomness.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct RngConfig {
-    /// Limits of the random bytes and of the requests. Encoded with the machine's configuration.
-    #[serde(skip)]
+    /// Limits of the random bytes and of the requests.
     pub limits: RateLimits,
 }
 
@@ -49,43 +47,6 @@ impl DeviceConfig {
             Self::Net(net) => &net.id,
             Self::Vsock(_) => "vsock",
             Self::Balloon(_) => "balloon",
-        }
-    }
-
-    /// Returns the MTU that the device tells its driver, if it has one.
-    pub(super) fn mtu(&self) -> Option<u16> {
-        match self {
-            Self::Net(net) => net.mtu,
-            _ => None,
-        }
-    }
-
-    /// Returns how the device answers requests for the guest's metadata, if it does.
-    pub(super) fn metadata(&self) -> Option<NetMetadata> {
-        match self {
-            Self::Net(net) => net.metadata,
-            _ => None,
-        }
-    }
-
-    /// Returns the device's limits, in the order of its limiters: receive and transmit of a network
-    /// interface.
-    pub(super) fn limits(&self) -> Vec<RateLimits> {
-        match self {
-            Self::Disk(disk) => vec![disk.limits],
-            Self::Rng(rng) => vec![rng.limits],
-            Self::Net(net) => vec![net.limits.receive, net.limits.transmit],
-            Self::Vsock(_) | Self::Balloon(_) => Vec::new(),
-        }
-    }
-
-    /// Returns the same limits as [`limits`](Self::limits), mutably.
-    pub(super) fn limits_mut(&mut self) -> Vec<&mut RateLimits> {
-        match self {
-            Self::Disk(disk) => vec![&mut disk.limits],
-            Self::Rng(rng) => vec![&mut rng.limits],
-            Self::Net(net) => vec![&mut net.limits.receive, &mut net.limits.transmit],
-            Self::Vsock(_) | Self::Balloon(_) => Vec::new(),
         }
     }
 }

@@ -36,9 +36,7 @@ pub struct DiskConfig {
     /// Identity of the disk, if known. In a configuration from another host, the disk's identity on
     /// that host.
     pub identity: Option<DiskIdentity>,
-    /// Limits of the bytes read and written, zeros included, and of all requests. Encoded with the
-    /// machine's configuration.
-    #[serde(skip)]
+    /// Limits of the bytes read and written, zeros included, and of all requests.
     pub limits: RateLimits,
 }
 

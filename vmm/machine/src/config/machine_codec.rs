@@ -1,19 +1,16 @@
 //! Encodes a machine's configuration for the network and for stores, and checks a decoded one.
 
-use std::error::Error;
 use std::path::Path;
 
 use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_guest::GuestError;
 
 use super::backend::BackendKind;
-use super::devices::{self, DeviceConfig};
+use super::devices;
 use super::error::{ConfigError, in_range};
 use super::lineage::GuestName;
 use super::machine::{Boot, MachineConfig};
-use super::metadata::NetMetadata;
-use super::rate_limits::RateLimits;
-use crate::codec::{WithAdditions, decode_with_three_additions, encode_with_three_additions};
+use crate::codec::{decode_versioned, encode_versioned};
 use crate::limits::{MAX_MEM_BYTES, MAX_VCPUS, MIN_MEM_BYTES};
 
 const SUBJECT: &str = "the guest's configuration";
@@ -23,19 +20,7 @@ impl MachineConfig {
     /// [`Self::check`].
     pub fn encode(&self) -> Vec<u8> {
         // Only a path that is not UTF-8 can fail here, and no guest starts with one.
-        let limits = self.limits();
-        let has_limits = limits.iter().flatten().any(|limits| !limits.is_none());
-        let mtus: Vec<Option<u16>> = self.devices.iter().map(DeviceConfig::mtu).collect();
-        let has_mtu = mtus.iter().any(Option::is_some);
-        let metadata: Vec<Option<NetMetadata>> =
-            self.devices.iter().map(DeviceConfig::metadata).collect();
-        let encoded = encode_with_three_additions(
-            self,
-            (&limits, has_limits),
-            (&mtus, has_mtu),
-            metadata.iter().any(Option::is_some).then_some(&metadata),
-        );
-        encoded.unwrap_or_default()
+        encode_versioned(self).unwrap_or_default()
     }
 
     /// Decodes and checks bytes that [`Self::encode`] wrote on this host or another.
@@ -44,84 +29,9 @@ impl MachineConfig {
     ///
     /// The bytes are malformed, or their version is not supported.
     pub fn decode(bytes: &[u8]) -> Result<Self, GuestError> {
-        let decoded: WithAdditions<Self, _, Vec<_>, Vec<_>> =
-            decode_with_three_additions(SUBJECT, bytes)?;
-        let (mut config, limits, mtus, metadata) = decoded;
-        if let Some(limits) = limits {
-            config.put_limits(limits)?;
-        }
-        if let Some(mtus) = mtus {
-            config.put_mtus(&mtus)?;
-        }
-        if let Some(metadata) = metadata {
-            config.put_metadata(&metadata)?;
-        }
-        config.check().map_err(malformed)?;
+        let config: Self = decode_versioned(SUBJECT, bytes)?;
+        config.check().map_err(|e| GuestError::malformed(SUBJECT, e))?;
         Ok(config)
-    }
-
-    /// Returns the rate limits of each device.
-    fn limits(&self) -> Vec<Vec<RateLimits>> {
-        self.devices.iter().map(DeviceConfig::limits).collect()
-    }
-
-    /// Sets the rate limits of each device. They are from a file or from a peer.
-    fn put_limits(&mut self, limits: Vec<Vec<RateLimits>>) -> Result<(), GuestError> {
-        if limits.len() != self.devices.len() {
-            let (given, devices) = (limits.len(), self.devices.len());
-            let why = format!("it has rate limits of {given} devices, and {devices} devices");
-            return Err(malformed(why));
-        }
-        for (device, limits) in self.devices.iter_mut().zip(limits) {
-            let id = device.id().to_owned();
-            let places = device.limits_mut();
-            if limits.len() != places.len() {
-                let (given, most) = (limits.len(), places.len());
-                let why = format!("device \"{id}\" has {given} rate limits, not {most}");
-                return Err(malformed(why));
-            }
-            places.into_iter().zip(limits).for_each(|(place, limits)| *place = limits);
-        }
-        Ok(())
-    }
-
-    /// Sets the MTU of each device that has one. They are from a file or from a peer.
-    fn put_mtus(&mut self, mtus: &[Option<u16>]) -> Result<(), GuestError> {
-        if mtus.len() != self.devices.len() {
-            let (given, devices) = (mtus.len(), self.devices.len());
-            return Err(malformed(format!(
-                "it has MTUs of {given} devices, and {devices} devices"
-            )));
-        }
-        for (device, mtu) in self.devices.iter_mut().zip(mtus) {
-            match device {
-                DeviceConfig::Net(net) => net.mtu = *mtu,
-                other if mtu.is_some() => {
-                    return Err(malformed(format!("device \"{}\" has an MTU", other.id())));
-                }
-                _ => {}
-            }
-        }
-        Ok(())
-    }
-
-    /// Sets how each device answers requests for the metadata, if it does. From a file or a peer.
-    fn put_metadata(&mut self, metadata: &[Option<NetMetadata>]) -> Result<(), GuestError> {
-        if metadata.len() != self.devices.len() {
-            let (given, devices) = (metadata.len(), self.devices.len());
-            let why = format!("it has metadata of {given} devices, and {devices} devices");
-            return Err(malformed(why));
-        }
-        for (device, metadata) in self.devices.iter_mut().zip(metadata) {
-            match device {
-                DeviceConfig::Net(net) => net.metadata = *metadata,
-                other if metadata.is_some() => {
-                    return Err(malformed(format!("device \"{}\" has metadata", other.id())));
-                }
-                _ => {}
-            }
-        }
-        Ok(())
     }
 
     /// Checks that a host could run this configuration.
@@ -162,18 +72,17 @@ impl MachineConfig {
     }
 }
 
-fn malformed(cause: impl Into<Box<dyn Error + Send + Sync>>) -> GuestError {
-    GuestError::malformed(SUBJECT, cause)
-}
-
 #[cfg(test)]
 mod tests {
     use super::super::{
         BalloonConfig, CpuConfig, CpuModel, CpuidWord, DiskConfig, MsrWord, NetConfig, NetLimits,
-        RateLimit, RngConfig, VsockConfig,
+        RateLimit, RateLimits, RngConfig, VsockConfig,
     };
     use super::*;
-    use crate::config::{DiskIdentity, Identity, Lineage, MAX_DEVICES, MacAddr, MetadataVersion};
+    use crate::config::{
+        DeviceConfig, DiskIdentity, Identity, Lineage, MAX_DEVICES, MacAddr, MetadataVersion,
+        NetMetadata,
+    };
     use crate::tracking::TrackingMode;
     use driftline_guest::{Line, LineId, Origin, VmId};
     use proptest::prelude::*;
@@ -309,14 +218,20 @@ mod tests {
             (payload(), encoded(0, b"\x00")),
             (tracked(TrackingMode::DirtyBitmapManual), encoded(3, b"\x00")),
             (tracked(TrackingMode::UserfaultWp), encoded(4, b"\x00")),
-            (with(rng(RateLimits::default())), encoded(0, b"\x01\x01")),
-            (with(net("t0", 2)), encoded(0, b"\x01\x02\x01n\x02t0\x02\x00\x00\x00\x00\x09\x02")),
+            (with(rng(RateLimits::default())), encoded(0, b"\x01\x01\x00\x00")),
+            (
+                with(net("t0", 2)),
+                encoded(
+                    0,
+                    b"\x01\x02\x01n\x02t0\x02\x00\x00\x00\x00\x09\x02\x00\x00\x00\x00\x00\x00",
+                ),
+            ),
             (with(DeviceConfig::Balloon(balloon)), encoded(0, b"\x01\x04\x00\x01\x00\x01\xac\x02")),
             (with(vsock(300)), encoded(0, b"\x01\x03\xac\x02\x02/v")),
-            disk(None, b"\x00"),
-            disk(file(None), b"\x01\x00\xac\x02\x00"),
-            disk(file(Some(42)), b"\x01\x00\xac\x02\x01\x2a"),
-            disk(Some(DiskIdentity::Device("naa.1".to_owned())), b"\x01\x01\x05naa.1"),
+            disk(None, b"\x00\x00\x00"),
+            disk(file(None), b"\x01\x00\xac\x02\x00\x00\x00"),
+            disk(file(Some(42)), b"\x01\x00\xac\x02\x01\x2a\x00\x00"),
+            disk(Some(DiskIdentity::Device("naa.1".to_owned())), b"\x01\x01\x05naa.1\x00\x00"),
             (
                 MachineConfig { cpu, identity: plain.clone(), ..kernel(OsStr::new("/k")) },
                 b"\x01\x80\x80\x80\x20\x02\x02\x80\x80\x01\x01\x01\x02/k\x00\x05quiet\x01\x01\x01\
@@ -356,92 +271,56 @@ mod tests {
         assert!(message.contains("name of a guest"), "{message}");
     }
 
-    /// The limits follow the rest, and only then the version is 2.
-    #[test]
-    fn limits_have_their_bytes() {
-        let base = payload();
-        let with = |limits| MachineConfig { devices: vec![vsock(3), rng(limits)], ..base.clone() };
-        let plain = with(RateLimits::default()).encode();
-        assert_eq!(plain[0], 1);
-        let limited = with(limits(5));
-        let mut bytes = plain.clone();
-        bytes[0] = 2;
-        bytes.extend(b"\x02\x00\x01\x00\x01\x05\x64\xac\x02");
-        assert_eq!(limited.encode(), bytes);
-        assert_eq!(MachineConfig::decode(&bytes).unwrap(), limited);
-        let head = plain.len();
-        let refused = |addition: &[u8]| {
-            let bytes = [&bytes[..head], addition].concat();
-            MachineConfig::decode(&bytes).unwrap_err().to_string()
-        };
-        assert!(refused(b"\x01\x00").contains("rate limits of 1 devices, and 2 devices"));
-        assert!(refused(b"\x02\x01\x00\x00\x00").contains("\"vsock\" has 1 rate limits, not 0"));
-        assert!(refused(b"\x02\x00\x00").contains("\"rng\" has 0 rate limits, not 1"));
-        let empty = refused(b"\x02\x00\x01\x00\x01\x00\x64\x00");
-        assert!(empty.contains("the source of randomness has 0 operations"), "{empty}");
-        let mut both = net("t", 1);
-        both.limits_mut().into_iter().zip([7, 8]).for_each(|(place, n)| *place = limits(n));
-        let both = MachineConfig { devices: vec![disk("a"), both], ..payload() };
-        let addition = b"\x02\x01\x00\x00\x02\x00\x01\x07\x64\xac\x02\x00\x01\x08\x64\xac\x02";
-        assert!(both.encode().ends_with(addition));
-        assert_eq!(MachineConfig::decode(&both.encode()).unwrap(), both);
+    fn with_net(change: impl FnOnce(&mut NetConfig)) -> DeviceConfig {
+        let mut device = net("t0", 2);
+        if let DeviceConfig::Net(net) = &mut device {
+            change(net);
+        }
+        device
     }
 
-    /// The MTUs follow the limits, and only then the version is 3.
     #[test]
-    fn mtus_have_their_bytes() {
-        let with = |mtu| match net("t", 1) {
-            DeviceConfig::Net(net) => DeviceConfig::Net(NetConfig { mtu, ..net }),
-            other => other,
-        };
+    fn parts_of_devices_have_their_bytes() {
         let base = payload();
-        let with = |mtu| MachineConfig { devices: vec![vsock(3), with(mtu)], ..base.clone() };
-        let mut bytes = with(None).encode();
-        assert_eq!(bytes[0], 1);
-        bytes[0] = 3;
-        let head = bytes.len();
-        bytes.extend(b"\x02\x00\x02\x00\x00\x00\x00\x02\x00\x01\xdc\x0b");
-        let config = with(Some(1500));
-        assert_eq!(config.encode(), bytes);
-        assert_eq!(MachineConfig::decode(&bytes).unwrap(), config);
-        let refused = |mtus: &[u8]| {
-            let none = b"\x02\x00\x02\x00\x00\x00\x00";
-            let bytes = [&bytes[..head], none, mtus].concat();
-            MachineConfig::decode(&bytes).unwrap_err().to_string()
-        };
-        assert!(refused(b"\x01\x00").contains("MTUs of 1 devices, and 2 devices"));
-        assert!(refused(b"\x02\x01\x44\x00").contains("\"vsock\" has an MTU"));
-        assert!(refused(b"\x02\x00\x01\x43").contains("67 bytes, not 68 to 65535"));
-    }
-
-    /// The metadata's configuration follows limits and MTUs, and only then the version is 4.
-    #[test]
-    fn metadata_has_its_bytes() {
+        let of = |device| MachineConfig { devices: vec![device], ..base.clone() };
         let address = std::net::Ipv4Addr::new(169, 254, 169, 254);
         let metadata = NetMetadata { address, version: MetadataVersion::V2, imds_compat: true };
-        let mut served = net("t", 1);
-        if let DeviceConfig::Net(net) = &mut served {
-            net.metadata = Some(metadata);
+        let head = b"\x01\x02\x01n\x02t0\x02\x00\x00\x00\x00\x09\x02";
+        let limit = b"\x00\x01\x05\x64\xac\x02";
+        let none = b"\x00\x00";
+        for (device, bytes) in [
+            (rng(limits(5)), [b"\x01\x01", &limit[..]].concat()),
+            (
+                with_net(|net| net.mtu = Some(1500)),
+                [&head[..], b"\x01\xdc\x0b", none, none, b"\x00"].concat(),
+            ),
+            (
+                with_net(|net| net.limits.transmit = limits(5)),
+                [&head[..], b"\x00", none, limit, b"\x00"].concat(),
+            ),
+            (
+                with_net(|net| net.metadata = Some(metadata)),
+                [&head[..], b"\x00", none, none, b"\x01\xa9\xfe\xa9\xfe\x01\x01"].concat(),
+            ),
+        ] {
+            let config = of(device);
+            let encoded = config.encode();
+            assert_eq!(encoded[payload_head(0).len()..][..bytes.len()], bytes, "{config:?}");
+            assert_eq!(MachineConfig::decode(&encoded).unwrap(), config);
         }
-        let base = payload();
-        let of = |net| MachineConfig { devices: vec![vsock(3), net], ..base.clone() };
-        let mut bytes = of(net("t", 1)).encode();
-        bytes[0] = 4;
-        bytes.extend(b"\x02\x00\x02\x00\x00\x00\x00\x02\x00\x00");
-        let head = bytes.len();
-        bytes.extend(b"\x02\x00\x01\xa9\xfe\xa9\xfe\x01\x01");
-        let config = of(served);
-        assert_eq!(config.encode(), bytes);
-        assert_eq!(MachineConfig::decode(&bytes).unwrap(), config);
-        let refused = |metadata: &[u8]| {
-            let bytes = [&bytes[..head], metadata].concat();
+    }
+
+    #[test]
+    fn impossible_parts_of_devices_are_refused() {
+        let refused = |device| {
+            let bytes = MachineConfig { devices: vec![device], ..payload() }.encode();
             MachineConfig::decode(&bytes).unwrap_err().to_string()
         };
-        assert!(refused(b"\x01\x00").contains("metadata of 1 devices, and 2 devices"));
-        assert!(
-            refused(b"\x02\x01\xa9\xfe\x01\x01\x00\x00\x00").contains("\"vsock\" has metadata")
-        );
-        let foreign = refused(b"\x02\x00\x01\x0a\x00\x00\x01\x00\x00");
+        assert!(refused(rng(limits(0))).contains("the source of randomness has 0 operations"));
+        assert!(refused(with_net(|net| net.mtu = Some(67))).contains("67 bytes, not 68 to 65535"));
+        let address = std::net::Ipv4Addr::new(10, 0, 0, 1);
+        let metadata = NetMetadata { address, version: MetadataVersion::V1, imds_compat: false };
+        let foreign = refused(with_net(|net| net.metadata = Some(metadata)));
         assert!(foreign.contains("\"10.0.0.1\" is not a valid address"), "{foreign}");
     }
 
@@ -504,7 +383,7 @@ mod tests {
         bytes[0] = 6;
         assert!(
             refused(&bytes)
-                .contains("it has version 6, and this version of Driftline reads versions 1 to 4")
+                .contains("it has version 6, and this version of Driftline reads version 1")
         );
         assert!(refused(&[]).contains("configuration"));
         assert!(refused(&payload().encode()[..10]).contains("configuration"));

@@ -87,16 +87,11 @@ pub struct NetConfig {
     /// Number of queue pairs, 1..=[`MAX_QUEUE_PAIRS`].
     pub queues: u8,
     /// Largest packet that the driver is told to send, in bytes, from 68. `None` leaves that to the
-    /// driver. Encoded with the machine's configuration.
-    #[serde(skip)]
+    /// driver.
     pub mtu: Option<u16>,
-    /// Limits of the frames and of their bytes, without virtio's header. Encoded with the machine's
-    /// configuration.
-    #[serde(skip)]
+    /// Limits of the frames and of their bytes, without virtio's header.
     pub limits: NetLimits,
-    /// How the guest's requests for its metadata are answered, if they are. Encoded with the
-    /// machine's configuration.
-    #[serde(skip)]
+    /// How the guest's requests for its metadata are answered, if they are.
     pub metadata: Option<NetMetadata>,
 }
 

@@ -12,6 +12,9 @@ use crate::codec;
 use crate::devices::error::StateError;
 use crate::devices::rate_limit::SavedLimiter;
 
+/// Most limiters of a device: those of a network interface.
+const MAX_LIMITERS: usize = 2;
+
 /// A device's state without its configuration: what the driver wrote to its registers, its
 /// positions in the queues, and the device's own state.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -27,22 +30,20 @@ pub(crate) struct VirtioState {
     pub(super) positions: Vec<RingPosition>,
     /// The device's own state, in its own encoding.
     pub(super) device: Vec<u8>,
-    /// The device's rate limiters; none if it has no limits. Encoded as an addition.
-    #[serde(skip)]
+    /// The device's rate limiters; none if it has no limits.
+    #[serde(deserialize_with = "codec::at_most::<MAX_LIMITERS, _, _>")]
     pub(super) limiters: Vec<SavedLimiter>,
 }
 
 impl VirtioState {
     /// Returns the bytes of the section.
     pub(crate) fn encode(&self) -> Result<Vec<u8>, postcard::Error> {
-        let has_limits = !self.limiters.is_empty();
-        codec::encode_with_addition(self, has_limits.then_some(&self.limiters))
+        codec::encode_versioned(self)
     }
 
     /// Decodes the section `what`. The bytes are hostile.
     pub(crate) fn decode(what: impl Display, bytes: &[u8]) -> Result<Self, GuestError> {
-        let (state, limiters): (Self, Option<_>) = codec::decode_with_addition(what, bytes)?;
-        Ok(Self { limiters: limiters.unwrap_or_default(), ..state })
+        codec::decode_versioned(what, bytes)
     }
 }
 
@@ -58,14 +59,8 @@ impl VirtioState {
             config_generation: 4,
             positions: vec![RingPosition::example()],
             device: b"its own".to_vec(),
-            limiters: Vec::new(),
+            limiters: vec![SavedLimiter::example(), SavedLimiter::default()],
         }
-    }
-
-    /// Returns the example of a device with rate limits.
-    pub(crate) fn limited_example() -> Self {
-        let limiters = vec![SavedLimiter::example(), SavedLimiter::default()];
-        Self { limiters, ..Self::example() }
     }
 }
 
