@@ -1,10 +1,11 @@
-//! The processor that a guest sees: a model, minus unwanted features.
+//! The processor that a guest sees: a model, minus unwanted features, changed by a template.
 
 use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
+use super::cpu_template::CpuTemplate;
 use super::error::{ConfigError, in_range};
 use crate::cpu_model;
 
@@ -32,10 +33,13 @@ pub struct CpuConfig {
     pub model: CpuModel,
     /// Names of the features that are removed.
     pub without: Vec<String>,
+    /// Changes of the rest, bit by bit.
+    pub template: CpuTemplate,
     /// The CPUID words that the guest has seen since its first start, recorded when the machine is
-    /// built. Hosts to which the guest moves are checked against them.
+    /// built. Hosts to which the guest moves are checked against them. They are without what only
+    /// the template promises: no host needs to have that.
     pub shown: Vec<CpuidWord>,
-    /// The feature MSRs that the guest has seen.
+    /// The feature MSRs that the guest has seen, likewise.
     pub shown_msrs: Vec<MsrWord>,
     /// Rate of the time stamp counter in kHz, if CPUID promised that it never changes.
     pub tsc_khz: Option<u32>,
@@ -72,6 +76,7 @@ impl CpuConfig {
         for (what, count, most) in counts {
             in_range(what, count as u64, 0, most as u64)?;
         }
+        self.template.check()?;
         if let Some(khz) = self.tsc_khz {
             in_range("kHz of the time stamp counter", khz.into(), 1, u32::MAX.into())?;
         }

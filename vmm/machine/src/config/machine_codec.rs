@@ -75,8 +75,9 @@ impl MachineConfig {
 #[cfg(test)]
 mod tests {
     use super::super::{
-        BalloonConfig, CpuConfig, CpuModel, CpuidWord, DiskConfig, MsrWord, NetConfig, NetLimits,
-        RateLimit, RateLimits, RngConfig, VsockConfig,
+        BalloonConfig, ChangedBits, CpuConfig, CpuModel, CpuTemplate, CpuidChange, CpuidWord,
+        DiskConfig, MsrChange, MsrWord, NetConfig, NetLimits, RateLimit, RateLimits, RngConfig,
+        VsockConfig,
     };
     use super::*;
     use crate::config::{
@@ -168,9 +169,19 @@ mod tests {
         [
             b"\x01\x80\x80\x80\x20\x02",
             &[tracking][..],
-            b"\x80\x80\x01\x00\x00\x07payload\x00\x00\x00\x00\x00",
+            b"\x80\x80\x01\x00\x00\x07payload\x00\x00\x00\x00\x00\x00\x00\x00",
         ]
         .concat()
+    }
+
+    fn template() -> CpuTemplate {
+        let mut registers = [ChangedBits::default(); 4];
+        registers[2] = ChangedBits { mask: 0x80, value: 0 };
+        CpuTemplate {
+            capabilities: vec![171],
+            leaves: vec![CpuidChange { function: 7, index: 1, flags: 2, registers }],
+            msrs: vec![MsrChange { index: 0x10a, bits: ChangedBits { mask: 5, value: 4 } }],
+        }
     }
 
     /// Returns a model with all fields set.
@@ -178,6 +189,7 @@ mod tests {
         CpuConfig {
             model: CpuModel::Baseline,
             without: vec!["cx16".to_owned()],
+            template: template(),
             shown: vec![CpuidWord { function: 7, index: 1, registers: [0x80, 1, 0, u32::MAX] }],
             shown_msrs: vec![MsrWord { index: 0x10a, value: 0x8b }],
             tsc_khz: Some(2_000_000),
@@ -235,7 +247,8 @@ mod tests {
             (
                 MachineConfig { cpu, identity: plain.clone(), ..kernel(OsStr::new("/k")) },
                 b"\x01\x80\x80\x80\x20\x02\x02\x80\x80\x01\x01\x01\x02/k\x00\x05quiet\x01\x01\x01\
-                  \x04cx16\x01\x07\x01\x80\x01\x01\x00\xff\xff\xff\xff\x0f\x01\x8a\x02\x8b\x01\x01\
+                  \x04cx16\x01\xab\x01\x01\x07\x01\x02\x00\x00\x00\x00\x80\x01\x00\x00\x00\x01\x8a\x02\x05\x04\
+                  \x01\x07\x01\x80\x01\x01\x00\xff\xff\xff\xff\x0f\x01\x8a\x02\x8b\x01\x01\
                   \x80\x89\x7a\x00"
                     .to_vec(),
             ),
@@ -402,6 +415,10 @@ mod tests {
         assert!(
             refused(MachineConfig { ring_entries: 1000, ..payload() }).contains("power of two")
         );
+        let mut cpu = CpuConfig::default();
+        cpu.template.capabilities = vec![1; 257];
+        let many = refused(MachineConfig { cpu, ..payload() });
+        assert!(many.contains("257 KVM capabilities in the CPU template, not 0 to 256"), "{many}");
         let name = kernel(OsStr::from_bytes(b"/k\xff")).check().unwrap_err().to_string();
         assert!(name.contains("not UTF-8"), "{name}");
     }

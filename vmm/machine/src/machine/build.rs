@@ -22,7 +22,7 @@ use super::{HostLack, KvmMachine, MachineError};
 use crate::actor;
 use crate::boot::{self, BootError, Entry};
 use crate::collector;
-use crate::config::{BackendKind, CpuConfig, HostConfig, MachineConfig, SerialSink};
+use crate::config::{BackendKind, CpuConfig, CpuTemplate, HostConfig, MachineConfig, SerialSink};
 use crate::devices::{
     Bus, Com1, DeviceError, DevicePlacement, DeviceSet, Keyboard, SerialInput, SerialOutputThread,
     open_serial_output, placement,
@@ -30,7 +30,7 @@ use crate::devices::{
 use crate::kvm::{Capabilities, KvmVm, register_kick_handler};
 use crate::measure::MeasureOptions;
 use crate::memory::{Memory, PageHandlerSocket, PrivateFile};
-use crate::vcpu::{StateContext, cpu_compat, cpuid, msrs, tsc};
+use crate::vcpu::{StateContext, TemplateLack, cpu_compat, cpuid, msrs, template, tsc};
 
 /// The first contents of a machine's memory.
 #[derive(Debug, Default)]
@@ -150,14 +150,14 @@ impl KvmMachine {
         let devices = devices(&config, &memory, vm_id, is_new)?;
         devices.note_disks(&mut config.devices);
 
-        let BuiltVm { vm, kvm, capabilities, supported } = empty.finish(&memory)?;
+        let BuiltVm { vm, kvm, capabilities, mut supported } = empty.finish(&memory)?;
         step("tracking mode")?;
         dirty_tracking::enable(&vm, &capabilities, &config)?;
         let vm = Arc::new(vm);
         let vcpus = create_vcpus(&kvm, &capabilities, &offered, &vm, &config, entry)?;
         if let Some((fd, cpuid)) = vcpus.first() {
             match is_new {
-                true => record_exposed_features(&mut config.cpu, fd, cpuid)?,
+                true => record_exposed_features(&mut config.cpu, &kvm, &supported, fd, cpuid)?,
                 false => check_tsc(&config.cpu, fd, &capabilities)?,
             }
         }
@@ -168,7 +168,10 @@ impl KvmMachine {
             source: tracking.source.map(|source| broken(source, &memory, host)),
             ..tracking
         };
-        let context = Arc::new(state_context(&kvm, capabilities, supported, &vcpus)?);
+        // A state may have what the template promises.
+        let cpu_template = &config.cpu.template;
+        template::change_cpuid(&mut supported, cpu_template).map_err(HostLack::from)?;
+        let context = Arc::new(state_context(&kvm, capabilities, supported, &vcpus, cpu_template)?);
         step("COM1")?;
         let com1 = Com1::new(vm.clone(), sink);
         let com1 = com1.map_err(MachineError::system("creating an event file descriptor"))?;
@@ -302,6 +305,7 @@ fn create_vcpus(
         fd.set_cpuid2(&cpuid).map_err(MachineError::system("KVM_SET_CPUID2"))?;
         vcpus.push((fd, cpuid));
     }
+    set_template_msrs(&vcpus, &config.cpu.template)?;
     let Some(entry) = entry else { return Ok(vcpus) };
     for (fd, cpuid) in &vcpus {
         msrs::set_first_values(fd, cpuid.as_slice())
@@ -314,25 +318,53 @@ fn create_vcpus(
     Ok(vcpus)
 }
 
-/// Returns the part of KVM's CPUID that the guest is to see. Fails if the host lacks something
-/// that the guest has seen elsewhere.
+/// Gives new vCPUs, whose CPUID is set, the registers of the template. All get those of the first.
+/// In vCPUs into which a state is restored, this shows that the host has them.
+fn set_template_msrs(
+    vcpus: &[(VcpuFd, CpuId)],
+    template: &CpuTemplate,
+) -> Result<(), MachineError> {
+    let Some((first, _)) = vcpus.first().filter(|_| !template.msrs.is_empty()) else {
+        return Ok(());
+    };
+    let indices: Vec<u32> = template.msrs.iter().map(|msr| msr.index).collect();
+    let before = msrs::read(first, &indices)
+        .map_err(|e| MachineError::system("reading MSRs")(io::Error::other(e)))?;
+    let values = template::changed_msrs(template, &before).map_err(HostLack::from)?;
+    for (fd, _) in vcpus {
+        let refused = msrs::write(fd, &values).map_err(MachineError::system("KVM_SET_MSRS"))?;
+        if let Some(&kvm_msr_entry { index, data: value, .. }) = refused.first() {
+            return Err(HostLack::from(TemplateLack::Value { index, value }).into());
+        }
+    }
+    Ok(())
+}
+
+/// Returns the CPUID that the guest is to see, without the values of each vCPU. Fails if the host
+/// lacks something that the guest has seen elsewhere, or that its template needs.
 fn offered_cpuid(kvm: &Kvm, supported: &CpuId, cpu: &CpuConfig) -> Result<CpuId, HostLack> {
     let lacks = cpu_compat::missing(&cpu.shown, supported.as_slice())
         .or_else(|| msrs::missing(&cpu.shown_msrs, &msrs::offered(kvm)));
     if let Some(lacks) = lacks {
         return Err(HostLack::Shown(lacks));
     }
-    cpuid::narrow(supported, cpu).map_err(|cause| HostLack::Feature { cpu: cpu.clone(), cause })
+    template::check_capabilities(kvm, &cpu.template)?;
+    let mut offered = cpuid::narrow(supported, cpu)
+        .map_err(|cause| HostLack::Feature { cpu: Box::new(cpu.clone()), cause })?;
+    template::change_cpuid(&mut offered, &cpu.template)?;
+    Ok(offered)
 }
 
 /// Records in the configuration the processor features that the guest sees and may rely on.
 fn record_exposed_features(
     cpu: &mut CpuConfig,
+    kvm: &Kvm,
+    supported: &CpuId,
     fd: &VcpuFd,
     cpuid: &CpuId,
 ) -> Result<(), MachineError> {
-    cpu.shown = cpu_compat::shown(cpuid.as_slice());
-    cpu.shown_msrs = msrs::shown(fd, cpuid.as_slice())
+    cpu.shown = cpu_compat::shown(cpuid.as_slice(), supported.as_slice());
+    cpu.shown_msrs = msrs::shown(fd, cpuid.as_slice(), &msrs::offered(kvm))
         .map_err(|e| MachineError::system("reading MSRs")(io::Error::other(e)))?;
     // Fails where KVM does not know the rate; then there is nothing to compare.
     cpu.tsc_khz = tsc::is_promised(cpuid.as_slice()).then(|| fd.get_tsc_khz().ok()).flatten();
@@ -357,13 +389,16 @@ fn state_context(
     capabilities: Capabilities,
     supported: CpuId,
     vcpus: &[(VcpuFd, CpuId)],
+    template: &CpuTemplate,
 ) -> Result<StateContext, MachineError> {
     step("MSRs")?;
     let msrs = kvm.get_msr_index_list();
     let msrs = msrs.map_err(MachineError::system("KVM_GET_MSR_INDEX_LIST"))?;
+    let of_template = template.msrs.iter().map(|msr| msr.index);
+    let msrs: Vec<u32> = msrs.as_slice().iter().copied().chain(of_template).collect();
     let failed = |e| MachineError::System { what: "reading MSRs", cause: e };
     let (first, _) =
         vcpus.first().ok_or_else(|| failed(io::Error::other("the guest has no vCPUs")))?;
-    StateContext::new(capabilities, supported, msrs.as_slice(), first)
+    StateContext::new(capabilities, supported, &msrs, first)
         .map_err(|e| failed(io::Error::other(e)))
 }

@@ -4,6 +4,7 @@ use std::io;
 
 use crate::config::CpuConfig;
 use crate::cpu_model::MissingFeature;
+use crate::vcpu::TemplateLack;
 
 /// Something that this host lacks and that the guest's configuration needs.
 #[derive(Debug, thiserror::Error)]
@@ -82,11 +83,14 @@ pub enum HostLack {
     #[error("{cause}: --cpu {cpu} needs it")]
     Feature {
         /// The guest's processor.
-        cpu: CpuConfig,
+        cpu: Box<CpuConfig>,
         /// The feature.
         #[source]
         cause: MissingFeature,
     },
+    /// KVM lacks a part of the guest's CPU template.
+    #[error(transparent)]
+    Template(#[from] TemplateLack),
     /// The time stamp counter, described by the text, cannot have the rate that it had.
     #[error("{0}: the guest was promised that the rate never changes")]
     TscRate(String),

@@ -67,6 +67,7 @@ use crate::tracking::TrackingMode;
 use crate::vcpu::Counters;
 use crate::vm::{EndReason, Timings, Vm, VmInfo};
 
+pub use crate::vcpu::TemplateLack;
 pub use build::{BeforeDevices, BuildOptions, FirstContents, command_line};
 pub use early::EarlyVm;
 pub use error::MachineError;

@@ -102,8 +102,9 @@ fn ones(count: u32) -> u32 {
     1u32.checked_shl(count).map_or(ALL, |bit| bit - 1)
 }
 
-/// Returns the CPUID words of this processor that other hosts must match.
-pub fn shown(entries: &[kvm_cpuid_entry2]) -> Vec<CpuidWord> {
+/// Returns the CPUID words of this processor that other hosts must match. `host` is what this host
+/// supports: what the processor has beyond it, by the guest's template, no other host needs to have.
+pub fn shown(entries: &[kvm_cpuid_entry2], host: &[kvm_cpuid_entry2]) -> Vec<CpuidWord> {
     let word = |function, index, registers| CpuidWord { function, index, registers };
     let [_, b, c, d] = find(entries, LEAF_BASE, 0);
     let mut words = vec![word(LEAF_BASE, 0, [0, b, c, d])];
@@ -111,11 +112,34 @@ pub fn shown(entries: &[kvm_cpuid_entry2]) -> Vec<CpuidWord> {
         let Some(rules) = rules(e.function, e.index) else { continue };
         let mut registers = [e.eax, e.ebx, e.ecx, e.edx];
         registers.iter_mut().zip(rules).for_each(|(r, rule)| *r &= mask(rule));
+        // A leaf of zeros is one that the guest does not have.
+        if registers == [0; 4] {
+            continue;
+        }
+        let host = find(host, e.function, e.index);
+        let both = registers.iter_mut().zip(rules).zip(host);
+        both.for_each(|((r, rule), host)| *r = had(rule, *r, host) & mask(rule));
         if registers != [0; 4] {
             words.push(word(e.function, e.index, registers));
         }
     }
     words
+}
+
+/// Returns the part of a register that this host has as well.
+fn had(rule: Rule, shown: u32, host: u32) -> u32 {
+    match rule {
+        Rule::Bits(_) => shown & host,
+        Rule::AtLeast(fields) | Rule::Mixed(_, fields) => {
+            let numbers = mask(Rule::AtLeast(fields));
+            fields.iter().fold(shown & host & !numbers, |all, &(low, count)| {
+                let field = |register: u32| register >> low & ones(count);
+                all | field(shown).min(field(host)) << low
+            })
+        }
+        Rule::Same => host,
+        Rule::NoEvents => shown | host,
+    }
 }
 
 /// Returns the first thing that a guest that was shown `words` would lack on this host.
@@ -178,4 +202,49 @@ fn compare(place: FeatureBit, rule: Rule, has: [u32; 4], offers: [u32; 4]) -> Op
 /// Returns whether both processors are of one vendor: the same bits have other meanings elsewhere.
 pub fn same_vendor(a: &[kvm_cpuid_entry2], b: &[kvm_cpuid_entry2]) -> bool {
     find(a, LEAF_BASE, 0)[1..] == find(b, LEAF_BASE, 0)[1..]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entry(function: u32, index: u32, r: [u32; 4]) -> kvm_cpuid_entry2 {
+        let [eax, ebx, ecx, edx] = r;
+        kvm_cpuid_entry2 { function, index, eax, ebx, ecx, edx, ..Default::default() }
+    }
+
+    #[test]
+    fn only_what_the_host_has_is_required() {
+        let host = [
+            entry(7, 0, [2, 0b0110, 0, 0]),
+            entry(0xa, 0, [7 << 24 | 4 << 8 | 2, 1, 0, 0]),
+            entry(0xd, 2, [256, 576, 0, 0]),
+            entry(0xd, 5, [64, 1088, 0, 0]),
+            entry(0x8000_0008, 0, [48 << 8 | 46, 0, 0, 0]),
+        ];
+        let template = [
+            entry(7, 0, [2, 0b1100, 0, 0]),
+            entry(0xa, 0, [7 << 24 | 8 << 8 | 2, 0, 0, 0]),
+            entry(0xd, 2, [256, 600, 0, 0]),
+            entry(0xd, 5, [0; 4]),
+            entry(0x8000_0008, 0, [57 << 8 | 40, 0, 0, 0]),
+        ];
+        let words: Vec<_> =
+            shown(&template, &host)[1..].iter().map(|w| (w.function, w.registers)).collect();
+        assert_eq!(
+            words,
+            [
+                (7, [0, 0b0100, 0, 0]),
+                (0xa, [7 << 24 | 4 << 8 | 2, 1, 0, 0]),
+                (0xd, [256, 576, 0, 0]),
+                (0x8000_0008, [48 << 8 | 40, 0, 0, 0]),
+            ]
+        );
+        let words = shown(&template, &host);
+        assert_eq!(missing(&words, &host), None, "the guest continues on the host that it is on");
+        let [mut less, rest @ ..] = host;
+        less.ebx = 0b0010;
+        let less = [&[less][..], &rest].concat();
+        assert_eq!(missing(&words, &less).unwrap(), "CPUID leaf 0x7 EBX bit 2");
+    }
 }

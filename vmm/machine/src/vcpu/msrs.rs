@@ -103,10 +103,14 @@ fn is_hidden(index: u32, cpuid: &[kvm_cpuid_entry2]) -> bool {
 }
 
 /// Returns the registers that are part of a vCPU's state, from `listed` and from those that KVM
-/// does not list.
+/// does not list. `listed` may have one twice.
 pub(super) fn saved(vcpu: &VcpuFd, listed: &[u32]) -> Result<Vec<u32>, VcpuError> {
-    let mut indices: Vec<u32> = listed.iter().copied().filter(|i| !is_skipped(*i)).collect();
-    indices.extend(MTRRS.iter().filter(|i| !listed.contains(i)));
+    let mut indices: Vec<u32> = Vec::with_capacity(listed.len() + MTRRS.len());
+    for index in listed.iter().chain(MTRRS) {
+        if !is_skipped(*index) && !indices.contains(index) {
+            indices.push(*index);
+        }
+    }
     Ok(read(vcpu, &indices)?.iter().map(|m| m.index).collect())
 }
 
@@ -167,13 +171,28 @@ pub fn set_first_values(vcpu: &VcpuFd, cpuid: &[kvm_cpuid_entry2]) -> Result<(),
     Ok(())
 }
 
-/// Returns the feature registers by which `vcpu` describes the processor to its guest.
-pub fn shown(vcpu: &VcpuFd, cpuid: &[kvm_cpuid_entry2]) -> Result<Vec<MsrWord>, VcpuError> {
+/// Returns the feature registers by which `vcpu` describes the processor to its guest, without what
+/// this host's KVM does not have: `host` is what it has.
+pub fn shown(
+    vcpu: &VcpuFd,
+    cpuid: &[kvm_cpuid_entry2],
+    host: &[MsrWord],
+) -> Result<Vec<MsrWord>, VcpuError> {
     let indices = [ARCH_CAPABILITIES, PERF_CAPABILITIES].into_iter();
     let indices: Vec<u32> = indices.filter(|i| !is_hidden(*i, cpuid)).collect();
     let read = read(vcpu, &indices)?;
-    let words = read.iter().map(|m| MsrWord { index: m.index, value: m.data });
+    let words = read.iter().map(|msr| {
+        let host = host.iter().find(|word| word.index == msr.index).map_or(0, |word| word.value);
+        MsrWord { index: msr.index, value: had(msr.index, msr.data, host) }
+    });
     Ok(words.filter(|w| w.value != 0).collect())
+}
+
+/// Returns the part of a feature register's value that is not only the template's.
+fn had(index: u32, value: u64, host: u64) -> u64 {
+    let format = if index == PERF_CAPABILITIES { LBR_FORMAT } else { 0 };
+    let format = if (value ^ host) & format == 0 { format } else { 0 };
+    value & (host & compared_bits(index) | format)
 }
 
 /// Returns, by name, the first thing that a guest that was shown `words` would miss in `offered`.
@@ -229,7 +248,7 @@ fn entry(index: u32, data: u64) -> kvm_msr_entry {
 }
 
 /// Returns the values of those of `indices` that can be read.
-pub(super) fn read(vcpu: &VcpuFd, indices: &[u32]) -> Result<Vec<kvm_msr_entry>, VcpuError> {
+pub fn read(vcpu: &VcpuFd, indices: &[u32]) -> Result<Vec<kvm_msr_entry>, VcpuError> {
     const WHAT: &str = "KVM_GET_MSRS";
     let mut out = Vec::with_capacity(indices.len());
     let mut rest = indices;
@@ -249,10 +268,7 @@ pub(super) fn read(vcpu: &VcpuFd, indices: &[u32]) -> Result<Vec<kvm_msr_entry>,
 }
 
 /// Writes `msrs` in order; returns those that the host refused.
-pub(super) fn write(
-    vcpu: &VcpuFd,
-    msrs: &[kvm_msr_entry],
-) -> Result<Vec<kvm_msr_entry>, std::io::Error> {
+pub fn write(vcpu: &VcpuFd, msrs: &[kvm_msr_entry]) -> Result<Vec<kvm_msr_entry>, std::io::Error> {
     let mut refused = Vec::new();
     let mut rest = msrs;
     while !rest.is_empty() {
@@ -313,7 +329,7 @@ mod tests {
         let (vcpu, cpuid) = vcpu(",-arch_capabilities,-pdcm");
         set_first_values(&vcpu, cpuid.as_slice()).unwrap();
         assert_eq!(value(&vcpu, ARCH_CAPABILITIES).unwrap_or(0), 0);
-        assert_eq!(shown(&vcpu, cpuid.as_slice()).unwrap(), []);
+        assert_eq!(shown(&vcpu, cpuid.as_slice(), &[]).unwrap(), []);
         // A state with a value there does not fill it either.
         let msr = to_restore(entry(ARCH_CAPABILITIES, 0xeb), cpuid.as_slice()).unwrap();
         assert_eq!(msr.data, 0);
@@ -346,5 +362,12 @@ mod tests {
             "branch records of format 6 (IA32_PERF_CAPABILITIES, MSR 0x345, here 5)"
         );
         assert!(missing(&here, &[]).is_some());
+    }
+
+    #[test]
+    fn only_what_kvm_has_is_required() {
+        assert_eq!(had(ARCH_CAPABILITIES, 0b1011 | 1 << 19, 0b1001 | 1 << 19), 0b1001);
+        assert_eq!(had(PERF_CAPABILITIES, 0x1c5, 0x0c5), 0x0c5);
+        assert_eq!(had(PERF_CAPABILITIES, 0x1c6, 0x0c5), 0x0c0, "a format that KVM does not have");
     }
 }

@@ -11,14 +11,15 @@ use crate::kvm::Capabilities;
 #[derive(Debug)]
 pub struct StateContext {
     capabilities: Capabilities,
+    /// What the host supports, changed by the guest's template.
     supported: CpuId,
     /// MSRs that are part of a state.
     msrs: Vec<u32>,
 }
 
 impl StateContext {
-    /// Creates the context for vCPUs like `vcpu`, on a host that supports `supported` and lists
-    /// `msrs`.
+    /// Creates the context for vCPUs like `vcpu`, which may have the CPUID `supported`. A state has
+    /// `msrs`, which KVM lists or the guest's template changes.
     pub(crate) fn new(
         capabilities: Capabilities,
         supported: CpuId,
@@ -41,7 +42,7 @@ impl StateContext {
         self.capabilities.xsave_bytes()
     }
 
-    /// Returns the CPUID entries that the host supports.
+    /// Returns the CPUID entries that a state may have.
     pub(super) fn supported(&self) -> &[kvm_cpuid_entry2] {
         self.supported.as_slice()
     }

@@ -13,6 +13,7 @@ mod linux_protocol;
 mod ports;
 mod processor;
 mod state;
+mod template;
 mod throttle;
 mod tracking;
 mod tsc;
