@@ -10,9 +10,9 @@ use driftline_control::firecracker::{
 };
 use driftline_control::model::RateLimiterConfig;
 use driftline_machine::config::{
-    BackendKind, BalloonConfig, Boot, CpuConfig, DEFAULT_RING_ENTRIES, DeviceConfig, DiskConfig,
-    HostConfig, Identity, MacAddr, MachineConfig, NetConfig, NetLimits, RateLimit, RateLimits,
-    RngConfig, SerialSink, VsockConfig,
+    BackendKind, BalloonConfig, Boot, CpuConfig, CpuTemplate, DEFAULT_RING_ENTRIES, DeviceConfig,
+    DiskConfig, HostConfig, Identity, MacAddr, MachineConfig, NetConfig, NetLimits, RateLimit,
+    RateLimits, RngConfig, SerialSink, VsockConfig,
 };
 use driftline_machine::devices::{file_serial, probe_opened_disk};
 use driftline_machine::machine::command_line;
@@ -48,7 +48,6 @@ pub(super) fn plan(
     config: &MicroVmConfig,
     files: &ClientFiles,
 ) -> Result<GuestPlan, ApiFault> {
-    refuse_unbuilt(config)?;
     let serial = serial_sink(&config.serial)?;
     let source = config.boot_source.as_ref().ok_or(StartFault::NoKernel)?;
     let devices = devices(config, files)?;
@@ -70,7 +69,10 @@ pub(super) fn plan(
         ring_entries: DEFAULT_RING_ENTRIES,
         backend: BackendKind::Kvm,
         boot: Boot::Kernel { kernel, initrd, cmdline, bare: true },
-        cpu: CpuConfig::default(),
+        cpu: CpuConfig {
+            template: config.cpu_template.as_ref().map_or_else(CpuTemplate::default, Into::into),
+            ..CpuConfig::default()
+        },
         devices,
     };
     plan.check().map_err(machine_fault)?;
@@ -95,13 +97,6 @@ pub(super) fn memory_options(pages: HugePageConfig) -> MemoryOptions {
         HugePageConfig::Hugetlbfs2M => Some(HugePages::Hugetlbfs),
     };
     MemoryOptions { huge_pages, ..MemoryOptions::default() }
-}
-
-/// Refuses what was configured and is not built yet.
-fn refuse_unbuilt(config: &MicroVmConfig) -> Result<(), ApiFault> {
-    let template = config.cpu_template.as_ref();
-    let has_template = template.is_some_and(|template| *template != Default::default());
-    if has_template { Err(ApiFault::NotBuilt("a CPU template of PUT /cpu-config")) } else { Ok(()) }
 }
 
 /// Returns the kernel's parameters that Firecracker adds to the client's. `root` is the first

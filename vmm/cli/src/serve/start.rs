@@ -21,7 +21,7 @@ use driftline_machine::config::{
     BootClock, DeviceConfig, HostConfig, MachineConfig, SerialSink, disks, guest_span,
 };
 use driftline_machine::exit;
-use driftline_machine::machine::{BuildOptions, KvmMachine};
+use driftline_machine::machine::{BuildOptions, HostLack, KvmMachine, MachineError, TemplateLack};
 use driftline_machine::memory::MemoryOptions;
 use driftline_machine::sandbox::{self, SandboxOptions};
 use driftline_machine::vm::SharedVm;
@@ -92,7 +92,7 @@ impl GuestStarter {
         let before_devices = Some(self.close_sandbox(self.restrictions(&config, &host)));
         let options = BuildOptions { before_devices, ..BuildOptions::default() };
         let vm = KvmMachine::build(self.vm_id, config, &host, options);
-        let vm: SharedVm = vm.map_err(|e| failed(&e))?;
+        let vm: SharedVm = vm.map_err(|e| build_fault(&e))?;
         let base = SnapshotBase::booted(&vm, tracked).map_err(|e| failed(&e))?;
         let jobs = Jobs::new(vm.clone(), self.state_dir.clone());
         jobs.keep_snapshot_base(base);
@@ -185,5 +185,20 @@ impl GuestStarter {
             is_closed.set(true);
             Ok(())
         })
+    }
+}
+
+/// Returns the answer to a start whose machine cannot be built.
+fn build_fault(e: &MachineError) -> StartFault {
+    match e {
+        MachineError::HostLacks(HostLack::Template(lack)) => match *lack {
+            TemplateLack::Capability(number) => StartFault::Capability(number),
+            TemplateLack::Leaf { function: leaf, index: subleaf } => {
+                StartFault::CpuidLeaf { leaf, subleaf }
+            }
+            TemplateLack::Msr(index) => StartFault::Msr(index),
+            _ => StartFault::Machine(e.to_string()),
+        },
+        _ => StartFault::Machine(e.to_string()),
     }
 }

@@ -33,6 +33,7 @@ mod receiving;
 mod refusals;
 mod sandbox;
 mod serve;
+mod serve_cpu;
 mod serve_devices;
 mod serve_guest;
 mod serve_metadata;

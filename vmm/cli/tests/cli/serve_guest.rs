@@ -251,10 +251,6 @@ fn failed_start_is_retried_with_another_kernel() {
     let vmm = ServeProcess::start(&tmp, &[]);
     std::fs::write(tmp.path("bad"), [0; 4096]).unwrap();
     vmm.done("PUT", "/boot-source", &json!({ "kernel_image_path": tmp.text("bad") }).to_string());
-    vmm.done("PUT", "/cpu-config", r#"{"kvm_capabilities": ["171"]}"#);
-    let refusal = vmm.refusal("PUT", "/actions", START);
-    assert!(refusal.contains("a CPU template of PUT /cpu-config is not built"), "{refusal}");
-    vmm.done("PUT", "/cpu-config", "{}");
     let limited = json!({ "rate_limiter": { "ops": { "size": 9, "refill_time": 1 } } });
     vmm.done("PUT", "/drives/a", &drive(&tmp, "a", limited));
     let refusal = vmm.refusal("PUT", "/actions", START);

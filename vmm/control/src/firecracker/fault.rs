@@ -480,6 +480,26 @@ pub enum StartFault {
     /// Firecracker uses.
     #[error("Kernel cmdline error: Inserting string would make command line too long.")]
     CommandLine,
+    /// KVM lacks a capability that the CPU template requires.
+    #[error("Kvm error: Missing KVM capabilities: {0:#x}")]
+    Capability(u32),
+    /// KVM lacks a CPUID leaf that the CPU template changes.
+    #[error(
+        "System configuration error: Failed to create guest config: Template changes a CPUID entry \
+         not supported by KVM: Leaf: {leaf:x}, Subleaf: {subleaf:x}"
+    )]
+    CpuidLeaf {
+        /// The leaf.
+        leaf: u32,
+        /// The subleaf.
+        subleaf: u32,
+    },
+    /// KVM lacks a register that the CPU template changes.
+    #[error(
+        "System configuration error: Failed to create guest config: KVM vcpu ioctl failed: Failed \
+         to get KVM vcpu msr: {0:#x}"
+    )]
+    Msr(u32),
     /// The machine cannot be built. The text says why.
     #[error("{0}")]
     Machine(String),

@@ -1,6 +1,8 @@
 //! Configurations with files of their own, and the machines that follow.
 
-use driftline_machine::config::{DiskCache, DiskEngine, MetadataVersion, NetMetadata};
+use driftline_machine::config::{
+    ChangedBits, DiskCache, DiskEngine, MetadataVersion, MsrChange, NetMetadata,
+};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -220,18 +222,20 @@ fn same_name_in_two_kinds_is_possible() {
 }
 
 #[test]
-fn unbuilt_part_is_refused_by_name() {
+fn template_reaches_the_machine() {
     let mut test = TestConfig::new(None);
-    let template = json!({ "kvm_capabilities": ["171"] });
+    assert_eq!(test.plan().unwrap().config.cpu.template, CpuTemplate::default());
+    let template = json!({ "msr_modifiers": [{ "addr": "0x10a", "bitmap": "0b10" }] });
     test.config.cpu_template = serde_json::from_value(template).unwrap();
-    assert_eq!(
-        test.plan().unwrap_err(),
-        "The requested operation is not supported: a CPU template of PUT /cpu-config is not built \
-         into Driftline yet."
-    );
-    let mut empty = TestConfig::new(None);
-    empty.config.cpu_template = serde_json::from_value(json!({})).unwrap();
-    assert!(empty.plan().is_ok(), "it changes nothing");
+    let bits = ChangedBits { mask: 3, value: 2 };
+    let msrs = vec![MsrChange { index: 0x10a, bits }];
+    let expected = CpuTemplate { msrs, ..CpuTemplate::default() };
+    assert_eq!(test.plan().unwrap().config.cpu.template, expected);
+    let many = (0..2000).map(|n| json!({ "addr": format!("{n:#x}"), "bitmap": "1" }));
+    let template = json!({ "msr_modifiers": many.collect::<Vec<_>>() });
+    test.config.cpu_template = serde_json::from_value(template).unwrap();
+    let refusal = test.plan().unwrap_err();
+    assert!(refusal.contains("1025 model-specific registers in the CPU template"), "{refusal}");
 }
 
 #[test]

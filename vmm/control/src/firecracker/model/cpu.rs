@@ -1,5 +1,6 @@
 //! Custom CPU templates.
 
+use driftline_machine::config::{ChangedBits, CpuTemplate, CpuidChange, MsrChange};
 use serde::de::Error;
 use serde::{Deserialize, Deserializer};
 
@@ -16,6 +17,34 @@ pub struct CustomCpuTemplate {
     /// Changes of model-specific registers.
     #[serde(default)]
     pub msr_modifiers: Vec<RegisterModifier>,
+}
+
+impl From<&CustomCpuTemplate> for CpuTemplate {
+    fn from(custom: &CustomCpuTemplate) -> Self {
+        let mut template = Self::default();
+        for capability in &custom.kvm_capabilities {
+            match *capability {
+                KvmCapability::Add(number) => template.require(number),
+                // Of a capability that every machine needs, only the check could go.
+                KvmCapability::Remove(number) => template.release(number),
+            }
+        }
+        for CpuidLeafModifier { leaf, subleaf, flags, modifiers } in &custom.cpuid_modifiers {
+            let (function, index, flags) = (*leaf, *subleaf, *flags);
+            let unchanged =
+                CpuidChange { function, index, flags, registers: [ChangedBits::default(); 4] };
+            template.change_leaf(unchanged);
+            for CpuidRegisterModifier { register, bitmap } in modifiers {
+                let mut change = unchanged;
+                change.registers[*register as usize] = *bitmap;
+                template.change_leaf(change);
+            }
+        }
+        for RegisterModifier { addr, bitmap } in &custom.msr_modifiers {
+            template.change_msr(MsrChange { index: *addr, bits: *bitmap });
+        }
+        template
+    }
 }
 
 /// A change of the KVM capabilities that a guest needs.
@@ -94,7 +123,7 @@ pub struct CpuidRegisterModifier {
     pub register: CpuidRegister,
     /// The changed bits.
     #[serde(deserialize_with = "bits_of_32")]
-    pub bitmap: BitChanges,
+    pub bitmap: ChangedBits<u32>,
 }
 
 /// A change of a model-specific register.
@@ -105,34 +134,30 @@ pub struct RegisterModifier {
     pub addr: u32,
     /// The changed bits.
     #[serde(deserialize_with = "bits_of_64")]
-    pub bitmap: BitChanges,
+    pub bitmap: ChangedBits<u64>,
 }
 
-/// Changed bits of a register: the new value is `(old & !filter) | value`.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct BitChanges {
-    /// Bits that change.
-    pub filter: u64,
-    /// New values of these bits.
-    pub value: u64,
+fn bits_of_32<'de, D: Deserializer<'de>>(deserializer: D) -> Result<ChangedBits<u32>, D::Error> {
+    let ChangedBits { mask, value } = bits(deserializer, u32::BITS)?;
+    // No bit is above the width.
+    Ok(ChangedBits { mask: mask as u32, value: value as u32 })
 }
 
-fn bits_of_32<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BitChanges, D::Error> {
-    bits(deserializer, u32::BITS)
-}
-
-fn bits_of_64<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BitChanges, D::Error> {
+fn bits_of_64<'de, D: Deserializer<'de>>(deserializer: D) -> Result<ChangedBits<u64>, D::Error> {
     bits(deserializer, u64::BITS)
 }
 
 /// Parses a bitmap of 0, 1, x (unchanged) and `_` (ignored), the lowest bit last.
-fn bits<'de, D: Deserializer<'de>>(deserializer: D, width: u32) -> Result<BitChanges, D::Error> {
+fn bits<'de, D>(deserializer: D, width: u32) -> Result<ChangedBits<u64>, D::Error>
+where
+    D: Deserializer<'de>,
+{
     let text = String::deserialize(deserializer)?;
     let refuse = |why: &dyn std::fmt::Display| {
         D::Error::custom(format_args!("Failed to parse string [{text}] as a bitmap - {why}"))
     };
     let digits = text.strip_prefix("0b").unwrap_or(&text);
-    let mut changes = BitChanges::default();
+    let mut changes = ChangedBits::default();
     let mut at = 0;
     for digit in digits.bytes().rev() {
         if at == width {
@@ -142,9 +167,9 @@ fn bits<'de, D: Deserializer<'de>>(deserializer: D, width: u32) -> Result<BitCha
         match digit {
             b'_' => continue,
             b'x' => {}
-            b'0' => changes.filter |= bit,
+            b'0' => changes.mask |= bit,
             b'1' => {
-                changes.filter |= bit;
+                changes.mask |= bit;
                 changes.value |= bit;
             }
             // Firecracker shows the byte's number, not the character.
@@ -190,7 +215,7 @@ mod tests {
     #[test]
     fn bitmap_sets_clears_and_keeps_bits() {
         let text = r#"{"msr_modifiers": [{"addr": "0x10a", "bitmap": "0b1_0x1"}]}"#;
-        let bitmap = BitChanges { filter: 0b1101, value: 0b1001 };
+        let bitmap = ChangedBits { mask: 0b1101, value: 0b1001 };
         let expected = RegisterModifier { addr: 0x10a, bitmap };
         assert_eq!(template(text).unwrap().msr_modifiers, [expected]);
     }
@@ -204,7 +229,7 @@ mod tests {
             )
         };
         let widest = template(&leaf("1".repeat(32))).unwrap();
-        assert_eq!(widest.cpuid_modifiers[0].modifiers[0].bitmap.value, u64::from(u32::MAX));
+        assert_eq!(widest.cpuid_modifiers[0].modifiers[0].bitmap.value, u32::MAX);
         assert!(refusal(&leaf("1".repeat(33))).contains("as a bitmap - string is too long"));
         assert!(refusal(&leaf("2".into())).contains("[2] as a bitmap - unknown character: 50"));
     }
@@ -222,5 +247,32 @@ mod tests {
         let expected = [KvmCapability::Add(171), KvmCapability::Remove(172)];
         assert_eq!(template.kvm_capabilities, expected);
         assert!(refusal(r#"{"kvm_capabilities": ["x"]}"#).contains("can not convert to numeric"));
+    }
+
+    #[test]
+    fn later_changes_follow_earlier_ones() {
+        let custom = template(
+            r#"{"kvm_capabilities": ["1", "2", "!1", "!9"],
+                "cpuid_modifiers": [
+                    {"leaf": "0x7", "subleaf": "0x1", "flags": 1,
+                     "modifiers": [{"register": "edx", "bitmap": "0b11"}]},
+                    {"leaf": "0x1", "subleaf": "0x0", "flags": 0, "modifiers": []},
+                    {"leaf": "0x7", "subleaf": "0x1", "flags": 3, "modifiers": [
+                        {"register": "ebx", "bitmap": "0b1"},
+                        {"register": "edx", "bitmap": "0b00x"}]}],
+                "msr_modifiers": [{"addr": "0x10a", "bitmap": "0b11"},
+                                  {"addr": "0x10a", "bitmap": "0b0x"}]}"#,
+        )
+        .unwrap();
+        let template = CpuTemplate::from(&custom);
+        assert_eq!(template.capabilities, [2]);
+        let none = ChangedBits::default();
+        let registers =
+            [none, ChangedBits { mask: 1, value: 1 }, none, ChangedBits { mask: 7, value: 1 }];
+        let leaf = CpuidChange { function: 7, index: 1, flags: 3, registers };
+        let other = CpuidChange { function: 1, index: 0, flags: 0, registers: [none; 4] };
+        assert_eq!(template.leaves, [leaf, other]);
+        let bits = ChangedBits { mask: 3, value: 1 };
+        assert_eq!(template.msrs, [MsrChange { index: 0x10a, bits }]);
     }
 }
