@@ -36,4 +36,7 @@ pub use model::{
 };
 pub use operation::Operation;
 pub(crate) use parse::{ParsedCall, parse};
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub use state::fuzz::api as fuzz_api;
 pub use state::{IMITATED_VERSION, MicroVm, MicroVmAction, MicroVmEvent, Task};

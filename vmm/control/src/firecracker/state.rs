@@ -398,5 +398,7 @@ fn after_start(operation: &Operation) -> Result<(), ApiFault> {
     }
 }
 
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzz;
 #[cfg(test)]
 mod tests;

@@ -1,5 +1,4 @@
 mod configuring;
-mod invariants;
 mod stages;
 
 use std::io;
