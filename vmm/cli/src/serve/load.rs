@@ -61,6 +61,7 @@ pub(super) fn load_plan(
     let (nets, vsock) = replace_channels(params, &mut shown)?;
     shown.machine.track_dirty_pages = params.track_dirty_pages;
     shown.machine.huge_pages = huge_pages(params, shown.machine.huge_pages)?;
+    resolve_paths(&shown, &mut config)?;
     let files = open_drives(&shown, &config)?;
     config.identity = Identity::booted(id.parse().ok());
     let opened = files.for_machine(&shown);
@@ -255,6 +256,29 @@ fn huge_pages(
         (HugePageConfig::Hugetlbfs2M, MemBackendType::File) => Err(LoadFault::HugePages),
         (pages, _) => Ok(pages),
     }
+}
+
+/// Gives the machine the paths of drives and of the socket as the client has named them: a relative
+/// one starts in this process's working directory, as in Firecracker.
+fn resolve_paths(shown: &MicroVmConfig, config: &mut MachineConfig) -> Result<(), LoadFault> {
+    let absolute = |path: &str| std::path::absolute(path).map_err(machine_fault);
+    for device in &mut config.devices {
+        match device {
+            DeviceConfig::Disk(disk) => {
+                let drive =
+                    |drive: &&BlockDeviceConfig| shown.drive_name(&drive.drive_id) == disk.id;
+                let drive = shown.drives.iter().find(drive);
+                let path = drive.and_then(|drive| drive.path_on_host.as_deref());
+                disk.path = absolute(path.ok_or_else(|| damaged("a drive has no path"))?)?;
+            }
+            DeviceConfig::Vsock(vsock) => {
+                let path = shown.vsock.as_ref().map(|vsock| vsock.uds_path.as_str());
+                vsock.uds = absolute(path.ok_or_else(|| damaged("a socket has no path"))?)?;
+            }
+            _ => {}
+        }
+    }
+    Ok(())
 }
 
 /// Opens the drives' files where the snapshot says that they are.

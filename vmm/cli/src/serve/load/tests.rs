@@ -7,7 +7,7 @@ use driftline_control::firecracker::{MemBackendConfig, NetworkOverride};
 use driftline_guest::VmId;
 use driftline_machine::config::{
     BackendKind, Boot, CpuConfig, DEFAULT_RING_ENTRIES, DiskConfig, MacAddr, MetadataVersion,
-    NetConfig, NetMetadata, RateLimits, RngConfig,
+    NetConfig, NetMetadata, RateLimits, RngConfig, VsockConfig,
 };
 use driftline_machine::memory::HugePages;
 use driftline_machine::tracking::TrackingMode;
@@ -55,8 +55,8 @@ impl TestSnapshot {
             ],
         };
         let api = json!({ "machine-config": { "vcpu_count": 2, "mem_size_mib": 32 },
-            "drives": [{ "drive_id": "a", "is_root_device": true, "path_on_host": "elsewhere",
-                "cache_type": "Writeback" }],
+            "drives": [{ "drive_id": "a", "is_root_device": true,
+                "path_on_host": dir.path().join("disk"), "cache_type": "Writeback" }],
             "network-interfaces": [], "entropy": {} });
         let state = SnapshotState {
             vm_id: VmId::random(),
@@ -233,6 +233,22 @@ fn layout_of_another_size_is_refused() {
     let mut snapshot = TestSnapshot::new();
     snapshot.config.mem_bytes = 1;
     assert!(snapshot.refusal().contains("Load snapshot error"), "{}", snapshot.refusal());
+}
+
+/// Clients start each clone in a folder of its own.
+#[test]
+fn relative_paths_start_in_the_working_directory() {
+    let mut snapshot = TestSnapshot::new();
+    let vsock = VsockConfig { cid: 3, uds: snapshot.path("v") };
+    snapshot.config.devices.push(DeviceConfig::Vsock(vsock));
+    snapshot.api["vsock"] = json!({ "guest_cid": 3, "uds_path": "v" });
+    snapshot.api["drives"][0]["path_on_host"] = json!("Cargo.toml");
+    let plan = snapshot.plan().unwrap();
+    let here = std::env::current_dir().unwrap();
+    let DeviceConfig::Disk(disk) = &plan.config.devices[0] else { panic!("not the disk") };
+    assert_eq!(disk.path, here.join("Cargo.toml"));
+    let Some(DeviceConfig::Vsock(vsock)) = plan.config.devices.last() else { panic!("no vsock") };
+    assert_eq!(vsock.uds, here.join("v"));
 }
 
 #[test]
