@@ -16,6 +16,8 @@
 //!   restored from any of them with the disk of that moment.
 #![allow(clippy::expect_used, clippy::panic, reason = "a test fails by saying what it expected")]
 
+#[path = "linux/clients.rs"]
+mod clients;
 #[path = "linux/clones.rs"]
 mod clones;
 #[path = "linux/drives.rs"]
