@@ -8,8 +8,7 @@
 //!   the statistics of the balloon: the guest tells its memory.
 //! - `CacheType::WriteBack` is sent as `WriteBack`, which is refused: drives have the default.
 //! - A rate limiter's bandwidth is sent as `banwidth`, which is refused: there is none.
-//! - `SnapshotLoadParams` has no overrides: the event [`LoadWithOverrides`], made as the crate makes
-//!   its own, adds them.
+//! - `SnapshotLoadParams` has no overrides: the event [`LoadWithOverrides`] adds them.
 //! - The process and its exit status are private: [`ended`] waits for it by its id.
 
 #[path = "../../host.rs"]
