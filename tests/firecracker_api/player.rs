@@ -13,7 +13,7 @@ use std::thread;
 use driftline_machine::testing::{Elf, TestTap, kvm_or_skip, skip};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Map, Value};
-use tests::{RawConnection, RawReply, SOON, ScratchDir, driftline, wait_for};
+use tests::{ApiDocument, RawConnection, RawReply, SOON, ScratchDir, driftline, wait_for};
 
 use super::compare::mismatch;
 use super::record::{
@@ -23,6 +23,8 @@ use super::record::{
 
 /// The environment variable that names Firecracker's binary.
 const FIRECRACKER: &str = "FIRECRACKER";
+/// A part of the text of refusals of bodies that are not what the operation takes.
+const MALFORMED: &str = "An error occurred when deserializing the json body of a request";
 
 /// A program that serves the API.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -226,6 +228,9 @@ impl<'s> Player<'s> {
             Err(e) => return self.failures.push(format!("{}: {e}", call.call)),
         };
         let differs = call.differs.as_ref().filter(|_| self.program == ApiProgram::Driftline);
+        if self.program == ApiProgram::Driftline {
+            self.failures.extend(undocumented(call, &reply));
+        }
         let theirs = mismatch(&reply, &call.answer);
         let wrong = match (differs, theirs) {
             (None, theirs) => theirs,
@@ -376,6 +381,28 @@ fn ask(connection: &mut RawConnection, call: &CallStep) -> io::Result<RawReply> 
     };
     connection.send(format!("{} HTTP/1.1\r\n{length}\r\n{body}", call.call).as_bytes())?;
     connection.reply()
+}
+
+/// Returns how a call differs from `docs/openapi.yaml`: its reply, or a body that the document
+/// permits and the parser refuses, or the other way round.
+fn undocumented(call: &CallStep, reply: &RawReply) -> Option<String> {
+    let document = ApiDocument::read();
+    let (method, path) = call.call.split_once(' ').expect("method and path");
+    let operation = document.find(&["firecracker", "driftline"], method, path)?;
+    let tag = if operation.has_tag("firecracker") { "firecracker" } else { "driftline" };
+    let text = reply.body.as_deref().map(String::from_utf8_lossy);
+    let violation = operation.violation(tag, reply.status, text.as_deref());
+    let body_violation = || {
+        let schema = operation.request_schema(tag)?;
+        let violation = document.violation(schema, call.json.as_ref()?);
+        let is_malformed = text.is_some_and(|text| text.contains(MALFORMED));
+        match violation {
+            Some(violation) if reply.status < 300 => Some(format!("done, although {violation}")),
+            None if is_malformed => Some("refused, although the document permits it".to_owned()),
+            _ => None,
+        }
+    };
+    violation.or_else(body_violation)
 }
 
 /// Returns why replies are not the answers.

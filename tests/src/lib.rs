@@ -9,6 +9,7 @@ mod guest;
 mod linux;
 mod load;
 mod network;
+mod openapi;
 mod page_handler;
 mod process;
 mod proxy;
@@ -23,6 +24,7 @@ pub use linux::{
 };
 pub use load::GuestLoad;
 pub use network::{GUEST, Namespace, Network, PEER};
+pub use openapi::{ApiDocument, DocumentedOperation, examples};
 pub use page_handler::{HandlerCounts, HandlerProcess};
 pub use process::{Driftline, ScratchDir, driftline, json_of, run_cli};
 pub use proxy::{CutAction, Direction, LaterConnections, MigrationProxy};

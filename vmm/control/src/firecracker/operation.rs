@@ -70,7 +70,7 @@ pub enum Operation {
     LoadSnapshot(LoadSnapshotParams),
     /// `PUT /vsock`
     PutVsock(VsockDeviceConfig),
-    /// `PUT` or `PATCH /machine-config`
+    /// `PUT /machine-config` or `PATCH /machine-config`
     UpdateMachine(MachineConfigUpdate),
     /// `PATCH /balloon`
     PatchBalloon(BalloonUpdateConfig),
@@ -94,6 +94,7 @@ pub enum Operation {
     Pause,
     /// `PATCH /vm` with `Resumed`
     Resume,
-    /// `DELETE` of a drive, an interface or a pmem device: undocumented in Firecracker
+    /// `DELETE /drives/{id}`, `DELETE /network-interfaces/{id}` or `DELETE /pmem/{id}`, which
+    /// Firecracker does not document
     Unplug(String),
 }

@@ -1,0 +1,28 @@
+//! `docs/openapi.yaml` and the server agree, in both directions.
+//!
+//! | module | law |
+//! | --- | --- |
+//! | `document` | the document is valid, and its examples are what its schemas describe |
+//! | `routes` | operations, bodies and parameters are those of the routes and of the parser |
+//! | `schemas` | fields, types and values are those of the types in Rust |
+//! | `statuses` | statuses are those of the recorded answers |
+//! | `refusals` | a started process refuses what the document does not permit |
+//! | `guests` | started guests accept the examples, and answer as documented |
+#![allow(clippy::expect_used, clippy::panic, reason = "a test fails by saying what it expected")]
+
+#[path = "openapi/document.rs"]
+mod document;
+#[path = "openapi/guests.rs"]
+mod guests;
+#[path = "openapi/model.rs"]
+mod model;
+#[path = "openapi/refusals.rs"]
+mod refusals;
+#[path = "openapi/routes.rs"]
+mod routes;
+#[path = "openapi/schemas.rs"]
+mod schemas;
+#[path = "openapi/session.rs"]
+mod session;
+#[path = "openapi/statuses.rs"]
+mod statuses;
