@@ -92,7 +92,7 @@ impl ApiModel {
             let name = own.rename.unwrap_or_else(|| serde.cased(&variant.ident.to_string()));
             let fields: Vec<_> = variant.fields.iter().collect();
             if serde.is_untagged {
-                others.push(self.type_schema(&fields[0].ty, kind));
+                others.push(self.type_schema(&fields[0].ty));
             } else if let Some(tag) = &serde.tag {
                 let mut object = ObjectSchema::new(&serde, kind);
                 object.insert(tag, json!({ "const": name }), true);
@@ -102,7 +102,7 @@ impl ApiModel {
                 names.push(name);
             } else {
                 let mut object = ObjectSchema::new(&serde, BodyKind::Answer);
-                object.insert(&name, self.type_schema(&fields[0].ty, kind), true);
+                object.insert(&name, self.type_schema(&fields[0].ty), true);
                 others.push(object.into());
             }
         }
@@ -116,10 +116,10 @@ impl ApiModel {
     }
 
     /// Returns the schema of a field's type.
-    fn type_schema(&self, ty: &Type, kind: BodyKind) -> Value {
+    fn type_schema(&self, ty: &Type) -> Value {
         let path = match ty {
             Type::Path(path) => path,
-            Type::Reference(reference) => return self.type_schema(&reference.elem, kind),
+            Type::Reference(reference) => return self.type_schema(&reference.elem),
             Type::Tuple(tuple) if tuple.elems.is_empty() => return json!({ "type": "null" }),
             Type::Array(array) => {
                 // Only arrays that are always empty.
@@ -146,11 +146,11 @@ impl ApiModel {
             "u64" | "usize" => json!({ "type": "integer", "minimum": 0 }),
             "NonZeroU64" => json!({ "type": "integer", "minimum": 1 }),
             "f64" => json!({ "type": "number" }),
-            "Option" => nullable(self.type_schema(inner[0], kind)),
-            "Box" => self.type_schema(inner[0], kind),
-            "Vec" => json!({ "type": "array", "items": self.type_schema(inner[0], kind) }),
+            "Option" => nullable(self.type_schema(inner[0])),
+            "Box" => self.type_schema(inner[0]),
+            "Vec" => json!({ "type": "array", "items": self.type_schema(inner[0]) }),
             "BTreeMap" => {
-                let values = self.type_schema(inner[1], kind);
+                let values = self.type_schema(inner[1]);
                 json!({ "type": "object", "additionalProperties": values })
             }
             "Value" => json!({}),
@@ -206,7 +206,7 @@ impl ObjectSchema {
             let serde = SerdeAttributes::of(&field.attrs);
             let ident = field.ident.as_ref().expect("a named field").to_string();
             let name = serde.rename.clone().unwrap_or_else(|| container.cased(&ident));
-            let mut schema = model.type_schema(&field.ty, kind);
+            let mut schema = model.type_schema(&field.ty);
             if serde.is_flattened {
                 self.flatten(model, schema, kind);
                 continue;
