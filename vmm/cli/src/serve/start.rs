@@ -92,7 +92,7 @@ impl GuestStarter {
         let before_devices = Some(self.close_sandbox(self.restrictions(&config, &host)));
         let options = BuildOptions { before_devices, ..BuildOptions::default() };
         let vm = KvmMachine::build(self.vm_id, config, &host, options);
-        let vm: SharedVm = vm.map_err(|e| build_fault(&e))?;
+        let vm: SharedVm = vm.map_err(|e| start_fault(&e))?;
         let base = SnapshotBase::booted(&vm, tracked).map_err(|e| failed(&e))?;
         let jobs = Jobs::new(vm.clone(), self.state_dir.clone());
         jobs.keep_snapshot_base(base);
@@ -189,7 +189,7 @@ impl GuestStarter {
 }
 
 /// Returns the answer to a start whose machine cannot be built.
-fn build_fault(e: &MachineError) -> StartFault {
+fn start_fault(e: &MachineError) -> StartFault {
     match e {
         MachineError::HostLacks(HostLack::Template(lack)) => match *lack {
             TemplateLack::Capability(number) => StartFault::Capability(number),
