@@ -62,6 +62,11 @@ impl VirtioState {
             limiters: vec![SavedLimiter::example(), SavedLimiter::default()],
         }
     }
+
+    /// Returns the device's own state.
+    pub(crate) fn device(&self) -> &[u8] {
+        &self.device
+    }
 }
 
 /// Encodes a device's own state, for [`Device::save`](super::Device::save).
