@@ -33,7 +33,9 @@ pub struct ClientRun {
 impl ClientRun {
     /// Reads the command line. The program ends if it is wrong.
     pub fn from_args() -> Self {
-        let mut args = std::env::args_os().skip(1).map(PathBuf::from);
+        // A process changes its working directory.
+        let absolute = |path| std::path::absolute(path).expect("a path");
+        let mut args = std::env::args_os().skip(1).map(absolute);
         match (args.next(), args.next(), args.next(), args.next()) {
             (Some(firecracker), Some(image), Some(scratch), None) => {
                 Self { firecracker, image, scratch }

@@ -4,47 +4,73 @@
 //! `cargo run --manifest-path tests/clients/fctools/Cargo.toml FIRECRACKER IMAGE_DIRECTORY SCRATCH`
 
 use std::os::unix::fs::symlink;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
+use rustix::process::{Pid, Signal, kill_process_group};
 use tests::{LinuxImage, Namespace, PEER, ScratchDir, driftline, wait_for};
 
 use super::text;
 
-/// Time limit of a client's program. Each of its steps has a limit, too.
+/// Time limit of a client's program.
 const PROGRAM: Duration = Duration::from_secs(600);
 
-/// Builds the program of a client, in a workspace of its own, and returns its path.
-fn build(client: &str) -> PathBuf {
+/// Runs a command of cargo in the workspace of a client. Returns whether it succeeds.
+fn cargo(client: &str, args: &[&str]) -> bool {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("clients").join(client);
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let status = Command::new(cargo).args(args).current_dir(folder).status();
+    status.expect("cargo runs").success()
+}
+
+/// Builds the program of a client, in a workspace of its own, and returns its path. Returns `None`
+/// if what it depends on cannot be loaded.
+fn build(client: &str) -> Option<PathBuf> {
+    if !cargo(client, &["fetch", "--locked", "--quiet"]) {
+        return None;
+    }
     let target = driftline().with_file_name("clients");
-    let built = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
-        .args(["build", "--locked", "--quiet", "--target-dir", text(&target)])
-        .current_dir(folder)
-        .status();
-    assert!(built.expect("cargo runs").success(), "{client} does not build");
-    target.join("debug").join(format!("driftline-client-{}", client.replace('_', "-")))
+    let build = ["build", "--locked", "--quiet", "--target-dir", text(&target)];
+    assert!(cargo(client, &build), "{client} does not build");
+    Some(target.join("debug").join(format!("driftline-client-{}", client.replace('_', "-"))))
+}
+
+/// A client's program, in a process group of its own. Dropping it kills the group.
+struct ClientProgram(Child);
+
+impl Drop for ClientProgram {
+    fn drop(&mut self) {
+        if let Some(group) = Pid::from_raw(self.0.id().cast_signed()) {
+            let _ = kill_process_group(group, Signal::KILL);
+        }
+        let _ = self.0.wait();
+    }
 }
 
 /// Runs the program of a client, which succeeds only if it has seen the effect of each step.
 fn drive(test: &str, client: &str) {
-    let _alone = tests::one_at_a_time();
     let Some(linux) = LinuxImage::or_skip(test) else { return };
     if let Err(why) = Namespace::new(PEER).and_then(|host| host.add_tap("tap0")) {
         return driftline_machine::testing::skip(test, &why);
     }
-    let program = build(client);
+    let Some(program) = build(client) else {
+        return driftline_machine::testing::skip(test, "the registry cannot be reached");
+    };
+    let _alone = tests::one_at_a_time();
     let scratch = ScratchDir::new();
     let (firecracker, folder) = (scratch.path("firecracker"), scratch.path(""));
     symlink(driftline(), &firecracker).expect("a link");
     let image = linux.file("");
-    let mut child = Command::new(program)
+    let child = Command::new(program)
         .args([&firecracker, &image, &folder])
         .stdin(Stdio::null())
+        .process_group(0)
         .spawn()
         .expect("the program starts");
-    let ended = wait_for(client, PROGRAM, || child.try_wait().expect("a child of ours"));
+    let mut program = ClientProgram(child);
+    let ended = wait_for(client, PROGRAM, || program.0.try_wait().expect("a child of ours"));
     if !ended.success() {
         let logs = std::fs::read_dir(&folder).expect("a folder").flatten();
         let logs = logs.filter_map(|entry| std::fs::read_to_string(entry.path().join("log")).ok());

@@ -59,7 +59,7 @@ fn statuses_equal_those_of_the_record() {
         for (_, status) in with_driver {
             assert!(expected.insert(*status), "{name}, {status} is in the record");
         }
-        // `live` causes a refusal by each operation.
+        // `refusals` causes a refusal by each operation.
         expected.insert(400);
         let documented: BTreeSet<_> = operation.statuses().into_iter().collect();
         assert_eq!(documented, expected, "{name}");

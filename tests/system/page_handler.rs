@@ -10,7 +10,7 @@ use driftline_images::{PAYLOAD_ELF, PayloadSpec};
 use driftline_machine::testing::kvm_or_skip;
 use rustix::fs::{SeekFrom, seek};
 use serde_json::{Value, json};
-use tests::{Driftline, HandlerProcess, SOON, ScratchDir, ServingProcess, run_cli};
+use tests::{Driftline, HandlerProcess, SOON, ScratchDir, ServingProcess, repeats, run_cli};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_page_handler");
 const MIB: u64 = 1 << 20;
@@ -120,7 +120,9 @@ fn handlers_death_ends_a_guest_that_waits() {
     };
     // A load needs some pages, and the guest's first pass many more.
     let mut handler = snapshot.handler("second", &["--exit-after", "100"]);
-    let guest = snapshot.load("second", &handler, true);
+    let guest = snapshot.load("second", &handler, false);
+    // The process may end before it has answered.
+    let _ = guest.ask("PATCH", "/vm", &json!({ "state": "Resumed" }));
     handler.wait_end();
     assert_ended(guest, &handler, Instant::now());
 }
@@ -176,6 +178,21 @@ fn handlers_death_ends_a_load() {
         let ends = ["the page handler at ", of_uffd];
         assert!(ends.iter().any(|end| log.contains(end)), "{log}");
     }
+}
+
+/// The short form leaves it out: a load waits for half a minute.
+#[test]
+fn load_with_a_hanging_handler_fails() {
+    let test = "load_with_a_hanging_handler_fails";
+    if repeats(0, 1) == 0 {
+        return;
+    }
+    let Some(snapshot) = PayloadSnapshot::or_skip(test) else { return };
+    let handler = snapshot.handler("second", &["--hang-after", "0"]);
+    let mut guest = ServingProcess::start(&snapshot.scratch, "second");
+    let why = guest.refusal("PUT", "/snapshot/load", &snapshot.load_body(&handler, false));
+    assert!(why.starts_with("Load snapshot error: "), "{why}");
+    assert_eq!(guest.wait_exit(SOON), 1);
 }
 
 #[test]

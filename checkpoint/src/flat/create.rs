@@ -221,7 +221,9 @@ impl<'o, G: Checkpointable + ?Sized> MemoryOutput<'o, '_, G> {
             Ok(false) => return Err(SnapshotError::InUse(self.target.path())),
             Err(e) => tracing::warn!("loaded guests are not looked for: no locks on files: {e}"),
         }
-        let runs = changed.runs().collect();
+        let runs: Vec<FrameRun> = changed.runs().collect();
+        // Before anything is withdrawn: it may fail.
+        self.guest.fetch(&runs)?;
         let earlier = WithdrawnFile::new(self.state)?;
         let (frames, write, sync) = self.write(file, runs)?;
         Ok(WrittenMemory { frames, merged: true, write, sync, earlier })
@@ -233,6 +235,7 @@ impl<'o, G: Checkpointable + ?Sized> MemoryOutput<'o, '_, G> {
             Some(changed) => changed.runs().collect(),
             None => self.guest.resident()?,
         };
+        self.guest.fetch(&runs)?;
         let new = UnfinishedFile::new(self.target)?;
         new.file.truncate(self.layout.bytes()).map_err(|e| self.target.io("growing", e))?;
         let (frames, write, sync) = self.write(&*new.file, runs)?;
@@ -249,7 +252,7 @@ impl<'o, G: Checkpointable + ?Sized> MemoryOutput<'o, '_, G> {
         }
     }
 
-    /// Writes `runs` to their places and makes them durable. Nothing else is written, so that the
+    /// Writes `runs`, which are there, to their places and makes them durable. Nothing else is written, so that the
     /// rest of a new file is a hole. Returns the number of frames, and the durations of both.
     fn write(
         &self,
@@ -257,7 +260,6 @@ impl<'o, G: Checkpointable + ?Sized> MemoryOutput<'o, '_, G> {
         runs: Vec<FrameRun>,
     ) -> Result<(u64, Duration, Duration), SnapshotError> {
         let since = Instant::now();
-        self.guest.fetch(&runs)?;
         let frames = write_runs(file, self.guest.ram(), self.layout, &runs)
             .map_err(|e| self.target.io("writing", e))?;
         let write = since.elapsed();

@@ -50,8 +50,8 @@ use crate::thread_end::join_until;
 const FETCH_LIMIT: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 10 });
 /// Interval between two checks whether a handler that is waited for has ended.
 const LOSS_CHECK_INTERVAL: Duration = Duration::from_millis(50);
-/// Interval between two attempts to free threads that wait for a handler that has ended.
-const RETRY_INTERVAL: Duration = Duration::from_millis(1);
+/// Interval between two looks at the guest's state, before threads that wait are freed.
+const STATE_CHECK_INTERVAL: Duration = Duration::from_millis(1);
 /// Time from the guest's end until the threads that still wait are freed, which kills them, and the
 /// process with them. A process with one guest has normally ended by then.
 const POISON_DELAY: Duration = Duration::from_secs(1);
@@ -88,9 +88,11 @@ struct HandlerShared {
     stop: OwnedFd,
     /// Whether pages may be missing that the handler has.
     serves: AtomicBool,
+    /// Held while the memory is unregistered, so that it happens once: others may register it then.
+    finishing: Mutex<()>,
     /// Why no page arrives any more.
     lost: OnceLock<HandlerEnd>,
-    /// Whether nothing may wait for a page any more.
+    /// Set when a restore has failed: the watching thread then poisons the missing pages.
     abandoned: AtomicBool,
 }
 
@@ -126,6 +128,7 @@ impl PageHandler {
             connection,
             stop,
             serves: AtomicBool::new(true),
+            finishing: Mutex::default(),
             lost: OnceLock::new(),
             abandoned: AtomicBool::new(false),
         });
@@ -174,11 +177,11 @@ impl PageHandler {
 
     /// Waits until `pieces` have arrived, `limit` for each.
     fn wait_for(&self, pieces: Vec<FrameRun>, limit: Duration) -> Result<(), FrameError> {
-        // Also if no piece is missing: pages that are lost may be poisoned, and count as there.
+        // Also if no piece is missing: a poisoned page counts as present.
         self.check_lost()?;
         let (fetched, results) = mpsc::channel();
         let mut job = Some(FetchJob { pieces: pieces.clone(), fetched });
-        // A handler that always answers a little too soon to be given up has no more time in all.
+        // The limit also applies to the sum, so that slow answers cannot extend it.
         let mut latest = Instant::now() + limit;
         for piece in pieces {
             latest += limit.mul_f64(piece.count as f64 / fetcher::PIECE_FRAMES as f64);
@@ -244,7 +247,7 @@ impl PageHandler {
         tracing::info!("all memory of the guest is fetched from its page handler");
         let frames: Vec<FrameRun> = self.shared.ram.iter().map(all).collect();
         self.fetch(&frames)?;
-        self.shared.finish().map_err(FrameError::system("unregistering memory"))?;
+        self.shared.finish(|| true).map_err(FrameError::system("unregistering memory"))?;
         let ms = began.elapsed().as_millis();
         tracing::info!(ms, "the guest does not need its page handler any more");
         self.shared.stop();
@@ -282,15 +285,25 @@ impl HandlerShared {
         format!("the page handler at {} {end}", self.connection.path().display())
     }
 
-    /// Unregisters the memory, all of which has arrived. A page that is missing nevertheless was
-    /// discarded since, and reads as zeros.
-    fn finish(&self) -> io::Result<()> {
+    /// Unregisters the memory if `is_complete` finds that all of it has arrived, and returns whether
+    /// it is not registered any more. A page that is missing nevertheless was discarded since, and
+    /// reads as zeros.
+    fn finish(&self, is_complete: impl FnOnce() -> bool) -> io::Result<bool> {
+        let _once = self.finishing.lock();
+        if !self.serves.load(Ordering::Acquire) {
+            return Ok(true);
+        }
+        if !is_complete() {
+            return Ok(false);
+        }
         for region in self.ram.iter() {
             let (start, len) = (region.as_ptr() as u64, region.len());
             self.userfault.unregister(start, len)?;
         }
         self.serves.store(false, Ordering::Release);
-        Ok(())
+        // The handler may never read that a page was discarded, for which the discard waits.
+        self.userfault.drop_messages()?;
+        Ok(true)
     }
 
     /// Ends the guest of `owner` once the handler has ended, unless that is not needed any more.
@@ -303,14 +316,21 @@ impl HandlerShared {
                 return;
             }
             Ok(Some(end)) => {
-                if self.is_complete() && self.finish().is_ok() {
-                    tracing::info!("{}; all pages have arrived", self.describe(end));
-                    return;
+                match self.finish(|| self.is_complete()) {
+                    Ok(true) => {
+                        tracing::info!("{}; all pages have arrived", self.describe(end));
+                        return;
+                    }
+                    Ok(false) => {}
+                    Err(e) => tracing::warn!("its memory cannot be unregistered: {e}"),
                 }
                 let _ = self.lost.set(end);
                 self.describe(end)
             }
-            Err(e) => format!("the page handler cannot be watched: {e}"),
+            Err(e) => {
+                let _ = self.lost.set(HandlerEnd::Unwatched);
+                format!("{}: {e}", self.describe(HandlerEnd::Unwatched))
+            }
         };
         // A guest that has ended for another reason needs no page.
         if !owner.has_ended() {
@@ -358,13 +378,21 @@ impl HandlerShared {
             if owner.restores_vcpus() || owner.has_ended() && is_over() {
                 return self.poison();
             }
-            std::thread::sleep(RETRY_INTERVAL);
+            std::thread::sleep(STATE_CHECK_INTERVAL);
+        }
+        // The guest may have been abandoned since the handler's end.
+        if self.abandoned.load(Ordering::Acquire) {
+            self.poison();
         }
     }
 
     fn poison(&self) {
         for region in self.ram.iter() {
-            if let Err(e) = self.userfault.poison(region.as_ptr() as u64, region.len()) {
+            let (start, len) = (region.as_ptr() as u64, region.len());
+            let page = if is_pooled(region) { HUGE_PAGE } else { PAGE_SIZE };
+            // Nothing can be poisoned while a discard waits until its message is read.
+            let read = self.userfault.drop_messages();
+            if let Err(e) = read.and_then(|()| self.userfault.poison(start, len, page)) {
                 tracing::error!("pages that are lost cannot be poisoned: {e}");
             }
         }

@@ -243,7 +243,7 @@ impl Userfault {
     /// Copies `contents`, whole pages, to `start` and wakes the threads that wait for them. Fails
     /// if a page is present there.
     pub(crate) fn copy(&self, start: u64, contents: &[u8]) -> io::Result<()> {
-        self.fill(start, contents.len() as u64, false, |done, to, len| {
+        self.fill(start, contents.len() as u64, None, |done, to, len| {
             let from = contents.as_ptr() as u64 + done;
             let mut copy = UffdioCopy { to, from, len, mode: 0, copied: 0 };
             // SAFETY: the kernel reads `len` bytes of `contents` from offset `done`, and puts them
@@ -255,7 +255,7 @@ impl Userfault {
 
     /// Does as [`copy`](Self::copy), with zeros. A page that is present stays as it is.
     pub(crate) fn zero(&self, start: u64, len: u64) -> io::Result<()> {
-        self.fill(start, len, true, |_, start, len| {
+        self.fill(start, len, Some(PAGE_SIZE), |_, start, len| {
             let mut fill = UffdioFill { range: UffdioRange { start, len }, mode: 0, filled: 0 };
             // SAFETY: the kernel reads and writes the structure, and puts zeros where no page is.
             let r = unsafe { ioctl_with_mut_ref(&self.0, UFFDIO_ZEROPAGE(), &mut fill) };
@@ -263,10 +263,10 @@ impl Userfault {
         })
     }
 
-    /// Marks these missing pages as poisoned. A thread that touches one gets the error that broken
-    /// memory gives.
-    pub(crate) fn poison(&self, start: u64, len: u64) -> io::Result<()> {
-        self.fill(start, len, true, |_, start, len| {
+    /// Marks missing pages of `page` bytes as poisoned. A thread that touches one gets the error that
+    /// broken memory gives.
+    pub(crate) fn poison(&self, start: u64, len: u64, page: u64) -> io::Result<()> {
+        self.fill(start, len, Some(page), |_, start, len| {
             let mut fill = UffdioFill { range: UffdioRange { start, len }, mode: 0, filled: 0 };
             // SAFETY: as for `zero`; a reference can exist only to pages that are present, and none
             // is.
@@ -276,12 +276,13 @@ impl Userfault {
     }
 
     /// Calls `step` with the bytes done, the address to continue at and the bytes left, until none
-    /// are left. Skips pages that are present if `may_be_present`.
+    /// are left. Skips pages of `skipped` bytes that are present; without it, such a page is an
+    /// error.
     fn fill(
         &self,
         start: u64,
         len: u64,
-        may_be_present: bool,
+        skipped: Option<u64>,
         step: impl Fn(u64, u64, u64) -> (io::Result<()>, i64),
     ) -> io::Result<()> {
         let mut done = 0;
@@ -290,15 +291,28 @@ impl Userfault {
             // Positive: bytes done, perhaps not all. Negative: an error code.
             done += u64::try_from(filled).unwrap_or(0).min(len - done);
             match result {
-                Err(e) if may_be_present && e.raw_os_error() == Some(libc::EEXIST) => {
-                    self.wake(start + done, PAGE_SIZE)?;
-                    done += PAGE_SIZE;
+                Err(e) if e.raw_os_error() == Some(libc::EEXIST) => {
+                    let page = skipped.ok_or(e)?;
+                    self.wake(start + done, page)?;
+                    done += page;
                 }
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => std::thread::yield_now(),
                 other => other?,
             }
         }
         Ok(())
+    }
+
+    /// Reads all messages. A discard of a page that waits until its message is read continues.
+    pub(crate) fn drop_messages(&self) -> io::Result<()> {
+        let mut messages = [0u8; MESSAGE * MESSAGES];
+        loop {
+            match rustix::io::read(self.0.as_fd(), &mut messages[..]) {
+                Ok(0) | Err(rustix::io::Errno::AGAIN) => return Ok(()),
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Err(e) => return Err(e.into()),
+            }
+        }
     }
 
     /// Adds to `faults` the addresses at which threads have begun to wait, up to [`MESSAGES`] a

@@ -210,7 +210,7 @@ impl Fetcher {
             }
         }
         let userfault = &self.shared.userfault;
-        self.lost.retain(|address| match userfault.poison(*address, PAGE_SIZE) {
+        self.lost.retain(|address| match userfault.poison(*address, PAGE_SIZE, PAGE_SIZE) {
             Ok(()) => false,
             Err(e) => {
                 tracing::error!("a lost page at {address:#x} cannot be poisoned: {e}");

@@ -48,6 +48,8 @@ pub(super) enum HandlerEnd {
     Refused,
     /// It has closed the connection, and this host cannot tell whether its process still runs.
     HungUp,
+    /// This process cannot watch it.
+    Unwatched,
 }
 
 impl fmt::Display for HandlerEnd {
@@ -56,6 +58,7 @@ impl fmt::Display for HandlerEnd {
             Self::Exited => "has ended",
             Self::Refused => "has closed its connection without taking the memory",
             Self::HungUp => "has closed its connection",
+            Self::Unwatched => "cannot be watched",
         })
     }
 }
