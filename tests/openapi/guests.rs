@@ -9,7 +9,7 @@ use driftline_migrate::Tag;
 use serde_json::{Value, json};
 use tests::{ApiDocument, CutAction, Direction, LaterConnections, MigrationProxy, SOON, wait_for};
 
-use super::session::{ExampleHost, ServingProcess};
+use super::session::{ExampleHost, ServedApi};
 use super::statuses::WITH_DRIVER;
 
 /// The operations of a guest from its configuration to its end, in their order.
@@ -73,19 +73,19 @@ fn all_successes_seen(tags: &[&str], seen: &BTreeSet<(String, u16)>, others: &[(
 #[test]
 fn firecrackers_examples_work() {
     let Some((_tap, host)) = host_for("firecrackers_examples_work", "oa0") else { return };
-    let mut guest = ServingProcess::firecracker(&host.scratch, "guest", &["serve"]);
+    let mut guest = ServedApi::firecracker(&host.scratch, "guest", &["serve"]);
     CONFIGURED.iter().for_each(|name| guest.do_examples(&host, name));
     guest.done("PATCH", "/vm", Some(&json!({ "state": "Paused" })));
     guest.do_examples(&host, "PUT /snapshot/create");
     let mut seen = std::mem::take(&mut guest.seen);
     drop(guest);
 
-    let mut clone = ServingProcess::firecracker(&host.scratch, "clone", &["serve"]);
+    let mut clone = ServedApi::firecracker(&host.scratch, "clone", &["serve"]);
     clone.do_examples(&host, "PUT /snapshot/load");
     seen.append(&mut clone.seen);
 
     let small = ["firecracker", "--mmds-size-limit", "100"];
-    let mut other = ServingProcess::firecracker(&host.scratch, "other", &small);
+    let mut other = ServedApi::firecracker(&host.scratch, "other", &small);
     other.do_examples(&host, "PUT /cpu-config");
     other.done("PUT", "/mmds", Some(&json!({})));
     let large = json!({ "a": "a".repeat(100) }).to_string();
@@ -106,7 +106,7 @@ fn show_devices(host: &ExampleHost) -> BTreeSet<(String, u16)> {
     let file = host.scratch.path("config.json");
     std::fs::write(&file, example.to_string()).expect("a file");
     let args = ["run", "--config-file", file.to_str().expect("UTF-8")];
-    let mut guest = ServingProcess::own(&host.scratch, "devices", &args);
+    let mut guest = ServedApi::own(&host.scratch, "devices", &args);
     wait_for("a guest", SOON, || {
         (guest.ask("GET", "/info", "").body.contains("\"running\"")).then_some(())
     });
@@ -126,7 +126,7 @@ fn show_devices(host: &ExampleHost) -> BTreeSet<(String, u16)> {
 /// Checkpoints, watches and moves a guest.
 fn run_jobs(host: &ExampleHost) -> BTreeSet<(String, u16)> {
     let args = ["run", "--guest", "payload,ws=4M,rate=4M", "--mem", "64M", "--vcpus", "1"];
-    let mut guest = ServingProcess::own(&host.scratch, "jobs", &args);
+    let mut guest = ServedApi::own(&host.scratch, "jobs", &args);
     wait_for("a guest", SOON, || {
         (guest.ask("GET", "/info", "").body.contains("\"running\"")).then_some(())
     });
@@ -159,7 +159,7 @@ fn run_jobs(host: &ExampleHost) -> BTreeSet<(String, u16)> {
 }
 
 /// Leaves a migration in doubt, and resolves it.
-fn resolve(host: &ExampleHost, guest: &mut ServingProcess) {
+fn resolve(host: &ExampleHost, guest: &mut ServedApi) {
     let (_destination, address) = tests::Driftline::receive(&host.scratch, "destination");
     let commit = (Direction::ToDestination, Tag::Commit);
     let (cut, later) = (CutAction::Before, LaterConnections::Refused);
@@ -177,7 +177,7 @@ fn resolve(host: &ExampleHost, guest: &mut ServingProcess) {
 /// Has a forecast made, which takes four seconds.
 fn forecast(host: &ExampleHost) -> BTreeSet<(String, u16)> {
     let args = ["run", "--guest", "payload,ws=4M,rate=4M", "--mem", "64M", "--vcpus", "1"];
-    let mut guest = ServingProcess::own(&host.scratch, "plan", &args);
+    let mut guest = ServedApi::own(&host.scratch, "plan", &args);
     wait_for("a guest", SOON, || {
         (guest.ask("GET", "/info", "").body.contains("\"running\"")).then_some(())
     });
@@ -203,7 +203,7 @@ fn own_answers_are_documented() {
 fn process_without_a_guest_shows_its_arrival() {
     let host = ExampleHost::new("tap0");
     let args = ["receive-migration", "tcp:127.0.0.1:0"];
-    let mut waiting = ServingProcess::own(&host.scratch, "waiting", &args);
+    let mut waiting = ServedApi::own(&host.scratch, "waiting", &args);
     let page: Value = waiting.done("GET", "/info", None);
     assert_eq!(page["state"], "receiving");
     waiting.do_examples(&host, "GET /metrics");

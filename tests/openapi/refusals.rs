@@ -4,7 +4,7 @@
 use serde_json::{Map, Value};
 use tests::ApiDocument;
 
-use super::session::{ApiReply, ExampleHost, ServingProcess, with_id};
+use super::session::{ApiReply, ExampleHost, ServedApi, with_id};
 
 /// Limits that are those of the type in Rust: a lower value may be the limit of the guest.
 const TYPE_LIMITS: [u64; 3] = [u8::MAX as u64, u16::MAX as u64, u32::MAX as u64];
@@ -94,7 +94,7 @@ fn plain(schema: &Value) -> &Value {
 }
 
 /// Sends the examples of all operations with changes, each operation to a process of its own.
-fn refuses_what_is_not_permitted(start: impl Fn(&ExampleHost, &str) -> ServingProcess) {
+fn refuses_what_is_not_permitted(start: impl Fn(&ExampleHost, &str) -> ServedApi) {
     let host = ExampleHost::new("tap0");
     let document = ApiDocument::read();
     let (mut wrong, mut sent) = (Vec::new(), 0);
@@ -144,13 +144,13 @@ fn refuses_what_is_not_permitted(start: impl Fn(&ExampleHost, &str) -> ServingPr
 #[test]
 fn firecrackers_bodies_are_refused_as_documented() {
     refuses_what_is_not_permitted(|host, name| {
-        ServingProcess::firecracker(&host.scratch, name, &["serve"])
+        ServedApi::firecracker(&host.scratch, name, &["serve"])
     });
 }
 
 /// Starts a process that waits for a guest: it reads bodies, and then has no guest.
-fn waiting(host: &ExampleHost, name: &str) -> ServingProcess {
-    ServingProcess::own(&host.scratch, name, &["receive-migration", "tcp:127.0.0.1:0"])
+fn waiting(host: &ExampleHost, name: &str) -> ServedApi {
+    ServedApi::own(&host.scratch, name, &["receive-migration", "tcp:127.0.0.1:0"])
 }
 
 #[test]
@@ -162,7 +162,7 @@ fn own_bodies_are_refused_as_documented() {
 fn each_operation_can_be_refused() {
     let host = ExampleHost::new("tap0");
     let own = waiting(&host, "own");
-    let theirs = ServingProcess::firecracker(&host.scratch, "theirs", &["serve"]);
+    let theirs = ServedApi::firecracker(&host.scratch, "theirs", &["serve"]);
     for (session, query) in [(&own, "?unknown=1"), (&theirs, "")] {
         for (operation, tag) in session.operations() {
             let query = if tag == "driftline" { "?unknown=1" } else { query };

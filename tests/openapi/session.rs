@@ -55,7 +55,7 @@ impl ExampleHost {
 }
 
 /// A process that answers the API. Dropping it kills the process.
-pub struct ServingProcess {
+pub struct ServedApi {
     child: Child,
     socket: PathBuf,
     /// The tags of the operations that the process answers, the first for what has two.
@@ -64,14 +64,14 @@ pub struct ServingProcess {
     pub seen: BTreeSet<(String, u16)>,
 }
 
-impl Drop for ServingProcess {
+impl Drop for ServedApi {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-impl ServingProcess {
+impl ServedApi {
     /// Starts a process that answers as Firecracker does.
     pub fn firecracker(scratch: &ScratchDir, name: &str, args: &[&str]) -> Self {
         Self::start(scratch, name, args, ["firecracker", "driftline"])

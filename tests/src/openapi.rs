@@ -123,16 +123,19 @@ impl<'d> DocumentedOperation<'d> {
         self.tags().contains(&tag)
     }
 
-    /// Returns the parameters of a place, `path` or `query`.
+    /// Returns the parameters of a place, `path` or `query`. One of the operation replaces one of
+    /// its path that has the same name.
     pub fn parameters(&self, place: &str) -> Vec<&'d Value> {
         let of_path = &self.document.0["paths"][self.path]["parameters"];
-        [of_path, &self.value["parameters"]]
-            .into_iter()
-            .filter_map(Value::as_array)
-            .flatten()
-            .map(|parameter| self.document.resolved(parameter))
-            .filter(|parameter| parameter["in"] == place)
-            .collect()
+        let listed = [&self.value["parameters"], of_path].into_iter().filter_map(Value::as_array);
+        let mut parameters: Vec<&Value> = Vec::new();
+        for parameter in listed.flatten().map(|parameter| self.document.resolved(parameter)) {
+            let is_replaced = parameters.iter().any(|other| other["name"] == parameter["name"]);
+            if parameter["in"] == place && !is_replaced {
+                parameters.push(parameter);
+            }
+        }
+        parameters
     }
 
     /// Returns the body's schema for a tag; `None` if there is no body.

@@ -252,8 +252,9 @@ impl<'o, G: Checkpointable + ?Sized> MemoryOutput<'o, '_, G> {
         }
     }
 
-    /// Writes `runs`, which are there, to their places and makes them durable. Nothing else is written, so that the
-    /// rest of a new file is a hole. Returns the number of frames, and the durations of both.
+    /// Writes `runs`, which are there, to their places and makes them durable. Nothing else is
+    /// written, so that the rest of a new file is a hole. Returns the number of frames, and the
+    /// durations of both.
     fn write(
         &self,
         file: &dyn StoreFile,

@@ -6,6 +6,7 @@ use std::ops::{BitAnd, BitOr, Not};
 use serde::{Deserialize, Serialize};
 
 use super::error::{ConfigError, in_range};
+use crate::codec::at_most;
 
 /// Limit of required capabilities. KVM has fewer than this.
 const MAX_CAPABILITIES: usize = 256;
@@ -65,10 +66,13 @@ pub struct MsrChange {
 pub struct CpuTemplate {
     /// Numbers of the KVM capabilities that the host must have, besides those that every machine
     /// needs.
+    #[serde(deserialize_with = "at_most::<{ MAX_CAPABILITIES + 1 }, _, _>")]
     pub capabilities: Vec<u32>,
     /// Changes of CPUID leaves that KVM offers, in the order in which they are made.
+    #[serde(deserialize_with = "at_most::<{ MAX_LEAVES + 1 }, _, _>")]
     pub leaves: Vec<CpuidChange>,
     /// Changes of the registers' first values, in the order in which they are made.
+    #[serde(deserialize_with = "at_most::<{ MAX_MSRS + 1 }, _, _>")]
     pub msrs: Vec<MsrChange>,
 }
 

@@ -318,20 +318,17 @@ fn create_vcpus(
     Ok(vcpus)
 }
 
-/// Gives new vCPUs, whose CPUID is set, the registers of the template. All get those of the first.
-/// In vCPUs into which a state is restored, this shows that the host has them.
+/// Gives new vCPUs, whose CPUID is set, the registers of the template. In vCPUs into which a state
+/// is restored, this shows that the host has them.
 fn set_template_msrs(
     vcpus: &[(VcpuFd, CpuId)],
     template: &CpuTemplate,
 ) -> Result<(), MachineError> {
-    let Some((first, _)) = vcpus.first().filter(|_| !template.msrs.is_empty()) else {
-        return Ok(());
-    };
     let indices: Vec<u32> = template.msrs.iter().map(|msr| msr.index).collect();
-    let before = msrs::read(first, &indices)
-        .map_err(|e| MachineError::system("reading MSRs")(io::Error::other(e)))?;
-    let values = template::changed_msrs(template, &before).map_err(HostLack::from)?;
     for (fd, _) in vcpus {
+        let before = msrs::read(fd, &indices)
+            .map_err(|e| MachineError::system("reading MSRs")(io::Error::other(e)))?;
+        let values = template::changed_msrs(template, &before).map_err(HostLack::from)?;
         let refused = msrs::write(fd, &values).map_err(MachineError::system("KVM_SET_MSRS"))?;
         if let Some(&kvm_msr_entry { index, data: value, .. }) = refused.first() {
             return Err(HostLack::from(TemplateLack::Value { index, value }).into());

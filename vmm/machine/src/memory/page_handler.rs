@@ -285,9 +285,9 @@ impl HandlerShared {
         format!("the page handler at {} {end}", self.connection.path().display())
     }
 
-    /// Unregisters the memory if `is_complete` finds that all of it has arrived, and returns whether
-    /// it is not registered any more. A page that is missing nevertheless was discarded since, and
-    /// reads as zeros.
+    /// Unregisters the memory if `is_complete` finds that all of it has arrived, and returns
+    /// whether it is not registered any more. A page that is missing nevertheless was discarded
+    /// since, and reads as zeros.
     fn finish(&self, is_complete: impl FnOnce() -> bool) -> io::Result<bool> {
         let _once = self.finishing.lock();
         if !self.serves.load(Ordering::Acquire) {

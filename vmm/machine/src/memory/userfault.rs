@@ -263,8 +263,8 @@ impl Userfault {
         })
     }
 
-    /// Marks missing pages of `page` bytes as poisoned. A thread that touches one gets the error that
-    /// broken memory gives.
+    /// Marks missing pages of `page` bytes as poisoned. A thread that touches one gets the error
+    /// that broken memory gives.
     pub(crate) fn poison(&self, start: u64, len: u64, page: u64) -> io::Result<()> {
         self.fill(start, len, Some(page), |_, start, len| {
             let mut fill = UffdioFill { range: UffdioRange { start, len }, mode: 0, filled: 0 };

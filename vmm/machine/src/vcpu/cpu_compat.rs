@@ -103,7 +103,8 @@ fn ones(count: u32) -> u32 {
 }
 
 /// Returns the CPUID words of this processor that other hosts must match. `host` is what this host
-/// supports: what the processor has beyond it, by the guest's template, no other host needs to have.
+/// supports: what the processor has beyond it, by the guest's template, no other host needs to
+/// have.
 pub fn shown(entries: &[kvm_cpuid_entry2], host: &[kvm_cpuid_entry2]) -> Vec<CpuidWord> {
     let word = |function, index, registers| CpuidWord { function, index, registers };
     let [_, b, c, d] = find(entries, LEAF_BASE, 0);

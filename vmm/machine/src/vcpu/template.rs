@@ -66,8 +66,8 @@ pub fn change_cpuid(cpuid: &mut CpuId, template: &CpuTemplate) -> Result<(), Tem
     Ok(())
 }
 
-/// Returns the values of the registers that `template` changes. `before` are those that they have in
-/// a vCPU whose CPUID is set, without those that KVM lacks.
+/// Returns the values of the registers that `template` changes. `before` are those that they have
+/// in a vCPU whose CPUID is set, without those that KVM lacks.
 ///
 /// # Errors
 ///

@@ -136,7 +136,8 @@ fn check_guest(change: MsrChange) -> Result<(), MachineError> {
     let machine = boot(with(template.clone(), kernel(&elf, &dir)), &console.host())?;
     machine.resume().unwrap();
     let first = await_records(&console, 2)[0];
-    // A KVM that emulates the guest's kernel shows other bits of this leaf as the processor has them.
+    // A KVM that emulates the guest's kernel shows other bits of this leaf as the processor has
+    // them.
     assert_eq!(first.features & hidden[0], 0, "{first:x?}");
     assert_eq!(first.extended & !OWN_EXTENDED, extended & !hidden[1] | shown, "{first:x?}");
     let before = first_value(change.index).unwrap();
