@@ -48,8 +48,11 @@ pub fn end_by(signal: c_int) -> ! {
     if let Ok(set) = create_sigset(&[signal]) {
         change_mask(libc::SIG_UNBLOCK, &set);
     }
+    // As `raise` does with glibc. With musl it uses `tkill`, which the filters of system calls do
+    // not allow.
+    let (process, thread) = (std::process::id(), rustix::thread::gettid().as_raw_nonzero());
     // SAFETY: no thread of this process depends on what it interrupts.
-    unsafe { libc::raise(signal) };
+    unsafe { libc::syscall(libc::SYS_tgkill, process, thread.get(), signal) };
     // The default action of the signal is not to end the process.
     std::process::exit(1)
 }

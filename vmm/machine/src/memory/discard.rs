@@ -85,7 +85,7 @@ impl Discarder {
                 self.runs.push(run);
                 Ok(())
             }
-            None => self.resident.find(region, run, &mut self.runs),
+            None => self.resident.find_or_all(region, run, &mut self.runs),
         };
         if self.runs.is_empty() {
             return found.map(|()| 0);

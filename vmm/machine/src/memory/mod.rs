@@ -368,7 +368,7 @@ impl Memory {
         let (mut populated, mut runs) = (ResidentFrames::default(), Vec::new());
         for region in self.ram.iter() {
             populated
-                .find(region, region::all(region), &mut runs)
+                .find_or_all(region, region::all(region), &mut runs)
                 .map_err(FrameError::system("reading /proc/self/pagemap"))?;
         }
         let Some(left) = left else { return Ok(runs) };

@@ -17,12 +17,39 @@ use crate::fail_point;
 #[derive(Debug, Default)]
 pub(super) struct ResidentFrames {
     pagemap: Option<Pagemap>,
+    /// Whether this process has no page map: in a jail without /proc.
+    is_absent: bool,
 }
 
 impl ResidentFrames {
-    /// Opens what later queries need now, because this process may not be allowed to later.
+    /// Opens what later queries need now, because this process may not be allowed to later. Without
+    /// /proc every query that needs the page map fails.
     pub(super) fn open() -> io::Result<Self> {
-        Ok(Self { pagemap: Some(Pagemap::open()?) })
+        match Pagemap::open() {
+            Ok(pagemap) => Ok(Self { pagemap: Some(pagemap), is_absent: false }),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                Ok(Self { pagemap: None, is_absent: true })
+            }
+            Err(e) => Err(e),
+        }
+    }
+
+    /// Does as [`find`](Self::find). Without /proc all frames count as resident.
+    pub(super) fn find_or_all(
+        &mut self,
+        region: &Region,
+        frames: FrameRun,
+        runs: &mut Vec<FrameRun>,
+    ) -> io::Result<()> {
+        let before = runs.len();
+        match self.find(region, frames, runs) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                runs.truncate(before);
+                runs.push(frames);
+                Ok(())
+            }
+            found => found,
+        }
     }
 
     /// Adds those of `frames` that have host memory or are swapped out to `runs`, as ascending
@@ -56,6 +83,7 @@ impl ResidentFrames {
     fn pagemap(&mut self) -> io::Result<&mut Pagemap> {
         let opened = match self.pagemap.take() {
             Some(pagemap) => pagemap,
+            None if self.is_absent => return Err(io::ErrorKind::NotFound.into()),
             None => Pagemap::open()?,
         };
         Ok(self.pagemap.insert(opened))
@@ -136,12 +164,26 @@ impl Pagemap {
 
 #[cfg(test)]
 mod tests {
+    use vm_memory::GuestMemoryBackend;
+
     use super::*;
+    use crate::memory::{Memory, MemoryOptions};
 
     #[test]
     fn data_discarded_between_two_seeks_is_skipped() {
         let run = |start, count| Some(FrameRun { start: Gfn(start), count });
         assert_eq!(run_of(16, 0x3000, 0x5000), run(19, 2));
         assert_eq!(run_of(16, 0x3000, 0x3000), None);
+    }
+    #[test]
+    fn without_proc_all_frames_count_as_resident() {
+        let memory = Memory::new(64 << 20, &MemoryOptions::default()).unwrap();
+        let region = memory.ram().iter().next().unwrap();
+        let frames = FrameRun { start: Gfn(3), count: 5 };
+        let mut resident = ResidentFrames { pagemap: None, is_absent: true };
+        let mut runs = Vec::new();
+        assert!(resident.find(region, frames, &mut runs).is_err());
+        resident.find_or_all(region, frames, &mut runs).unwrap();
+        assert_eq!(runs, [frames]);
     }
 }
