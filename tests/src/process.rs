@@ -102,15 +102,25 @@ impl Driftline {
         name: &str,
         args: &[&str],
     ) -> Self {
+        let state = scratch.path(&format!("{name}.state"));
+        command.args(args).arg("--state-dir").arg(state);
+        Self::spawn(command, input, scratch, name)
+    }
+
+    /// As [`start`](Self::start), of `driftline serve`, with log lines of level `info`.
+    pub(crate) fn serve(scratch: &ScratchDir, name: &str) -> Self {
+        let mut command = Command::new(driftline());
+        command.args(["serve", "--id", name]).env("RUST_LOG", "info");
+        Self::spawn(command, Stdio::null(), scratch, name)
+    }
+
+    fn spawn(mut command: Command, input: Stdio, scratch: &ScratchDir, name: &str) -> Self {
         let socket = scratch.path(&format!("{name}.sock"));
         let console = scratch.path(&format!("{name}.console"));
         let log = scratch.path(&format!("{name}.log"));
         let child = command
-            .args(args)
             .arg("--api-sock")
             .arg(&socket)
-            .arg("--state-dir")
-            .arg(scratch.path(&format!("{name}.state")))
             .stdin(input)
             .stdout(File::create(&console).expect("a console file"))
             .stderr(File::create(&log).expect("a log file"))

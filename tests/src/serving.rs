@@ -1,41 +1,20 @@
 //! `driftline serve` processes, and a client of their API.
 
-use std::fs::{self, File};
-use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
-use std::time::Duration;
+use std::ops::{Deref, DerefMut};
 
 use serde_json::{Value, json};
 
-use crate::{GuestConsole, RawConnection, SOON, ScratchDir, driftline, wait_for};
+use crate::{Driftline, RawConnection, SOON, ScratchDir, wait_for};
 
-/// A process that serves Firecracker's API. Dropping it kills the process.
-pub struct ServingProcess {
-    child: Child,
-    socket: PathBuf,
-    console: PathBuf,
-    log: PathBuf,
-}
+/// A process that serves Firecracker's API. Its stdout is the console of its guest.
+pub struct ServingProcess(Driftline);
 
 impl ServingProcess {
-    /// Starts `driftline serve`, and makes a file the console of its guest. `name` is the stem of
-    /// its files in `scratch`.
+    /// Starts `driftline serve`. `name` is the stem of its files in `scratch`.
     pub fn start(scratch: &ScratchDir, name: &str) -> Self {
-        let file = |of: &str| scratch.path(&format!("{name}.{of}"));
-        let (socket, console, log) = (file("sock"), file("console"), file("log"));
-        let child = Command::new(driftline())
-            .args(["serve", "--id", name, "--api-sock"])
-            .arg(&socket)
-            .env("RUST_LOG", "info")
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(File::create(&log).expect("a log file"))
-            .spawn()
-            .expect("driftline starts");
-        let process = Self { child, socket, console, log };
-        wait_for("API socket", SOON, || RawConnection::open(&process.socket).ok());
-        process.done("PUT", "/serial", &json!({ "serial_out_path": process.console }));
-        process
+        let process = Driftline::serve(scratch, name);
+        wait_for("API socket", SOON, || RawConnection::open(process.socket().as_ref()).ok());
+        Self(process)
     }
 
     /// Sends a request. Returns the status and the body, `null` if there is none. Returns an error
@@ -48,7 +27,7 @@ impl ServingProcess {
         let body = if body.is_null() { String::new() } else { body.to_string() };
         let request =
             format!("{method} {path} HTTP/1.1\r\nContent-Length: {}\r\n\r\n{body}", body.len());
-        let mut connection = RawConnection::open(&self.socket)?;
+        let mut connection = RawConnection::open(self.socket().as_ref())?;
         connection.send(request.as_bytes())?;
         let reply = connection.reply()?;
         let page = reply.body.map_or(Ok(Value::Null), |body| serde_json::from_slice(&body));
@@ -84,43 +63,18 @@ impl ServingProcess {
     pub fn resume(&self) {
         self.done("PATCH", "/vm", &json!({ "state": "Resumed" }));
     }
+}
 
-    /// Returns the path of the API socket.
-    pub fn socket(&self) -> &str {
-        self.socket.to_str().expect("a path in UTF-8")
-    }
+impl Deref for ServingProcess {
+    type Target = Driftline;
 
-    /// Returns the guest's console.
-    pub fn console(&self) -> GuestConsole {
-        GuestConsole::at(&self.console)
-    }
-
-    /// Returns the output on stderr so far.
-    pub fn log(&self) -> String {
-        fs::read_to_string(&self.log).unwrap_or_default()
-    }
-
-    /// Fails the test if the process has ended.
-    pub fn must_live(&mut self) {
-        let ended = self.child.try_wait().expect("a child of ours");
-        assert!(ended.is_none(), "{} has ended: {ended:?}", self.log.display());
-    }
-
-    /// Waits for the end of the process and returns the exit code, -1 after a signal.
-    pub fn wait_exit(&mut self, limit: Duration) -> i32 {
-        wait_for(&format!("end of the process with {}", self.log.display()), limit, || {
-            let ended = self.child.try_wait().expect("a child of ours");
-            ended.map(|status| status.code().unwrap_or(-1))
-        })
+    fn deref(&self) -> &Driftline {
+        &self.0
     }
 }
 
-impl Drop for ServingProcess {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-        if std::thread::panicking() {
-            eprintln!("--- {}\n{}", self.log.display(), self.log());
-        }
+impl DerefMut for ServingProcess {
+    fn deref_mut(&mut self) -> &mut Driftline {
+        &mut self.0
     }
 }

@@ -104,11 +104,8 @@ fn has(cpuid: &[kvm_cpuid_entry2], feature: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use super::super::leaves::entry;
     use super::*;
-
-    fn entry(function: u32, index: u32, [eax, ebx, ecx, edx]: [u32; 4]) -> kvm_cpuid_entry2 {
-        kvm_cpuid_entry2 { function, index, eax, ebx, ecx, edx, ..Default::default() }
-    }
 
     #[test]
     fn every_needed_feature_has_a_cpuid_bit() {

@@ -207,12 +207,8 @@ pub fn same_vendor(a: &[kvm_cpuid_entry2], b: &[kvm_cpuid_entry2]) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use super::super::leaves::entry;
     use super::*;
-
-    fn entry(function: u32, index: u32, r: [u32; 4]) -> kvm_cpuid_entry2 {
-        let [eax, ebx, ecx, edx] = r;
-        kvm_cpuid_entry2 { function, index, eax, ebx, ecx, edx, ..Default::default() }
-    }
 
     #[test]
     fn only_what_the_host_has_is_required() {

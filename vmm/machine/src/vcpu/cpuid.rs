@@ -148,13 +148,8 @@ pub fn address_bits(entries: &[kvm_cpuid_entry2]) -> u32 {
 #[cfg(test)]
 mod tests {
     use super::super::cpu_compat::{ALL, lacking, missing, shown};
-    use super::super::leaves::OSXSAVE;
+    use super::super::leaves::{OSXSAVE, entry};
     use super::*;
-
-    fn entry(function: u32, index: u32, r: [u32; 4]) -> kvm_cpuid_entry2 {
-        let [eax, ebx, ecx, edx] = r;
-        kvm_cpuid_entry2 { function, index, eax, ebx, ecx, edx, ..Default::default() }
-    }
 
     #[test]
     fn each_vcpu_is_a_core_of_its_own() {

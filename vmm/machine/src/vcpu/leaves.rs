@@ -42,3 +42,9 @@ pub(super) fn find(entries: &[kvm_cpuid_entry2], function: u32, index: u32) -> [
     let found = entries.iter().find(|e| e.function == function && e.index == index);
     found.map_or([0; 4], |e| [e.eax, e.ebx, e.ecx, e.edx])
 }
+
+/// Returns an entry with the values of EAX, EBX, ECX and EDX.
+#[cfg(test)]
+pub(super) fn entry(function: u32, index: u32, [eax, ebx, ecx, edx]: [u32; 4]) -> kvm_cpuid_entry2 {
+    kvm_cpuid_entry2 { function, index, eax, ebx, ecx, edx, ..Default::default() }
+}

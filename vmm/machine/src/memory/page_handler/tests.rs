@@ -220,7 +220,7 @@ fn fetched_memory_needs_no_handler() {
         assert_eq!(served.memory.resident().unwrap(), [run(0, 4096)]);
     });
     assert_eq!(faults, 4096);
-    // Nobody answers from here on.
+    // From here on no thread answers faults.
     assert_eq!(discarder.discard(served.memory.ram(), run(5, 2)).unwrap(), 2);
     assert_eq!(served.memory.resident().unwrap(), [run(0, 5), run(7, 4089)]);
     assert_eq!([4, 5, 6].map(|gfn| served.byte(gfn)), [content(4 * PAGE_SIZE), 0, 0]);
