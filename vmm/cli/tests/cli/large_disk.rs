@@ -89,8 +89,11 @@ fn pool_drains_a_large_disk_in_the_sandbox() {
     };
     let all = u64::from(DISK_GIB) << 18;
     wait_for("checkpoints of all blocks", || (blocks() >= all).then_some(()));
-    // With one processor nothing is shared.
-    assert!(processors == 1 || waits(&vmm, processors) > before, "the pool had no work");
+    // With one processor nothing is shared. Otherwise a thread of the pool has been woken. It waits
+    // again once it runs out of work: on a busy host some time after the epochs.
+    if processors > 1 {
+        wait_for("work of the pool", || (waits(&vmm, processors) > before).then_some(()));
+    }
     vmm.tell(&["stop"]);
     assert_eq!(vmm.wait(), Some(0), "{}", vmm.stderr());
     run.wait().unwrap();
