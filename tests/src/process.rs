@@ -107,11 +107,12 @@ impl Driftline {
         Self::spawn(command, input, scratch, name)
     }
 
-    /// As [`start`](Self::start), of `driftline serve`, with log lines of level `info`.
+    /// As [`start`](Self::start), of `driftline serve`, with log lines of level `info` and a pipe as
+    /// the console's input.
     pub(crate) fn serve(scratch: &ScratchDir, name: &str) -> Self {
         let mut command = Command::new(driftline());
         command.args(["serve", "--id", name]).env("RUST_LOG", "info");
-        Self::spawn(command, Stdio::null(), scratch, name)
+        Self::spawn(command, Stdio::piped(), scratch, name)
     }
 
     fn spawn(mut command: Command, input: Stdio, scratch: &ScratchDir, name: &str) -> Self {
