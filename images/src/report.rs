@@ -72,6 +72,19 @@ impl PayloadReport {
         };
         fields.end(report)
     }
+
+    /// Returns the reports of the complete lines of a console. Its last line may have been read
+    /// before it was written to its end, where a number may still be missing digits.
+    ///
+    /// ```
+    /// let line = "payload vcpu=1 t_ms=1003 passes=12 pages=1234 errors=0 max_gap_us=15 gap_us=9";
+    /// let console = format!("{line}\n{line}");
+    /// assert_eq!(driftline_images::PayloadReport::all_of(&console).count(), 1);
+    /// ```
+    pub fn all_of(console: &str) -> impl Iterator<Item = PayloadReport> {
+        let complete = console.rfind('\n').map_or("", |end| &console[..end]);
+        complete.lines().filter_map(Self::parse)
+    }
 }
 
 /// A line of the payload.

@@ -53,7 +53,7 @@ impl BenchGuest {
     /// Returns all reports so far.
     pub fn reports(&self) -> impl Iterator<Item = PayloadReport> {
         let text = std::fs::read_to_string(&self.serial).unwrap_or_default();
-        text.lines().filter_map(PayloadReport::parse).collect::<Vec<_>>().into_iter()
+        PayloadReport::all_of(&text).collect::<Vec<_>>().into_iter()
     }
 }
 

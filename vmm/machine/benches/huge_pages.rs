@@ -153,7 +153,7 @@ fn measure(huge_pages: HugePages, tracking: TrackingMode) -> Result<Vec<f64>, St
 
 fn reports(serial: &Path) -> Vec<PayloadReport> {
     let text = std::fs::read_to_string(serial).unwrap_or_default();
-    text.lines().filter_map(PayloadReport::parse).collect()
+    PayloadReport::all_of(&text).collect()
 }
 
 /// Returns the pages that the guest writes per millisecond of its own clock during `meanwhile`.

@@ -58,7 +58,7 @@ impl SerialLog {
     }
 
     pub fn reports(&self) -> Vec<PayloadReport> {
-        self.text().lines().filter_map(PayloadReport::parse).collect()
+        PayloadReport::all_of(&self.text()).collect()
     }
 
     /// Waits until `enough` returns true for the output.
@@ -75,8 +75,7 @@ impl SerialLog {
     #[track_caller]
     pub fn wait_for_reports(&self, vcpus: u8, count: usize) {
         self.wait_for("reports", |text| {
-            let reports: Vec<PayloadReport> =
-                text.lines().filter_map(PayloadReport::parse).collect();
+            let reports: Vec<PayloadReport> = PayloadReport::all_of(text).collect();
             let of = |id: u8| reports.iter().filter(|r| r.vcpu == u32::from(id)).count();
             (0..vcpus).all(|id| of(id) >= count)
         });
