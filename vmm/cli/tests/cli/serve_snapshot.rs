@@ -3,10 +3,11 @@
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixListener;
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use driftline_images::{PAYLOAD_ELF, PayloadReport, PayloadSpec};
-use driftline_machine::testing::kvm_or_skip;
+use driftline_machine::testing::{kvm_or_skip, skip};
 use rustix::fs::{SeekFrom, seek};
 use serde_json::{Value, json};
 
@@ -28,17 +29,31 @@ struct Instance<'t> {
 
 impl<'t> Instance<'t> {
     fn new(tmp: &'t TestDir, name: &'static str) -> Self {
+        Self::wrapped(tmp, name, &[])
+    }
+
+    /// As [`new`](Self::new). If `wrapper` has a command, that starts the process.
+    fn wrapped(tmp: &'t TestDir, name: &'static str, wrapper: &[&str]) -> Self {
         let socket = tmp.text(&format!("{name}.sock"));
-        let command = driftline(&["serve", "--api-sock", &socket, "--id", name]);
+        let mut command = driftline(&["serve", "--api-sock", &socket, "--id", name]);
+        if let [program, args @ ..] = wrapper {
+            let mut outer = Command::new(program);
+            outer.args(args).arg(command.get_program()).args(command.get_args());
+            command = outer;
+        }
         let vmm = ServeProcess::spawn(command, socket);
         let serial = json!({ "serial_out_path": tmp.path(&format!("{name}.serial")) });
         vmm.done("PUT", "/serial", &serial.to_string());
         Self { vmm, tmp, name }
     }
 
-    /// Boots the payload with two vCPUs and 32 MiB.
+    /// Configures the payload with two vCPUs and 32 MiB.
     fn boot(tmp: &'t TestDir, tracked: bool) -> Self {
-        let guest = Self::new(tmp, "first");
+        Self::new(tmp, "first").configured(tracked)
+    }
+
+    fn configured(self, tracked: bool) -> Self {
+        let (tmp, guest) = (self.tmp, self);
         fs::write(tmp.path("kernel"), PAYLOAD_ELF).unwrap();
         let spec: PayloadSpec = "payload,ws=1M,rate=40M,pattern=seq,report=100".parse().unwrap();
         let source =
@@ -49,6 +64,15 @@ impl<'t> Instance<'t> {
         guest
     }
 
+    fn add_drive(&self) {
+        let disk = self.tmp.path("disk");
+        File::create(&disk).unwrap().set_len(MIB).unwrap();
+        let drive = json!({ "drive_id": "data", "is_root_device": false, "io_engine": "Sync",
+            "cache_type": "Writeback", "path_on_host": disk,
+            "rate_limiter": { "ops": { "size": 100, "refill_time": 10 } } });
+        self.vmm.done("PUT", "/drives/data", &drive.to_string());
+    }
+
     fn start(self) -> Self {
         self.vmm.done("PUT", "/actions", START);
         self.progress();
@@ -57,9 +81,12 @@ impl<'t> Instance<'t> {
 
     /// Loads a snapshot.
     fn load(tmp: &'t TestDir, name: &'static str, files: (&str, &str), more: Value) -> Self {
-        let guest = Self::new(tmp, name);
-        guest.vmm.done("PUT", "/snapshot/load", &load_body(tmp, files, more));
-        guest
+        Self::new(tmp, name).loaded(files, more)
+    }
+
+    fn loaded(self, files: (&str, &str), more: Value) -> Self {
+        self.vmm.done("PUT", "/snapshot/load", &load_body(self.tmp, files, more));
+        self
     }
 
     /// Sends a load that fails and ends the process. Returns the text.
@@ -146,11 +173,7 @@ fn loaded_guest_continues_where_it_was_paused() {
     }
     let tmp = TestDir::new();
     let first = Instance::boot(&tmp, false);
-    File::create(tmp.path("disk")).unwrap().set_len(MIB).unwrap();
-    let drive = json!({ "drive_id": "data", "is_root_device": false, "cache_type": "Writeback",
-        "io_engine": "Sync", "path_on_host": tmp.path("disk"),
-        "rate_limiter": { "ops": { "size": 100, "refill_time": 10 } } });
-    first.vmm.done("PUT", "/drives/data", &drive.to_string());
+    first.add_drive();
     let balloon = json!({ "amount_mib": 1, "deflate_on_oom": true, "free_page_hinting": true,
         "stats_polling_interval_s": 5 });
     first.vmm.done("PUT", "/balloon", &balloon.to_string());
@@ -183,6 +206,36 @@ fn loaded_guest_continues_where_it_was_paused() {
     assert_eq!(second.vmm.refusal("PUT", "/snapshot/load", &again), text);
     // Driftline's own requests reach the loaded guest, too.
     succeed(&["stop", "--wait", "--api-sock", &second.vmm.socket]);
+}
+
+/// Firecracker's jailer makes a jail without /proc.
+#[test]
+fn guest_with_a_drive_is_snapshotted_without_proc() {
+    let test = "guest_with_a_drive_is_snapshotted_without_proc";
+    if !kvm_or_skip(test) {
+        return;
+    }
+    let hide = "mount -t tmpfs tmpfs /proc && exec \"$@\"";
+    let hidden = ["unshare", "--mount", "sh", "-c", hide, "sh"];
+    match Command::new(hidden[0]).args(&hidden[1..]).arg("true").output() {
+        Ok(out) if out.status.success() => {}
+        _ => return skip(test, "/proc cannot be hidden from a process: that needs root"),
+    }
+    let tmp = TestDir::new();
+    let first = Instance::wrapped(&tmp, "first", &hidden).configured(true);
+    first.add_drive();
+    let first = first.start();
+    first.pause();
+    first.create("Full", ("state", "memory"));
+    // Only that very file is made durable.
+    fs::rename(tmp.path("disk"), tmp.path("moved")).unwrap();
+    let diff = create_body(&tmp, "Diff", ("state-2", "diff"));
+    let text = first.vmm.refusal("PUT", "/snapshot/create", &diff);
+    assert!(text.contains("or not possible: see the log"), "{text}");
+    fs::rename(tmp.path("moved"), tmp.path("disk")).unwrap();
+    first.resume();
+    drop(first);
+    Instance::wrapped(&tmp, "second", &hidden).loaded(("state", "memory"), json!({})).resume();
 }
 
 #[test]

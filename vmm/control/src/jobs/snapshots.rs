@@ -148,7 +148,8 @@ pub(super) fn take(
     match vm.flush(FLUSH_LIMIT) {
         Ok(true) => {}
         Ok(false) => {
-            return Err(SnapshotFailure::Flush(format!("not within {FLUSH_LIMIT:?}")));
+            let why = format!("not done within {FLUSH_LIMIT:?}, or not possible: see the log");
+            return Err(SnapshotFailure::Flush(why));
         }
         Err(e) => return Err(SnapshotFailure::Flush(e.to_string())),
     }

@@ -24,7 +24,7 @@
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::{self, Sender};
@@ -45,14 +45,22 @@ type FlushJob = (Arc<Flusher>, SyncJob);
 pub(in crate::devices) struct Flusher {
     disk: String,
     path: PathBuf,
-    /// A descriptor that identifies the file, whatever its path leads to by now. It is not open for
-    /// reading or writing and holds no lock. `None` if the system does not provide it.
-    path_fd: Option<File>,
+    source: FlushSource,
     state: Mutex<FlushState>,
     ended: Condvar,
     /// The channel to the flush thread, which ends when this is dropped; `None` for a read-only
     /// disk. The device's thread cannot start threads: its sandbox forbids it.
     jobs: Option<Sender<FlushJob>>,
+}
+
+/// How the disk's file is opened again.
+#[derive(Debug)]
+enum FlushSource {
+    /// A descriptor that identifies the file, whatever its path leads to by now. It is not open for
+    /// reading or writing and holds no lock.
+    Descriptor(File),
+    /// Without /proc, by its path, where it must still be: device and inode.
+    Path(u64, u64),
 }
 
 /// The flusher of the file that a disk has now. The disk's file may be exchanged; a holder of
@@ -119,13 +127,14 @@ impl Flusher {
         file: &File,
         readonly: bool,
     ) -> Result<Arc<Self>, DiskError> {
-        let path_fd = open_again(file, libc::O_PATH)
-            .inspect_err(|e| tracing::warn!("disk \"{disk}\" is flushed in pauses only: {e}"));
+        let opened = FlushSource::of(file);
+        let source =
+            opened.map_err(|cause| DiskError::Open { path: path.into(), readonly, cause })?;
         let failed = |cause| DiskError::Thread { id: disk.to_owned(), cause };
         let jobs = if readonly { None } else { Some(start(disk).map_err(failed)?) };
         let (disk, path) = (disk.to_owned(), path.to_owned());
         let (state, ended) = (Mutex::default(), Condvar::new());
-        Ok(Arc::new(Self { disk, path, path_fd: path_fd.ok(), state, ended, jobs }))
+        Ok(Arc::new(Self { disk, path, source, state, ended, jobs }))
     }
 
     fn lock(&self) -> MutexGuard<'_, FlushState> {
@@ -154,10 +163,7 @@ impl Flusher {
                         mine.end(Some(failures), file.sync_data());
                     }
                     Err(e) => {
-                        tracing::debug!(
-                            "disk \"{}\" is not flushed before the pause: {e}",
-                            mine.disk
-                        );
+                        tracing::warn!("disk \"{}\" is not flushed: {e}", mine.disk);
                         mine.skip();
                     }
                 }
@@ -171,9 +177,10 @@ impl Flusher {
 
     /// Opens the file again. If that fails, a flush is left to the guest and to the hand-over.
     pub(super) fn open_another(&self) -> io::Result<File> {
-        let path_fd =
-            self.path_fd.as_ref().ok_or_else(|| io::Error::from_raw_os_error(libc::EBADF))?;
-        open_again(path_fd, 0)
+        match &self.source {
+            FlushSource::Descriptor(path_fd) => open_again(path_fd, 0),
+            FlushSource::Path(device, inode) => open_same(&self.path, (*device, *inode)),
+        }
     }
 
     /// Makes the flush thread call `sync`, which makes the disk's own file durable. No flush may be
@@ -340,8 +347,28 @@ pub(in crate::devices) fn flush_all<'f>(
     all
 }
 
+impl FlushSource {
+    fn of(file: &File) -> io::Result<Self> {
+        open_again(file, libc::O_PATH).map(Self::Descriptor).or_else(|_| {
+            let identity = file.metadata()?;
+            Ok(Self::Path(identity.dev(), identity.ino()))
+        })
+    }
+}
+
+/// Opens the file at `path` for reading if it still has that device and inode.
+fn open_same(path: &Path, expected: (u64, u64)) -> io::Result<File> {
+    // Another file may be a FIFO by now.
+    let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
+    let found = file.metadata()?;
+    if (found.dev(), found.ino()) == expected {
+        return Ok(file);
+    }
+    Err(io::Error::other(format!("{} is another file by now", path.display())))
+}
+
 /// Opens the file behind `file` once more, for reading and with `flags`.
-pub(super) fn open_again(file: &File, flags: i32) -> io::Result<File> {
+fn open_again(file: &File, flags: i32) -> io::Result<File> {
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
     OpenOptions::new().read(true).custom_flags(flags).open(path)
 }
@@ -374,6 +401,21 @@ mod tests {
 
     fn hand_over(file: &Arc<DiskFile>) -> Result<(), DiskError> {
         file.flush_and_unlock(soon())
+    }
+
+    #[test]
+    fn file_is_opened_by_its_path_only_while_it_is_the_same() {
+        let (file, temp) = disk();
+        let identity = file.file().metadata().unwrap();
+        let identity = (identity.dev(), identity.ino());
+        assert_eq!(open_same(temp.path(), identity).unwrap().metadata().unwrap().len(), 4096);
+        let elsewhere = temp.path().with_extension("moved");
+        std::fs::rename(temp.path(), &elsewhere).unwrap();
+        assert_eq!(open_same(temp.path(), identity).unwrap_err().kind(), io::ErrorKind::NotFound);
+        std::fs::write(temp.path(), "another").unwrap();
+        let why = open_same(temp.path(), identity).unwrap_err().to_string();
+        assert_eq!(why, format!("{} is another file by now", temp.path().display()));
+        std::fs::remove_file(elsewhere).unwrap();
     }
 
     /// Runs `f` on a thread that cannot make data durable.
