@@ -1,0 +1,356 @@
+//! Driftline and Firecracker, started and used by the same requests of Firecracker's API.
+//!
+//! `FIRECRACKER=/usr/bin/firecracker cargo bench -p tests --bench firecracker`. The environment
+//! variable is the path of Firecracker's binary; without it only Driftline is measured. The programs
+//! take turns, and all figures are medians of ten. The guest has 1 GiB and one vCPU. It prints a
+//! byte, writes to each page of 64 MiB, and then either halts or writes to them again and again.
+//! "Loaded" is the time from the start of the process to the answer to `PUT /snapshot/load` with
+//! `resume_vm`. The memory of a clone is the mean PSS of 20 processes that have loaded the same
+//! files.
+#![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, reason = "a bench")]
+
+use std::fs::{self, File};
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use driftline_machine::testing::Elf;
+use serde_json::{Value, json};
+use tests::{RawConnection, RawReply, SOON, ScratchDir, driftline, wait_for};
+
+const ROUNDS: usize = 10;
+const CLONES: usize = 20;
+/// Requests of a round whose median is one sample.
+const REQUESTS: usize = 200;
+const MEM_MIB: u64 = 1024;
+
+/// 32-bit code: prints `!`, writes to each page of 64 MiB from 16 MiB on, prints `.`.
+const WRITES_ONCE: [u8; 32] = [
+    0xba, 0xf8, 0x03, 0, 0, // mov edx, 0x3f8
+    0xb0, b'!', 0xee, // mov al, '!'; out dx, al
+    0x43, // again: inc ebx
+    0xbf, 0, 0, 0, 1, // mov edi, 16 << 20
+    0xb9, 0, 0x40, 0, 0, // mov ecx, 16384
+    0x89, 0x1f, // page: mov [edi], ebx
+    0x81, 0xc7, 0, 0x10, 0, 0,    // add edi, 4096
+    0x49, // dec ecx
+    0x75, 0xf5, // jnz page
+    0xb0, b'.', // mov al, '.'
+];
+
+/// What the guest does after it has written.
+#[derive(Clone, Copy)]
+enum AfterWrites {
+    Halt,
+    WriteAgain,
+}
+
+impl AfterWrites {
+    fn kernel(self) -> Vec<u8> {
+        let rest: &[u8] = match self {
+            // out dx, al; cli; hlt; jmp hlt
+            Self::Halt => &[0xee, 0xfa, 0xf4, 0xeb, 0xfd],
+            // out dx, al; jmp again
+            Self::WriteAgain => &[0xee, 0xeb, 0xe5],
+        };
+        Elf::new(&[&WRITES_ONCE, rest].concat()).bytes()
+    }
+}
+
+/// One of the programs that are compared.
+struct Contender {
+    name: &'static str,
+    program: PathBuf,
+    args: &'static [&'static str],
+    scratch: ScratchDir,
+}
+
+impl Contender {
+    fn all() -> Vec<Self> {
+        let new = |name, program, args| Self { name, program, args, scratch: ScratchDir::new() };
+        let ours = new("Driftline", driftline().to_owned(), &["firecracker"][..]);
+        let Some(theirs) = std::env::var_os("FIRECRACKER") else {
+            println!("Firecracker not measured: FIRECRACKER does not name its binary");
+            return vec![ours];
+        };
+        vec![ours, new("Firecracker", theirs.into(), &[])]
+    }
+
+    /// Returns the text of the path of a file of this program.
+    fn file(&self, name: &str) -> String {
+        self.scratch.path(name).to_str().unwrap().to_owned()
+    }
+
+    fn start(&self, name: &str, stdout: Stdio) -> ApiServer {
+        let socket = self.scratch.path(&format!("{name}.sock"));
+        let mut command = Command::new(&self.program);
+        command.args(self.args).arg("--api-sock").arg(&socket);
+        // Without a file of its own the log is on the console.
+        let log = self.file("log");
+        File::create(&log).unwrap();
+        command.args(["--level", "Error", "--log-path", &log]);
+        command.env_remove("RUST_LOG").stdin(Stdio::null()).stdout(stdout);
+        let child = command.stderr(Stdio::null()).spawn().expect("it starts");
+        let connection = loop {
+            match RawConnection::open(&socket) {
+                Ok(connection) => break connection,
+                Err(_) => std::thread::sleep(Duration::from_micros(50)),
+            }
+        };
+        ApiServer { child, connection }
+    }
+
+    /// Starts a guest whose console is a file.
+    fn start_guest(&self, name: &str, after: AfterWrites) -> (ApiServer, PathBuf) {
+        let console = self.scratch.path(&format!("{name}.console"));
+        let mut server = self.start(name, File::create(&console).unwrap().into());
+        server.boot(&self.kernel(after));
+        await_passes(&console, 1);
+        (server, console)
+    }
+
+    fn kernel(&self, after: AfterWrites) -> String {
+        let kernel = self.file("kernel");
+        fs::write(&kernel, after.kernel()).unwrap();
+        kernel
+    }
+
+    /// Starts a process that loads the snapshot of [`snapshot`](Self::snapshot) and runs its guest.
+    fn load(&self, name: &str) -> ApiServer {
+        let mut server = self.start(name, Stdio::null());
+        let backend = json!({ "backend_type": "File", "backend_path": self.file("memory") });
+        let load = json!({ "snapshot_path": self.file("state"), "mem_backend": backend,
+            "resume_vm": true });
+        server.done("PUT", "/snapshot/load", &load);
+        server
+    }
+
+    /// Takes the snapshot of a guest that has halted.
+    fn snapshot(&self) {
+        let (mut server, _) = self.start_guest("original", AfterWrites::Halt);
+        server.pause(true);
+        server.done("PUT", "/snapshot/create", &self.create("Full", ""));
+    }
+
+    fn create(&self, kind: &str, suffix: &str) -> Value {
+        json!({ "snapshot_type": kind, "snapshot_path": self.file(&format!("state{suffix}")),
+            "mem_file_path": self.file(&format!("memory{suffix}")) })
+    }
+}
+
+/// A process that serves the API. Dropping it kills the process.
+struct ApiServer {
+    child: Child,
+    connection: RawConnection,
+}
+
+impl ApiServer {
+    fn ask(&mut self, method: &str, path: &str, body: &str) -> RawReply {
+        let length = body.len();
+        let request = format!("{method} {path} HTTP/1.1\r\nContent-Length: {length}\r\n\r\n{body}");
+        self.connection.send(request.as_bytes()).unwrap();
+        self.connection.reply().unwrap()
+    }
+
+    fn done(&mut self, method: &str, path: &str, body: &Value) {
+        let reply = self.ask(method, path, &body.to_string());
+        let text = String::from_utf8_lossy(reply.body.as_deref().unwrap_or_default()).into_owned();
+        assert_eq!(reply.status, 204, "{method} {path} {body}: {text}");
+    }
+
+    fn boot(&mut self, kernel: &str) {
+        let machine =
+            json!({ "vcpu_count": 1, "mem_size_mib": MEM_MIB, "track_dirty_pages": true });
+        self.done("PUT", "/machine-config", &machine);
+        self.done("PUT", "/boot-source", &json!({ "kernel_image_path": kernel }));
+        self.done("PUT", "/actions", &json!({ "action_type": "InstanceStart" }));
+    }
+
+    fn pause(&mut self, pause: bool) {
+        let state = if pause { "Paused" } else { "Resumed" };
+        self.done("PATCH", "/vm", &json!({ "state": state }));
+    }
+
+    /// Returns the process's proportional set size, in MiB.
+    fn pss_mib(&self) -> f64 {
+        let rollup = fs::read_to_string(format!("/proc/{}/smaps_rollup", self.child.id())).unwrap();
+        let line = rollup.lines().find_map(|line| line.strip_prefix("Pss:")).unwrap();
+        line.trim().trim_end_matches(" kB").parse::<f64>().unwrap() / 1024.0
+    }
+}
+
+impl Drop for ApiServer {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// The samples of one figure, by contender.
+struct Samples {
+    name: &'static str,
+    of: Vec<Vec<f64>>,
+}
+
+impl Samples {
+    /// Takes ten samples of each contender, in turn.
+    fn take(
+        name: &'static str,
+        contenders: &[Contender],
+        mut sample: impl FnMut(&Contender) -> f64,
+    ) -> Self {
+        let mut of = vec![Vec::new(); contenders.len()];
+        for _ in 0..ROUNDS {
+            for (contender, of) in contenders.iter().zip(&mut of) {
+                of.push(sample(contender));
+            }
+        }
+        Self { name, of }
+    }
+
+    fn print(self) {
+        let medians: Vec<f64> = self.of.into_iter().map(median).collect();
+        let [ours, theirs @ ..] = &medians[..] else { return };
+        let theirs = theirs.first().map_or_else(
+            || "not measured | ".to_owned(),
+            |theirs| format!("{theirs:.2} | {:.2}", ours / theirs),
+        );
+        println!("| {} | {ours:.2} | {theirs} |", self.name);
+    }
+}
+
+fn main() {
+    if let Err(why) = driftline_machine::doctor::usable_kvm() {
+        println!("not measured: {why}");
+        return;
+    }
+    let contenders = Contender::all();
+    for contender in &contenders {
+        contender.snapshot();
+    }
+    println!("\n| | Driftline | Firecracker | ratio |\n| --- | ---: | ---: | ---: |");
+    Samples::take("start of the process to the guest's first byte, ms", &contenders, first_byte)
+        .print();
+    for samples in snapshots(&contenders) {
+        samples.print();
+    }
+    Samples::take("loaded: start of the process to the guest running, ms", &contenders, |c| {
+        let since = Instant::now();
+        let server = c.load("load");
+        let taken = ms(since);
+        drop(server);
+        remove_socket(c, "load");
+        taken
+    })
+    .print();
+    clones(&contenders).print();
+    requests(&contenders).print();
+}
+
+fn first_byte(contender: &Contender) -> f64 {
+    let kernel = contender.kernel(AfterWrites::Halt);
+    let since = Instant::now();
+    let mut server = contender.start("first", Stdio::piped());
+    server.boot(&kernel);
+    let mut byte = [0];
+    let console = server.child.stdout.as_mut().unwrap();
+    while byte != *b"!" {
+        assert_eq!(console.read(&mut byte).unwrap(), 1, "{} ended", contender.name);
+    }
+    let taken = ms(since);
+    drop(server);
+    remove_socket(contender, "first");
+    taken
+}
+
+/// Measures snapshots of a guest that writes 64 MiB again and again. While one guest is measured,
+/// the others are paused.
+fn snapshots(contenders: &[Contender]) -> Vec<Samples> {
+    let mut guests: Vec<_> = contenders
+        .iter()
+        .map(|contender| {
+            let (mut server, console) = contender.start_guest("writing", AfterWrites::WriteAgain);
+            server.pause(true);
+            (contender, server, console)
+        })
+        .collect();
+    let kinds = [
+        ("Full", "`Full` snapshot of a paused guest, ms"),
+        ("Diff", "`Diff` snapshot of 64 MiB of a paused guest, ms"),
+    ];
+    let mut all = kinds.map(|(_, name)| Samples { name, of: vec![Vec::new(); contenders.len()] });
+    for _ in 0..ROUNDS {
+        for (number, (contender, server, console)) in guests.iter_mut().enumerate() {
+            for ((kind, _), samples) in kinds.iter().zip(&mut all) {
+                server.pause(false);
+                // All pages have been written since the last snapshot.
+                let passes = passes(console);
+                await_passes(console, passes + 2);
+                server.pause(true);
+                let create = contender.create(kind, "-writing");
+                let since = Instant::now();
+                server.done("PUT", "/snapshot/create", &create);
+                samples.of[number].push(ms(since));
+                for file in ["state-writing", "memory-writing"] {
+                    fs::remove_file(contender.file(file)).unwrap();
+                }
+            }
+        }
+    }
+    all.into()
+}
+
+fn clones(contenders: &[Contender]) -> Samples {
+    Samples::take("memory a clone (PSS, 20 clones), MiB", contenders, |contender| {
+        let names: Vec<String> = (0..CLONES).map(|clone| format!("clone-{clone}")).collect();
+        let clones: Vec<_> = names.iter().map(|name| contender.load(name)).collect();
+        std::thread::sleep(Duration::from_millis(200));
+        let total: f64 = clones.iter().map(ApiServer::pss_mib).sum();
+        drop(clones);
+        for name in &names {
+            remove_socket(contender, name);
+        }
+        total / CLONES as f64
+    })
+}
+
+fn requests(contenders: &[Contender]) -> Samples {
+    let mut servers: Vec<_> = contenders.iter().map(|contender| contender.load("asked")).collect();
+    let mut of = vec![Vec::new(); contenders.len()];
+    for _ in 0..ROUNDS {
+        for (server, of) in servers.iter_mut().zip(&mut of) {
+            let asked = (0..REQUESTS).map(|_| {
+                let since = Instant::now();
+                assert_eq!(server.ask("GET", "/", "").status, 200);
+                since.elapsed().as_secs_f64() * 1e6
+            });
+            of.push(median(asked.collect()));
+        }
+    }
+    Samples { name: "`GET /`, p50, us", of }
+}
+
+/// Firecracker's process leaves its socket when it is killed, and refuses one that exists.
+fn remove_socket(contender: &Contender, name: &str) {
+    let _ = fs::remove_file(contender.scratch.path(&format!("{name}.sock")));
+}
+
+/// Returns how often the guest has written to all its pages.
+fn passes(console: &Path) -> usize {
+    let text = fs::read(console).unwrap();
+    text.iter().filter(|byte| **byte == b'.').count()
+}
+
+fn await_passes(console: &Path, at_least: usize) {
+    wait_for("pass of the guest", SOON, || (passes(console) >= at_least).then_some(()));
+}
+
+fn ms(since: Instant) -> f64 {
+    since.elapsed().as_secs_f64() * 1e3
+}
+
+fn median(mut samples: Vec<f64>) -> f64 {
+    samples.sort_by(f64::total_cmp);
+    samples[samples.len() / 2]
+}
