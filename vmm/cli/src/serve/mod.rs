@@ -106,7 +106,7 @@ pub(super) enum ServeResult {
 
 /// Serves Firecracker's API until the process is to end.
 pub(super) fn serve_api(options: ServeOptions) -> ServeEnd {
-    let (app, events) = App::configuring(options.payload_limit);
+    let (app, events) = App::configuring(options.vm.name().clone(), options.payload_limit);
     let termination = app.termination().clone();
     let result = serve_app(options, app, events);
     ServeEnd { result, signal: termination.signal() }

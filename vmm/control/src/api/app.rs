@@ -14,8 +14,9 @@ use tracing::Span;
 
 use super::event::ApiEvent;
 use super::termination::Termination;
-use crate::firecracker::ApiCounts;
+use crate::firecracker::{ApiCounts, InstanceName, started_instance};
 use crate::jobs::{JobError, Jobs};
+use crate::model::InstanceInfo;
 
 /// Ends the wait for a guest, for the reason in its argument. Returns `false` if it is too late.
 type GiveUp = Box<dyn Fn(&str) -> bool + Send + Sync>;
@@ -85,6 +86,8 @@ enum GuestSource {
         events: mpsc::Sender<ApiEvent>,
         /// The largest body of a request, in bytes.
         payload_limit: usize,
+        /// How the process calls itself.
+        name: InstanceName,
     },
 }
 
@@ -127,7 +130,10 @@ impl App {
 
     /// Creates an app for a guest that is configured over the API, by requests with bodies of at
     /// most `payload_limit` bytes. The caller takes the events and answers the requests among them.
-    pub fn configuring(payload_limit: usize) -> (Arc<Self>, mpsc::Receiver<ApiEvent>) {
+    pub fn configuring(
+        name: InstanceName,
+        payload_limit: usize,
+    ) -> (Arc<Self>, mpsc::Receiver<ApiEvent>) {
         let (events, received) = mpsc::channel();
         let stops = events.clone();
         // If nothing receives events any more, the process is ending already.
@@ -135,7 +141,7 @@ impl App {
             let _ = stops.send(ApiEvent::Stop(why.to_owned()));
             true
         };
-        let source = GuestSource::Api { events, payload_limit };
+        let source = GuestSource::Api { events, payload_limit, name };
         (Self::build(source, Box::new(give_up)), received)
     }
 
@@ -220,6 +226,16 @@ impl App {
         match &self.source {
             GuestSource::Here | GuestSource::OtherHost(_) => false,
             GuestSource::Api { events, .. } => events.send(event).is_ok(),
+        }
+    }
+
+    /// Returns the guest that was configured over the API, as `GET /` shows it, once it is here.
+    pub(super) fn started_instance(&self) -> Option<InstanceInfo> {
+        match &self.source {
+            GuestSource::Here | GuestSource::OtherHost(_) => None,
+            GuestSource::Api { name, .. } => {
+                self.jobs.get().map(|jobs| started_instance(name, jobs))
+            }
         }
     }
 

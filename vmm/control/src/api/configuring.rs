@@ -109,8 +109,12 @@ impl Display for ReceivedRequest<'_> {
     }
 }
 
-/// Lets the thread that configures the guest answer.
+/// Lets the thread that configures the guest answer. `GET /` of a guest is answered here, whatever
+/// that thread is doing.
 async fn ask(app: &App, operation: Operation) -> Answer {
+    if let (Operation::GetInstance, Some(instance)) = (&operation, app.started_instance()) {
+        return Answer::page(&instance).unwrap_or_else(Answer::Fault);
+    }
     let (answer, answered) = oneshot::channel();
     let sent = app.configure(ApiEvent::Call(Caller::new(answer), operation));
     let ending = || Answer::Fault(ApiFault::Ending);

@@ -9,12 +9,13 @@ use super::answer::Answer;
 use super::balloon;
 use super::changes::{patch_drive, patch_interface, show_changes};
 use super::fault::{ApiFault, CreateFault};
+use super::instance::{IMITATED_VERSION, InstanceName};
 use super::model::{CreateSnapshotParams, SnapshotType};
 use super::operation::Operation;
 use super::saved::to_section;
-use super::state::{IMITATED_VERSION, MicroVm};
+use super::state::MicroVm;
 use crate::jobs::{Jobs, OperatorError, SnapshotFailure, SnapshotOrder};
-use crate::model::GuestState;
+use crate::model::{GuestState, InstanceInfo};
 
 impl<C> MicroVm<C> {
     /// Answers a request to the started guest of `jobs`. Pausing the guest may wait for its
@@ -25,11 +26,7 @@ impl<C> MicroVm<C> {
 
     fn try_ask(&self, operation: &Operation, jobs: &Jobs) -> Result<Answer, ApiFault> {
         match operation {
-            Operation::GetInstance => {
-                // Firecracker has two states for a started guest.
-                let runs = jobs.info().state == GuestState::Running;
-                Answer::page(&self.instance(if runs { "Running" } else { "Paused" }))
-            }
+            Operation::GetInstance => Answer::page(&started_instance(self.name(), jobs)),
             Operation::GetVersion => Ok(Answer::version(IMITATED_VERSION)),
             Operation::GetMachine => Answer::page(&self.config().machine),
             Operation::GetConfig => {
@@ -99,6 +96,13 @@ impl<C> MicroVm<C> {
             Err(e) => Err(create_fault(e).into()),
         }
     }
+}
+
+/// Returns what `GET /` shows of the guest of `jobs`. Does not wait for the guest.
+pub(crate) fn started_instance(name: &InstanceName, jobs: &Jobs) -> InstanceInfo {
+    // Firecracker has two states for a started guest.
+    let runs = jobs.state() == GuestState::Running;
+    name.shown(if runs { "Running" } else { "Paused" })
 }
 
 /// Returns Firecracker's words for a snapshot that was not taken.

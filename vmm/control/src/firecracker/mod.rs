@@ -14,6 +14,7 @@ mod config_file;
 mod device_names;
 mod fault;
 mod guest;
+mod instance;
 mod metrics;
 mod model;
 mod name_limit;
@@ -26,6 +27,8 @@ pub use answer::Answer;
 pub use config::MicroVmConfig;
 pub use config_file::{ConfigFileFault, config_file_operations, config_file_text};
 pub use fault::{ApiFault, BootFault, DriveFault, LoadFault, MetricsFault, NetFault, StartFault};
+pub(crate) use guest::started_instance;
+pub use instance::{IMITATED_VERSION, InstanceName};
 pub use metrics::{ApiCounts, FirecrackerMetrics, UnwrittenLines};
 pub(crate) use metrics::{CountedCall, latency_names};
 pub use model::{
@@ -39,4 +42,4 @@ pub(crate) use parse::{ParsedCall, parse};
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub use state::fuzz::api as fuzz_api;
-pub use state::{IMITATED_VERSION, MicroVm, MicroVmAction, MicroVmEvent, Task};
+pub use state::{MicroVm, MicroVmAction, MicroVmEvent, Task};

@@ -19,15 +19,13 @@ use serde_json::Value;
 use super::answer::Answer;
 use super::config::{MicroVmConfig, check_boot_args};
 use super::fault::{ApiFault, BalloonFault, LoadFault, MetricsFault, StartFault};
+use super::instance::{IMITATED_VERSION, InstanceName};
 use super::model::{
     BlockDeviceConfig, BootSourceConfig, LoadSnapshotParams, LoggerConfig, MetricsConfig,
     NetworkInterfaceConfig, VsockDeviceConfig,
 };
 use super::operation::Operation;
-use crate::model::InstanceInfo;
 
-/// The version of Firecracker whose API this is.
-pub const IMITATED_VERSION: &str = "1.16.1";
 /// Exit code of a process whose snapshot could not be loaded.
 const LOAD_FAILED: u8 = 1;
 
@@ -110,8 +108,7 @@ enum MicroVmStage {
 /// A machine as Firecracker's API presents it.
 #[derive(Debug)]
 pub struct MicroVm<C> {
-    id: String,
-    app_name: &'static str,
+    name: InstanceName,
     stage: MicroVmStage,
     config: MicroVmConfig,
     /// Whether a part of a guest that boots was configured, or was to be: nothing is loaded then.
@@ -138,8 +135,7 @@ impl<C> MicroVm<C> {
     /// Creates a machine that is not started. `metadata_limit` is the longest metadata, in bytes.
     pub fn new(id: String, app_name: &'static str, metadata_limit: usize) -> Self {
         Self {
-            id,
-            app_name,
+            name: InstanceName { id, app_name },
             stage: MicroVmStage::Configuring,
             config: MicroVmConfig::new(metadata_limit),
             is_boot_path: false,
@@ -147,6 +143,11 @@ impl<C> MicroVm<C> {
             under_way: None,
             waiting: VecDeque::new(),
         }
+    }
+
+    /// Returns how the process calls itself.
+    pub fn name(&self) -> &InstanceName {
+        &self.name
     }
 
     /// Returns the configuration, which a started guest keeps.
@@ -229,7 +230,7 @@ impl<C> MicroVm<C> {
         self.is_boot_path |= sets_boot_path(&operation);
         match operation {
             Operation::GetInstance => {
-                Ok(Outcome::Answered(Answer::page(&self.instance("Not started"))?))
+                Ok(Outcome::Answered(Answer::page(&self.name.shown("Not started"))?))
             }
             Operation::GetVersion => Ok(Outcome::Answered(Answer::version(IMITATED_VERSION))),
             Operation::GetMachine => Ok(Outcome::Answered(Answer::page(&self.config.machine)?)),
@@ -251,16 +252,6 @@ impl<C> MicroVm<C> {
                 Ok(Outcome::Begun(Task::Load(Box::new(snapshot), config)))
             }
             operation => self.configure(operation),
-        }
-    }
-
-    /// Returns the answer to `GET /` in this state.
-    pub(super) fn instance(&self, state: &str) -> InstanceInfo {
-        InstanceInfo {
-            id: self.id.clone(),
-            state: state.to_owned(),
-            vmm_version: IMITATED_VERSION.to_owned(),
-            app_name: self.app_name.to_owned(),
         }
     }
 

@@ -123,18 +123,28 @@ impl Jobs {
     /// Returns the guest's figures, with the state that results from its jobs.
     pub(crate) fn info(&self) -> Info {
         let migration = self.migration_job().filter(|job| !job.is_over());
-        let state = match (self.pauses.operator_state(), &migration) {
-            (RunState::Stopped, _) => GuestState::Stopped,
-            (_, Some(job)) if job.is_in_doubt() => GuestState::InDoubt,
-            (_, Some(_)) => GuestState::Migrating,
-            (state, None) => state.into(),
-        };
+        let state = self.state_with(migration.as_deref());
         let checkpoints = self.checkpoint_job();
         let checkpointing = checkpoints.as_ref().is_some_and(|job| !job.is_over());
         let every_ms = checkpoints.as_ref().and_then(|job| job.every_ms());
         let store = checkpoints.map(|job| job.store().to_owned());
         let migration = migration.map(|job| job.snapshot().progress);
         Info { migration, store, every_ms, ..Info::new(self.vm.info(), state, checkpointing) }
+    }
+
+    /// Returns the guest's state. Does not wait for a pause.
+    pub(crate) fn state(&self) -> GuestState {
+        let migration = self.migration_job().filter(|job| !job.is_over());
+        self.state_with(migration.as_deref())
+    }
+
+    fn state_with(&self, migration: Option<&MigrationJob>) -> GuestState {
+        match (self.pauses.operator_state(), migration) {
+            (RunState::Stopped, _) => GuestState::Stopped,
+            (_, Some(job)) if job.is_in_doubt() => GuestState::InDoubt,
+            (_, Some(_)) => GuestState::Migrating,
+            (state, None) => state.into(),
+        }
     }
 
     /// Pauses the vCPUs for the operator.

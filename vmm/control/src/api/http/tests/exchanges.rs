@@ -18,7 +18,7 @@ use super::super::session::{ApiService, ClientLimits, serve};
 use crate::api::connections::{self, BoundedListener};
 use crate::api::transport::ServerSocket;
 use crate::api::{ApiEvent, App, Arriving, Caller};
-use crate::firecracker::{Answer, MicroVm, MicroVmAction, MicroVmEvent};
+use crate::firecracker::{Answer, InstanceName, MicroVm, MicroVmAction, MicroVmEvent};
 
 /// Time after which a test gives up.
 const TIMEOUT: Duration = Duration::from_secs(60);
@@ -26,6 +26,10 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 const LONG: usize = 16 << 20;
 /// The largest body, in bytes.
 const PAYLOAD_LIMIT: usize = 51_200;
+
+fn name() -> InstanceName {
+    InstanceName { id: "test".to_owned(), app_name: "Driftline" }
+}
 
 /// A server on a socket of its own.
 struct TestApi {
@@ -60,7 +64,7 @@ impl TestApi {
 
     /// Starts a server for a guest that is configured over the API.
     fn firecracker() -> Self {
-        let (app, events) = App::configuring(PAYLOAD_LIMIT);
+        let (app, events) = App::configuring(name(), PAYLOAD_LIMIT);
         let mut api = Self::start(app, ClientLimits::default());
         api.threads.push(std::thread::spawn(|| configure(events)));
         api
@@ -260,7 +264,7 @@ fn late_requests_are_refused() {
         let reply = api.exchange(part);
         assert!(reply.starts_with("HTTP/1.1 408 Request Timeout\r\n"), "{part}: {reply}");
     }
-    let (app, _events) = App::configuring(PAYLOAD_LIMIT);
+    let (app, _events) = App::configuring(name(), PAYLOAD_LIMIT);
     let api = TestApi::start(app, limits);
     let reply = api.exchange("PUT /vm HTTP/1.1\r\nContent-Length: 60000\r\n\r\n{");
     assert!(reply.contains("size 60000 is larger than the limit of 51200"), "{reply}");
@@ -288,7 +292,7 @@ fn long_reply_arrives_whole() {
 
 #[test]
 fn request_under_way_is_answered_at_the_end() {
-    let (app, events) = App::configuring(PAYLOAD_LIMIT);
+    let (app, events) = App::configuring(name(), PAYLOAD_LIMIT);
     let mut api = TestApi::start(app, ClientLimits::default());
     let (mut idle, mut busy) = (api.connect(), api.connect());
     let body = r#"{"guest_cid": 3, "uds_path": "v", "vsock_id": "deprecated"}"#;
@@ -307,7 +311,7 @@ fn request_under_way_is_answered_at_the_end() {
 
 #[test]
 fn dropped_call_is_refused() {
-    let (app, events) = App::configuring(PAYLOAD_LIMIT);
+    let (app, events) = App::configuring(name(), PAYLOAD_LIMIT);
     drop(events);
     let api = TestApi::start(app, ClientLimits::default());
     let mut stream = api.connect();
