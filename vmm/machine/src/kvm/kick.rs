@@ -14,7 +14,6 @@ use std::sync::atomic::{AtomicI32, AtomicU8, Ordering};
 use kvm_bindings::kvm_run;
 use kvm_ioctls::VcpuFd;
 use libc::{c_int, c_void, siginfo_t};
-use rustix::mm::MapFlags;
 use rustix::thread::gettid;
 use vmm_sys_util::errno;
 use vmm_sys_util::signal::{SIGRTMIN, register_signal_handler, unblock_signal};
@@ -38,7 +37,7 @@ pub struct ImmediateExit {
 impl ImmediateExit {
     /// Maps the `kvm_run` of `vcpu`. The mapping keeps the vCPU alive in the kernel.
     pub fn new(vcpu: &VcpuFd) -> io::Result<Self> {
-        let map = Mapping::new(vcpu, MAP_BYTES, 0, MapFlags::empty())?;
+        let map = Mapping::new(vcpu, MAP_BYTES, 0)?;
         Ok(Self { map, thread: AtomicI32::new(0) })
     }
 

@@ -22,18 +22,13 @@ unsafe impl Sync for Mapping {}
 
 impl Mapping {
     /// Maps `bytes` bytes from `offset` on for reading and writing.
-    pub(super) fn new(
-        vcpu: &VcpuFd,
-        bytes: usize,
-        offset: u64,
-        flags: MapFlags,
-    ) -> io::Result<Self> {
+    pub(super) fn new(vcpu: &VcpuFd, bytes: usize, offset: u64) -> io::Result<Self> {
         let prot = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: the descriptor is open as long as `vcpu` is.
         let file = unsafe { BorrowedFd::borrow_raw(vcpu.as_raw_fd()) };
         let null = std::ptr::null_mut();
         // SAFETY: a fresh mapping at an address of the kernel's choice touches nothing of ours.
-        let map = unsafe { mmap(null, bytes, prot, flags | MapFlags::SHARED, file, offset) }?;
+        let map = unsafe { mmap(null, bytes, prot, MapFlags::SHARED, file, offset) }?;
         let start = NonNull::new(map.cast()).ok_or(io::ErrorKind::AddrNotAvailable)?;
         Ok(Self { start, bytes })
     }

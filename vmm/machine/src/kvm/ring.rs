@@ -1,12 +1,12 @@
 //! One vCPU's dirty ring: the memory that it shares with the kernel, as a slice of atomics.
 
 use std::io;
+use std::sync::atomic::Ordering;
 
 use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_dirty_tracker::ring::RingEntry;
 use kvm_bindings::KVM_DIRTY_LOG_PAGE_OFFSET;
 use kvm_ioctls::VcpuFd;
-use rustix::mm::MapFlags;
 
 use super::mapping::Mapping;
 
@@ -24,8 +24,16 @@ impl RingMap {
         let count = count as usize;
         let bytes = count * size_of::<RingEntry>();
         let offset = u64::from(KVM_DIRTY_LOG_PAGE_OFFSET) * PAGE_SIZE;
-        // Populated, so that the first harvests do not take a page fault for each page.
-        Ok(Self { map: Mapping::new(vcpu, bytes, offset, MapFlags::POPULATE)?, count })
+        Ok(Self { map: Mapping::new(vcpu, bytes, offset)?, count })
+    }
+
+    /// Reads an entry of each page, so that the first harvests take no page faults. A guest that is
+    /// never tracked does without, and its process is smaller by the length of the rings.
+    pub fn populate(&self) {
+        let entries_a_page = PAGE_SIZE as usize / size_of::<RingEntry>();
+        for entry in self.entries().iter().step_by(entries_a_page) {
+            std::hint::black_box(entry.flags.load(Ordering::Relaxed));
+        }
     }
 
     /// Returns all entries of the ring.

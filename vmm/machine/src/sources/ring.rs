@@ -99,6 +99,7 @@ impl DirtySource for RingSource {
     }
 
     fn start(&mut self) -> Result<(), SourceError> {
+        self.rings.iter().for_each(RingMap::populate);
         // A previous stop may have failed half-way. KVM write-protects a slot only when its logging
         // changes from off to on.
         self.set_logging(false)?;
