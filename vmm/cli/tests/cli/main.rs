@@ -20,6 +20,7 @@ mod firecracker_metrics;
 mod firecracker_stuck;
 mod hostile;
 mod identity;
+mod jail;
 mod large_disk;
 mod log;
 mod lost;

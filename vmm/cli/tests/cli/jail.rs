@@ -1,0 +1,91 @@
+//! The program in a jail as Firecracker's jailer makes it: a root of its own without /proc, and a
+//! user who owns only what is there. Libraries are there as well, because the program of these
+//! tests is not static.
+
+use std::fs::{self, File};
+use std::process::Command;
+
+use driftline_machine::testing::{kvm_or_skip, skip};
+use rustix::process::Signal;
+use serde_json::json;
+
+use crate::common::serving::ServeProcess;
+use crate::common::{TestDir, wait_for};
+use crate::serve_guest::{AfterPrint, printing_kernel};
+
+/// Makes the devices of the jail `$1`, and gives all of it to the user.
+const FURNISH: &str = "cd \"$1\" && mkdir dev lib lib64 && touch firecracker && \
+     mknod dev/kvm c 10 232 && mknod dev/urandom c 1 9 && chown -R 65534:65534 . && \
+     : <dev/urandom";
+/// Executes the program `$2` with the rest as its arguments, in the jail `$1`.
+const ENTER: &str = "cd \"$1\" && mount --bind /lib lib && mount --bind /lib64 lib64 && \
+     mount --bind \"$2\" firecracker && shift 2 && \
+     exec chroot --userspec=65534:65534 . /firecracker \"$@\"";
+
+/// A jail, whose files are also here.
+struct Jail(TestDir);
+
+impl Jail {
+    /// Returns `None`, and says so, if no jail can be made.
+    fn new(test: &str) -> Option<Self> {
+        let dir = TestDir::new();
+        fs::create_dir(dir.path("data")).unwrap();
+        File::create(dir.path("data/disk")).unwrap().set_len(1 << 20).unwrap();
+        fs::write(dir.path("kernel"), printing_kernel(AfterPrint::Wait)).unwrap();
+        let made = Command::new("sh").args(["-c", FURNISH, "sh", &dir.text("")]).output().unwrap();
+        let may_mount = Command::new("unshare").args(["--mount", "true"]).status();
+        if !made.status.success() || !may_mount.is_ok_and(|status| status.success()) {
+            skip(test, "no jail can be made: that needs root, and a file system with devices");
+            return None;
+        }
+        Some(Self(dir))
+    }
+
+    fn start(&self, name: &str) -> ServeProcess {
+        let mut command = Command::new("unshare");
+        command.args(["--mount", "sh", "-c", ENTER, "sh", &self.0.text("")]);
+        command.arg(env!("CARGO_BIN_EXE_driftline"));
+        command.args(["--id", name, "--api-sock", &format!("/{name}.sock")]);
+        ServeProcess::spawn(command, self.0.text(&format!("{name}.sock")))
+    }
+}
+
+#[test]
+fn jailed_guest_is_started_snapshotted_and_loaded() {
+    let test = "jailed_guest_is_started_snapshotted_and_loaded";
+    if !kvm_or_skip(test) {
+        return;
+    }
+    let Some(jail) = Jail::new(test) else { return };
+    let mut first = jail.start("first");
+    for (path, body) in [
+        ("/boot-source", json!({ "kernel_image_path": "/kernel" })),
+        ("/machine-config", json!({ "vcpu_count": 2, "mem_size_mib": 32 })),
+        ("/serial", json!({ "serial_out_path": "/data/serial" })),
+        (
+            "/drives/disk",
+            json!({ "drive_id": "disk", "is_root_device": false, "path_on_host": "/data/disk",
+                "cache_type": "Writeback" }),
+        ),
+        ("/vsock", json!({ "guest_cid": 3, "uds_path": "/data/vsock" })),
+        ("/balloon", json!({ "amount_mib": 0, "deflate_on_oom": true })),
+        ("/entropy", json!({})),
+        ("/actions", json!({ "action_type": "InstanceStart" })),
+    ] {
+        first.done("PUT", path, &body.to_string());
+    }
+    wait_for("line of the guest", || jail.0.read("data/serial").ends_with('\n').then_some(()));
+    first.done("PATCH", "/vm", r#"{"state": "Paused"}"#);
+    let files = json!({ "snapshot_path": "/data/state", "mem_file_path": "/data/memory" });
+    first.done("PUT", "/snapshot/create", &files.to_string());
+    first.signal(Signal::TERM);
+    let (status, stderr) = first.wait_status();
+    assert!(!status.success(), "{stderr}");
+
+    let second = jail.start("second");
+    let backend = json!({ "backend_type": "File", "backend_path": "/data/memory" });
+    let load = json!({ "snapshot_path": "/data/state", "mem_backend": backend, "resume_vm": true,
+        "vsock_override": { "uds_path": "/data/vsock-2" } });
+    second.done("PUT", "/snapshot/load", &load.to_string());
+    assert_eq!(second.get("/")["state"], "Running");
+}
