@@ -107,8 +107,8 @@ impl Driftline {
         Self::spawn(command, input, scratch, name)
     }
 
-    /// As [`start`](Self::start), of `driftline serve`, with log lines of level `info` and a pipe as
-    /// the console's input.
+    /// As [`start`](Self::start), of `driftline serve`, with log lines of level `info` and a pipe
+    /// as the console's input.
     pub(crate) fn serve(scratch: &ScratchDir, name: &str) -> Self {
         let mut command = Command::new(driftline());
         command.args(["serve", "--id", name]).env("RUST_LOG", "info");

@@ -404,7 +404,7 @@ mod tests {
     }
 
     #[test]
-    fn file_is_opened_by_its_path_only_while_it_is_the_same() {
+    fn path_leads_only_to_the_same_file() {
         let (file, temp) = disk();
         let identity = file.file().metadata().unwrap();
         let identity = (identity.dev(), identity.ino());
