@@ -6,6 +6,7 @@
 mod api_bounds;
 mod basics;
 mod checkpoint;
+mod client_timeouts;
 mod common;
 mod compare;
 mod config_file;
@@ -42,6 +43,5 @@ mod serve_snapshot;
 mod shadow;
 mod stuck;
 mod terminal;
-mod timeouts;
 mod top;
 mod waiting;

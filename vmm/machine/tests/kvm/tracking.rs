@@ -83,39 +83,46 @@ fn all_modes_report_the_same_frames() {
     if !kvm_or_skip("all_modes_report_the_same_frames") {
         return;
     }
-    let modes = modes();
-    for (vcpus, workload, least) in [
+    let workloads = [
         (1, "ws=24M,pattern=once,passes=1", 6144),
         (1, "ws=24M,pattern=random,seed=5,passes=1", 2000),
         (1, "ws=24M,pattern=stride:7,passes=3", 877),
         (2, "ws=24M,pattern=random,seed=9,passes=1", 2000),
         (2, "ws=16M,pattern=once,passes=2", 4096),
-    ] {
-        let mut first: Option<(TrackingMode, Vec<u64>)> = None;
-        for tracking in &modes {
-            let spec = format!("payload,rate=max,{workload}");
-            let (leaves, content) =
-                whole_run(MachineConfig { tracking: *tracking, vcpus, ..payload(&spec) });
-            let frames: u32 = leaves.iter().map(|w| w.count_ones()).sum();
-            assert!(frames > least, "{workload}, {tracking}: only {frames} frames are dirty");
-            let lost: u32 = leaves.iter().zip(&content).map(|(l, c)| (c & !l).count_ones()).sum();
-            assert_eq!(lost, 0, "{workload}: frames that changed and that {tracking} lost");
-            let Some((other, others)) = &first else {
-                first = Some((*tracking, leaves));
-                continue;
-            };
-            let words = leaves.iter().zip(others).enumerate();
-            let apart: Vec<_> = words.filter(|(_, (a, b))| a != b).collect();
-            if *tracking == TrackingMode::UserfaultWp {
-                // Only in frames with the same content before and after, and only in few of them.
-                let same_content = |at: usize, a: u64, b: u64| (a ^ b) & content[at] == 0;
-                assert!(apart.iter().all(|(at, (a, b))| same_content(*at, **a, **b)), "{apart:x?}");
-                let frames: u32 = apart.iter().map(|(_, (a, b))| (**a ^ **b).count_ones()).sum();
-                assert!(frames < 100, "{workload}: {frames} frames apart from {other}: {apart:x?}");
-                continue;
-            }
-            assert!(apart.is_empty(), "{workload}: words, {tracking} and {other}: {apart:x?}");
+    ];
+    let modes = &modes();
+    std::thread::scope(|threads| {
+        for (vcpus, workload, least) in workloads {
+            threads.spawn(move || agree(modes, vcpus, workload, least));
         }
+    });
+}
+
+/// Runs `workload` in each mode. More than `least` frames must be dirty, the same in each.
+fn agree(modes: &[TrackingMode], vcpus: u8, workload: &str, least: u32) {
+    let mut first: Option<(TrackingMode, Vec<u64>)> = None;
+    for &tracking in modes {
+        let spec = format!("payload,rate=max,{workload}");
+        let (leaves, content) = whole_run(MachineConfig { tracking, vcpus, ..payload(&spec) });
+        let frames: u32 = leaves.iter().map(|w| w.count_ones()).sum();
+        assert!(frames > least, "{workload}, {tracking}: only {frames} frames are dirty");
+        let lost: u32 = leaves.iter().zip(&content).map(|(l, c)| (c & !l).count_ones()).sum();
+        assert_eq!(lost, 0, "{workload}: frames that changed and that {tracking} lost");
+        let Some((other, others)) = &first else {
+            first = Some((tracking, leaves));
+            continue;
+        };
+        let words = leaves.iter().zip(others).enumerate();
+        let apart: Vec<_> = words.filter(|(_, (a, b))| a != b).collect();
+        if tracking == TrackingMode::UserfaultWp {
+            // Only in frames with the same content before and after, and only in few of them.
+            let same_content = |at: usize, a: u64, b: u64| (a ^ b) & content[at] == 0;
+            assert!(apart.iter().all(|(at, (a, b))| same_content(*at, **a, **b)), "{apart:x?}");
+            let frames: u32 = apart.iter().map(|(_, (a, b))| (**a ^ **b).count_ones()).sum();
+            assert!(frames < 100, "{workload}: {frames} frames apart from {other}: {apart:x?}");
+            continue;
+        }
+        assert!(apart.is_empty(), "{workload}: words, {tracking} and {other}: {apart:x?}");
     }
 }
 
