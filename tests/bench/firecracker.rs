@@ -91,12 +91,14 @@ impl Contender {
         File::create(&log).unwrap();
         command.args(["--level", "Error", "--log-path", &log]);
         command.env_remove("RUST_LOG").stdin(Stdio::null()).stdout(stdout);
-        let child = command.stderr(Stdio::null()).spawn().expect("it starts");
+        let mut child = command.stderr(Stdio::null()).spawn().expect("it starts");
         let connection = loop {
             match RawConnection::open(&socket) {
                 Ok(connection) => break connection,
                 Err(_) => std::thread::sleep(Duration::from_micros(50)),
             }
+            let ended = child.try_wait().unwrap();
+            assert!(ended.is_none(), "{} ended: {ended:?}", self.name);
         };
         ApiServer { child, connection }
     }
@@ -172,11 +174,14 @@ impl ApiServer {
         self.done("PATCH", "/vm", &json!({ "state": state }));
     }
 
-    /// Returns the process's proportional set size, in MiB.
-    fn pss_mib(&self) -> f64 {
+    /// Returns the process's proportional set size, and what it shares with no other, in MiB.
+    fn memory_mib(&self) -> [f64; 2] {
         let rollup = fs::read_to_string(format!("/proc/{}/smaps_rollup", self.child.id())).unwrap();
-        let line = rollup.lines().find_map(|line| line.strip_prefix("Pss:")).unwrap();
-        line.trim().trim_end_matches(" kB").parse::<f64>().unwrap() / 1024.0
+        let mib = |name: &str| {
+            let line = rollup.lines().find_map(|line| line.strip_prefix(name)).unwrap();
+            line.trim().trim_end_matches(" kB").parse::<f64>().unwrap() / 1024.0
+        };
+        [mib("Pss:"), mib("Private_Clean:") + mib("Private_Dirty:")]
     }
 }
 
@@ -244,7 +249,9 @@ fn main() {
         taken
     })
     .print();
-    clones(&contenders).print();
+    for samples in clones(&contenders) {
+        samples.print();
+    }
     requests(&contenders).print();
 }
 
@@ -301,18 +308,23 @@ fn snapshots(contenders: &[Contender]) -> Vec<Samples> {
     all.into()
 }
 
-fn clones(contenders: &[Contender]) -> Samples {
-    Samples::take("memory a clone (PSS, 20 clones), MiB", contenders, |contender| {
+fn clones(contenders: &[Contender]) -> [Samples; 2] {
+    let mut private = vec![Vec::new(); contenders.len()];
+    let all = Samples::take("memory a clone (PSS, 20 clones), MiB", contenders, |contender| {
         let names: Vec<String> = (0..CLONES).map(|clone| format!("clone-{clone}")).collect();
         let clones: Vec<_> = names.iter().map(|name| contender.load(name)).collect();
         std::thread::sleep(Duration::from_millis(200));
-        let total: f64 = clones.iter().map(ApiServer::pss_mib).sum();
+        let sizes: Vec<_> = clones.iter().map(ApiServer::memory_mib).collect();
         drop(clones);
         for name in &names {
             remove_socket(contender, name);
         }
-        total / CLONES as f64
-    })
+        let mean = |part: usize| sizes.iter().map(|of| of[part]).sum::<f64>() / CLONES as f64;
+        let number = contenders.iter().position(|other| other.name == contender.name).unwrap();
+        private[number].push(mean(1));
+        mean(0)
+    });
+    [all, Samples { name: "of which no other process has, MiB", of: private }]
 }
 
 fn requests(contenders: &[Contender]) -> Samples {
@@ -352,5 +364,6 @@ fn ms(since: Instant) -> f64 {
 
 fn median(mut samples: Vec<f64>) -> f64 {
     samples.sort_by(f64::total_cmp);
-    samples[samples.len() / 2]
+    let middle = samples.len() / 2;
+    f64::midpoint(samples[(samples.len() - 1) / 2], samples[middle])
 }

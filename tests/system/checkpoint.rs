@@ -57,7 +57,8 @@ fn every_epoch_restores(load: GuestLoad, epochs: usize) {
     };
     let lines = if has_copy_before_write() {
         // A guest that is kept from running may write so little that all is copied in the pause.
-        wait_for("frames copied after the pause", SOON, || {
+        let limit = SOON + Duration::from_millis(300) * epochs as u32 * 3;
+        wait_for("frames copied after the pause", limit, || {
             let (lines, copied_after) = take();
             (copied_after > 0).then_some(lines)
         })

@@ -3,7 +3,7 @@
 //! tests is not static.
 
 use std::fs::{self, File};
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 use driftline_machine::testing::{kvm_or_skip, skip};
 use rustix::process::Signal;
@@ -18,9 +18,9 @@ const FURNISH: &str = "cd \"$1\" && mkdir dev lib lib64 && touch firecracker && 
      mknod dev/kvm c 10 232 && mknod dev/urandom c 1 9 && chown -R 65534:65534 . && \
      : <dev/urandom";
 /// Executes the program `$2` with the rest as its arguments, in the jail `$1`.
-const ENTER: &str = "cd \"$1\" && mount --bind /lib lib && mount --bind /lib64 lib64 && \
-     mount --bind \"$2\" firecracker && shift 2 && \
-     exec chroot --userspec=65534:65534 . /firecracker \"$@\"";
+const ENTER: &str = "cd \"$1\" && mount --bind --read-only /lib lib && \
+     mount --bind --read-only /lib64 lib64 && mount --bind --read-only \"$2\" firecracker && \
+     shift 2 && exec chroot --userspec=65534:65534 . /firecracker \"$@\"";
 
 /// A jail, whose files are also here.
 struct Jail(TestDir);
@@ -32,19 +32,28 @@ impl Jail {
         fs::create_dir(dir.path("data")).unwrap();
         File::create(dir.path("data/disk")).unwrap().set_len(1 << 20).unwrap();
         fs::write(dir.path("kernel"), printing_kernel(AfterPrint::Wait)).unwrap();
-        let made = Command::new("sh").args(["-c", FURNISH, "sh", &dir.text("")]).output().unwrap();
-        let may_mount = Command::new("unshare").args(["--mount", "true"]).status();
-        if !made.status.success() || !may_mount.is_ok_and(|status| status.success()) {
+        let mut furnish = Command::new("sh");
+        furnish.args(["-c", FURNISH, "sh", &dir.text("")]);
+        let jail = Self(dir);
+        let works = |command: &mut Command| command.output().is_ok_and(|out| out.status.success());
+        if !works(&mut furnish) || !works(jail.command().arg("--version")) {
             skip(test, "no jail can be made: that needs root, and a file system with devices");
             return None;
         }
-        Some(Self(dir))
+        Some(jail)
+    }
+
+    /// Returns the command of the program in the jail.
+    fn command(&self) -> Command {
+        let mut command = Command::new("unshare");
+        command.args(["--mount", "--propagation", "private", "sh", "-c", ENTER, "sh"]);
+        command.arg(self.0.text("")).arg(env!("CARGO_BIN_EXE_driftline"));
+        command.env_remove("RUST_LOG").stdin(Stdio::null());
+        command
     }
 
     fn start(&self, name: &str) -> ServeProcess {
-        let mut command = Command::new("unshare");
-        command.args(["--mount", "sh", "-c", ENTER, "sh", &self.0.text("")]);
-        command.arg(env!("CARGO_BIN_EXE_driftline"));
+        let mut command = self.command();
         command.args(["--id", name, "--api-sock", &format!("/{name}.sock")]);
         ServeProcess::spawn(command, self.0.text(&format!("{name}.sock")))
     }

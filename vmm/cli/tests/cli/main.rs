@@ -6,6 +6,7 @@
 mod api_bounds;
 mod basics;
 mod checkpoint;
+// Its longest test begins early: tests start in the order of their names.
 mod client_timeouts;
 mod common;
 mod compare;

@@ -3,7 +3,7 @@
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixListener;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use driftline_images::{PAYLOAD_ELF, PayloadReport, PayloadSpec};
@@ -39,6 +39,7 @@ impl<'t> Instance<'t> {
         if let [program, args @ ..] = wrapper {
             let mut outer = Command::new(program);
             outer.args(args).arg(command.get_program()).args(command.get_args());
+            outer.env_remove("RUST_LOG").stdin(Stdio::null());
             command = outer;
         }
         let vmm = ServeProcess::spawn(command, socket);
@@ -216,7 +217,7 @@ fn guest_with_a_drive_is_snapshotted_without_proc() {
         return;
     }
     let hide = "mount -t tmpfs tmpfs /proc && exec \"$@\"";
-    let hidden = ["unshare", "--mount", "sh", "-c", hide, "sh"];
+    let hidden = ["unshare", "--mount", "--propagation", "private", "sh", "-c", hide, "sh"];
     match Command::new(hidden[0]).args(&hidden[1..]).arg("true").output() {
         Ok(out) if out.status.success() => {}
         _ => return skip(test, "/proc cannot be hidden from a process: that needs root"),
@@ -231,7 +232,7 @@ fn guest_with_a_drive_is_snapshotted_without_proc() {
     fs::rename(tmp.path("disk"), tmp.path("moved")).unwrap();
     let diff = create_body(&tmp, "Diff", ("state-2", "diff"));
     let text = first.vmm.refusal("PUT", "/snapshot/create", &diff);
-    assert!(text.contains("or not possible: see the log"), "{text}");
+    assert!(text.contains("not possible: the log says why"), "{text}");
     fs::rename(tmp.path("moved"), tmp.path("disk")).unwrap();
     first.resume();
     drop(first);

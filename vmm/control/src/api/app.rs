@@ -86,7 +86,7 @@ enum GuestSource {
         events: mpsc::Sender<ApiEvent>,
         /// The largest body of a request, in bytes.
         payload_limit: usize,
-        /// How the process calls itself.
+        /// The id and the program name that `GET /` shows.
         name: InstanceName,
     },
 }

@@ -1,5 +1,5 @@
-//! Answers Firecracker's requests while there is no guest: parses each request and lets the thread
-//! that configures the guest answer it.
+//! Answers Firecracker's requests: `GET /` of a started guest here, and others on the thread that
+//! configures, or asks, the guest.
 
 use std::fmt::{self, Display, Write};
 use std::time::Instant;

@@ -5,7 +5,7 @@ use crate::model::InstanceInfo;
 /// The version of Firecracker whose API this is.
 pub const IMITATED_VERSION: &str = "1.16.1";
 
-/// How a process that serves Firecracker's API calls itself.
+/// Id and program name that `GET /` shows.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct InstanceName {
     /// The id that the process was given.

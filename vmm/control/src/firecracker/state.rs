@@ -145,7 +145,7 @@ impl<C> MicroVm<C> {
         }
     }
 
-    /// Returns how the process calls itself.
+    /// Returns the id and the program name that `GET /` shows.
     pub fn name(&self) -> &InstanceName {
         &self.name
     }

@@ -2,7 +2,7 @@
 
 use std::io;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use driftline_checkpoint::{
     SnapshotError, SnapshotFile, SnapshotKind, SnapshotReport, SnapshotRequest, create_snapshot,
@@ -145,11 +145,14 @@ pub(super) fn take(
         extra: vec![order.api],
     };
     // Before memory is written, so that what it says of a drive is on the drive.
+    let since = Instant::now();
     match vm.flush(FLUSH_LIMIT) {
         Ok(true) => {}
+        Ok(false) if since.elapsed() < FLUSH_LIMIT => {
+            return Err(SnapshotFailure::Flush("not possible: the log says why".to_owned()));
+        }
         Ok(false) => {
-            let why = format!("not done within {FLUSH_LIMIT:?}, or not possible: see the log");
-            return Err(SnapshotFailure::Flush(why));
+            return Err(SnapshotFailure::Flush(format!("not within {FLUSH_LIMIT:?}")));
         }
         Err(e) => return Err(SnapshotFailure::Flush(e.to_string())),
     }

@@ -28,7 +28,7 @@ impl RingMap {
     }
 
     /// Reads an entry of each page, so that the first harvests take no page faults. A guest that is
-    /// never tracked does without, and its process is smaller by the length of the rings.
+    /// never tracked does without these mappings; the kernel has the ring's memory in any case.
     pub fn populate(&self) {
         let entries_a_page = PAGE_SIZE as usize / size_of::<RingEntry>();
         for entry in self.entries().iter().step_by(entries_a_page) {

@@ -20,7 +20,7 @@ pub(crate) struct DriveSource {
     pub(super) tracker: Option<Arc<Tracker>>,
     /// Copy-before-write; the device asks it before each write.
     pub(super) copy_before_write: Arc<CopyBeforeWrite>,
-    /// The flusher, which has a descriptor that identifies the file.
+    /// The flusher, which can open the file again.
     pub(super) flusher: CurrentFlusher,
     /// Whether the disk has another file or size than at the guest's start, so that it cannot be
     /// copied.

@@ -24,7 +24,7 @@
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::{self, Sender};
@@ -33,6 +33,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::error::DiskError;
+use super::file::{FileIdentity, identity_of};
 use crate::sandbox::{self, Class};
 
 /// Makes the disk's own file durable on the flush thread, then drops its reference to the disk.
@@ -59,8 +60,8 @@ enum FlushSource {
     /// A descriptor that identifies the file, whatever its path leads to by now. It is not open for
     /// reading or writing and holds no lock.
     Descriptor(File),
-    /// Without /proc, by its path, where it must still be: device and inode.
-    Path(u64, u64),
+    /// The identity that the file at the path must have, where there is no /proc.
+    Path(FileIdentity),
 }
 
 /// The flusher of the file that a disk has now. The disk's file may be exchanged; a holder of
@@ -163,7 +164,11 @@ impl Flusher {
                         mine.end(Some(failures), file.sync_data());
                     }
                     Err(e) => {
-                        tracing::warn!("disk \"{}\" is not flushed: {e}", mine.disk);
+                        let (disk, path) = (&mine.disk, mine.path.display());
+                        tracing::warn!(
+                            "disk \"{disk}\" is not flushed: its file {path} cannot be opened \
+                             again: {e}"
+                        );
                         mine.skip();
                     }
                 }
@@ -179,7 +184,7 @@ impl Flusher {
     pub(super) fn open_another(&self) -> io::Result<File> {
         match &self.source {
             FlushSource::Descriptor(path_fd) => open_again(path_fd, 0),
-            FlushSource::Path(device, inode) => open_same(&self.path, (*device, *inode)),
+            FlushSource::Path(identity) => open_same(&self.path, identity),
         }
     }
 
@@ -349,22 +354,22 @@ pub(in crate::devices) fn flush_all<'f>(
 
 impl FlushSource {
     fn of(file: &File) -> io::Result<Self> {
-        open_again(file, libc::O_PATH).map(Self::Descriptor).or_else(|_| {
-            let identity = file.metadata()?;
-            Ok(Self::Path(identity.dev(), identity.ino()))
-        })
+        match open_again(file, libc::O_PATH) {
+            // There is no /proc.
+            Err(e) if e.kind() == io::ErrorKind::NotFound => identity_of(file).map(Self::Path),
+            opened => opened.map(Self::Descriptor),
+        }
     }
 }
 
-/// Opens the file at `path` for reading if it still has that device and inode.
-fn open_same(path: &Path, expected: (u64, u64)) -> io::Result<File> {
+/// Opens the file at `path` for reading if it still is the one with this identity.
+fn open_same(path: &Path, expected: &FileIdentity) -> io::Result<File> {
     // Another file may be a FIFO by now.
     let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
-    let found = file.metadata()?;
-    if (found.dev(), found.ino()) == expected {
-        return Ok(file);
+    match identity_of(&file)? == *expected {
+        true => Ok(file),
+        false => Err(io::Error::other("another file is there by now")),
     }
-    Err(io::Error::other(format!("{} is another file by now", path.display())))
 }
 
 /// Opens the file behind `file` once more, for reading and with `flags`.
@@ -406,15 +411,14 @@ mod tests {
     #[test]
     fn path_leads_only_to_the_same_file() {
         let (file, temp) = disk();
-        let identity = file.file().metadata().unwrap();
-        let identity = (identity.dev(), identity.ino());
+        let identity = &identity_of(file.file()).unwrap();
         assert_eq!(open_same(temp.path(), identity).unwrap().metadata().unwrap().len(), 4096);
         let elsewhere = temp.path().with_extension("moved");
         std::fs::rename(temp.path(), &elsewhere).unwrap();
         assert_eq!(open_same(temp.path(), identity).unwrap_err().kind(), io::ErrorKind::NotFound);
         std::fs::write(temp.path(), "another").unwrap();
         let why = open_same(temp.path(), identity).unwrap_err().to_string();
-        assert_eq!(why, format!("{} is another file by now", temp.path().display()));
+        assert_eq!(why, "another file is there by now");
         std::fs::remove_file(elsewhere).unwrap();
     }
 

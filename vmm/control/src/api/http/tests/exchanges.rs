@@ -10,6 +10,8 @@ use std::time::Duration;
 
 use axum::routing::get;
 use axum::{Router, middleware};
+use driftline_machine::config::{BackendKind, HostConfig, SerialSink};
+use driftline_machine::testing::payload_config;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tempfile::TempDir;
 use tokio::sync::watch;
@@ -18,7 +20,8 @@ use super::super::session::{ApiService, ClientLimits, serve};
 use crate::api::connections::{self, BoundedListener};
 use crate::api::transport::ServerSocket;
 use crate::api::{ApiEvent, App, Arriving, Caller};
-use crate::firecracker::{Answer, InstanceName, MicroVm, MicroVmAction, MicroVmEvent};
+use crate::firecracker::{Answer, ApiFault, InstanceName, MicroVm, MicroVmAction, MicroVmEvent};
+use crate::jobs::Jobs;
 
 /// Time after which a test gives up.
 const TIMEOUT: Duration = Duration::from_secs(60);
@@ -318,4 +321,29 @@ fn dropped_call_is_refused() {
     stream.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
     let reply = read_in_pieces(&mut stream);
     assert!(reply.starts_with("HTTP/1.1 400 \r\n") && reply.contains("fault_message"), "{reply}");
+}
+
+#[test]
+fn started_instance_is_shown_whatever_is_under_way() {
+    let config = payload_config(BackendKind::Threads);
+    let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
+    let vm = driftline_backends::launch(config, &host).unwrap();
+    // Nothing takes the events.
+    let (app, events) = App::configuring(name(), PAYLOAD_LIMIT);
+    let api = TestApi::start(app.clone(), ClientLimits::default());
+    let mut waiting = api.connect();
+    waiting.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
+    let ApiEvent::Call(first, _) = events.recv_timeout(TIMEOUT).unwrap() else { panic!("a stop") };
+    app.provide(Jobs::new(vm.clone(), std::env::temp_dir()));
+    for (state, change) in [("Paused", None), ("Running", Some(()))] {
+        if change.is_some() {
+            vm.resume().unwrap();
+        }
+        let mut stream = api.connect();
+        stream.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
+        let reply = read_in_pieces(&mut stream);
+        assert!(reply.contains(&format!(r#""state":"{state}""#)), "{reply}");
+    }
+    first.refuse(ApiFault::Ending);
+    vm.stop("it has been shown");
 }
