@@ -26,7 +26,8 @@ use vmm_sys_util::epoll::EventSet;
 use super::engine::Engine;
 use super::error::DiskError;
 use super::exchange_slot::{COMPLETIONS, EXCHANGE, ExchangeSlot, NewFile};
-use super::file::{self, DiskFile, FileIdentity};
+use super::file::{self, DiskFile};
+use super::file_identity::{FileIdentity, identity_of};
 use super::{BlockDevice, QUEUE_SIZE};
 use crate::actor::CallError;
 use crate::config::{DiskConfig, DiskEngine};
@@ -157,7 +158,7 @@ impl ControlState {
             DiskError::Open { path, readonly, cause }
         };
         let serial = file::file_serial(&file).map_err(failed)?;
-        let identity = file::identity_of(&file).map_err(failed)?;
+        let identity = identity_of(&file).map_err(failed)?;
         let disk =
             DiskConfig { path: path.to_owned(), bytes, serial, identity: None, ..old.clone() };
         let opened = match identity == current.file {

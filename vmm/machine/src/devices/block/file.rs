@@ -13,6 +13,7 @@ use driftline_store::open_kind;
 use rustix::fs::{Advice, FallocateFlags, fadvise, fallocate};
 
 use super::error::DiskError;
+use super::file_identity::{FileIdentity, identity_of};
 use super::flusher::Flusher;
 use super::identity;
 use super::lock;
@@ -28,15 +29,6 @@ pub(super) struct DiskFile {
     /// The guest for which the file is locked.
     holder: VmId,
     flusher: Arc<Flusher>,
-}
-
-/// The file's identity, whatever its name.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(in crate::devices) enum FileIdentity {
-    /// Device number and inode number.
-    Regular(u64, u64),
-    /// Number of the block device.
-    BlockDevice(u64),
 }
 
 /// Returns `bytes` and `block_bytes` of [`DiskConfig`] for the file at `path`: its size in whole
@@ -86,15 +78,6 @@ pub(super) fn size(mut file: &File, path: &Path, readonly: bool) -> Result<u64, 
         return Ok(metadata.len());
     }
     file.seek(SeekFrom::End(0)).map_err(failed)
-}
-
-/// Returns the file's identity on this host.
-pub(super) fn identity_of(file: &File) -> io::Result<FileIdentity> {
-    let metadata = file.metadata()?;
-    Ok(match metadata.file_type().is_block_device() {
-        true => FileIdentity::BlockDevice(metadata.rdev()),
-        false => FileIdentity::Regular(metadata.dev(), metadata.ino()),
-    })
 }
 
 /// Returns a serial number for a disk that is named by its file alone: that of Firecracker, the

@@ -33,7 +33,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::error::DiskError;
-use super::file::{FileIdentity, identity_of};
+use super::file_identity::{FileIdentity, identity_of};
 use crate::sandbox::{self, Class};
 
 /// Makes the disk's own file durable on the flush thread, then drops its reference to the disk.

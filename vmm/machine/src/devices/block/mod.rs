@@ -18,6 +18,7 @@ mod error;
 mod exchange;
 mod exchange_slot;
 mod file;
+mod file_identity;
 mod flusher;
 mod identity;
 mod incoming;
@@ -53,8 +54,8 @@ pub(super) use self::exchange::ExchangeParts;
 pub use self::exchange::{DiskFileControl, ExchangeError};
 use self::exchange_slot::ExchangeSlot;
 use self::file::DiskFile;
-pub(super) use self::file::FileIdentity;
 pub use self::file::{file_serial, probe, probe_opened};
+pub(super) use self::file_identity::FileIdentity;
 use self::flusher::DurabilityPromise;
 #[cfg(test)]
 use self::flusher::Flusher;
