@@ -85,9 +85,9 @@ fn all_modes_report_the_same_frames() {
     }
     let workloads = [
         (1, "ws=24M,pattern=once,passes=1", 6144),
-        (1, "ws=12M,pattern=random,seed=5,passes=1", 1000),
+        (1, "ws=24M,pattern=random,seed=5,passes=1", 2000),
         (1, "ws=24M,pattern=stride:7,passes=3", 877),
-        (2, "ws=12M,pattern=random,seed=9,passes=1", 1000),
+        (2, "ws=24M,pattern=random,seed=9,passes=1", 2000),
         (2, "ws=16M,pattern=once,passes=2", 4096),
     ];
     let modes = &modes();
@@ -268,7 +268,7 @@ fn nothing_is_tracked_without_subscribers() {
         console.wait_for_reports(1, 1);
         assert_eq!(machine.info().dirty.marked_frames, 0);
         assert_eq!(machine.collect().unwrap().frames, 0);
-        for _ in 0..2 {
+        for _ in 0..3 {
             let subscription = machine.subscribe("test").unwrap();
             let end = Instant::now() + LONG;
             let mut frames = 0;
