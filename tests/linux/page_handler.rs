@@ -89,7 +89,7 @@ fn discarded_pages_of_a_page_handler_are_zero() {
     assert!(counts.removed >= BALLOON && counts.zeroed == 0, "{counts:?}");
     await_flushed(&guest.console());
     resize_balloon(&guest, 0);
-    // The guest uses the pages again: a file in its memory takes more than was not touched.
+    // The guest uses the pages again: a file in its memory needs more pages than are left besides.
     guest.type_line(FILL_MEMORY);
     wait_for("zeros of the page handler", BOOT, || (handler.counts().zeroed > 0).then_some(()));
     await_flushed(&guest.console());

@@ -73,7 +73,7 @@ impl HandlerProcess {
         }
     }
 
-    /// Waits for the end of the process, which this one does not cause.
+    /// Waits until the process ends. Does not end it.
     pub fn wait_end(&mut self) {
         wait_for("end of the page handler", SOON, || {
             self.child.try_wait().expect("a child of ours")

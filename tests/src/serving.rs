@@ -17,12 +17,11 @@ impl ServingProcess {
         Self(process)
     }
 
-    /// Sends a request. Returns the status and the body, `null` if there is none. Returns an error
-    /// if the process ends before it answers.
+    /// Sends a request. Returns the status and the body, `null` if there is none.
     ///
     /// # Errors
     ///
-    /// See there.
+    /// The process ends before it answers.
     pub fn ask(&self, method: &str, path: &str, body: &Value) -> std::io::Result<(u16, Value)> {
         let body = if body.is_null() { String::new() } else { body.to_string() };
         let request =
