@@ -10,8 +10,9 @@ use std::io;
 use std::net::{IpAddr, Ipv6Addr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::transport::link::{Closer, Link};
 
@@ -20,7 +21,7 @@ pub(super) const MAX_PER_STAGE: usize = 16;
 
 /// Upper bound on threads that serve connections, including those of displaced ones that are about
 /// to end.
-const THREADS: usize = 8 * MAX_PER_STAGE;
+pub(super) const THREADS: usize = 8 * MAX_PER_STAGE;
 
 /// Stage of a connection's introduction.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -37,7 +38,10 @@ pub(super) enum Stage {
 
 /// The admitted connections of one listener.
 #[derive(Debug, Default)]
-pub(super) struct Admission(Mutex<AdmissionTable>);
+pub(super) struct Admission {
+    table: Mutex<AdmissionTable>,
+    thread_ended: Condvar,
+}
 
 #[derive(Debug, Default)]
 struct AdmissionTable {
@@ -71,13 +75,15 @@ pub(super) struct ServingThread(Arc<Admission>);
 
 impl Admission {
     fn lock(&self) -> MutexGuard<'_, AdmissionTable> {
-        self.0.lock()
+        self.table.lock()
     }
 
-    /// Counts an additional thread; `None` at [`THREADS`].
-    pub(super) fn serving_thread(self: &Arc<Self>) -> Option<ServingThread> {
+    /// Counts an additional thread. At [`THREADS`], waits at most `limit` for one to end, and
+    /// returns `None` if none does.
+    pub(super) fn serving_thread(self: &Arc<Self>, limit: Duration) -> Option<ServingThread> {
         let mut entries = self.lock();
-        if entries.threads == THREADS {
+        let full = |entries: &mut AdmissionTable| entries.threads == THREADS;
+        if self.thread_ended.wait_while_for(&mut entries, full, limit).timed_out() {
             return None;
         }
         entries.threads += 1;
@@ -159,6 +165,7 @@ impl Drop for Admitted {
 impl Drop for ServingThread {
     fn drop(&mut self) {
         self.0.lock().threads -= 1;
+        self.0.thread_ended.notify_one();
     }
 }
 
@@ -174,7 +181,6 @@ fn network(from: IpAddr) -> IpAddr {
 #[cfg(test)]
 mod tests {
     use std::net::{TcpListener, TcpStream};
-    use std::time::Duration;
 
     use super::*;
 
@@ -259,10 +265,14 @@ mod tests {
     #[test]
     fn threads_are_counted_until_they_end() {
         let admission = Arc::new(Admission::default());
-        let threads: Vec<ServingThread> =
-            std::iter::from_fn(|| admission.serving_thread()).collect();
+        let mut threads: Vec<ServingThread> =
+            std::iter::from_fn(|| admission.serving_thread(Duration::ZERO)).collect();
         assert_eq!(threads.len(), THREADS);
-        drop(threads);
-        assert!(admission.serving_thread().is_some());
+        let next = {
+            let admission = admission.clone();
+            std::thread::spawn(move || admission.serving_thread(Duration::from_secs(60)))
+        };
+        threads.pop();
+        assert!(next.join().unwrap().is_some(), "it waited until a thread ended");
     }
 }

@@ -17,7 +17,7 @@ use driftline_format::{FormatError, Header};
 use driftline_guest::DriveHead;
 use socket2::SockRef;
 
-use super::admission::{Admission, Admitted, Stage};
+use super::admission::{Admission, Admitted, ServingThread, Stage, THREADS};
 use super::session::{Session, SessionRefusal};
 use crate::control::ReceiveControl;
 use crate::log_limit::LogLimit;
@@ -134,6 +134,12 @@ pub(super) fn open(
 
 fn accept(listener: &TcpListener, shared: &Arc<Listener>) {
     while !shared.stop.is_cancelled() {
+        // Callers wait in the kernel's queue while too many connections end.
+        let Some(server) = shared.admission.serving_thread(SLICE) else {
+            static LIMIT: LogLimit = LogLimit::new();
+            warn_limited(&LIMIT, format_args!("callers wait: {THREADS} connections are served"));
+            continue;
+        };
         let (stream, from) = match listener.accept() {
             Ok(accepted) => accepted,
             Err(e) if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => {
@@ -146,7 +152,7 @@ fn accept(listener: &TcpListener, shared: &Arc<Listener>) {
                 continue;
             }
         };
-        if let Err(e) = shared.receive(stream, from.ip()) {
+        if let Err(e) = shared.receive(stream, from.ip(), server) {
             static LIMIT: LogLimit = LogLimit::new();
             warn_limited(&LIMIT, format_args!("a connection from {from} is not served: {e}"));
         }
@@ -155,11 +161,13 @@ fn accept(listener: &TcpListener, shared: &Arc<Listener>) {
 
 impl Listener {
     /// Admits a connection and starts its thread.
-    fn receive(self: &Arc<Self>, stream: TcpStream, from: IpAddr) -> io::Result<()> {
+    fn receive(
+        self: &Arc<Self>,
+        stream: TcpStream,
+        from: IpAddr,
+        server: ServingThread,
+    ) -> io::Result<()> {
         let came = Instant::now();
-        let Some(server) = self.admission.serving_thread() else {
-            return Err(io::Error::other("too many connections are about to end"));
-        };
         let mut link = Link::new(stream, self.progress_timeout, self.stop.clone())?;
         link.set_deadline(Some(came + self.handshake));
         let place = self.admission.admit(&link, from)?;
