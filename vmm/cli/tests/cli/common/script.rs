@@ -120,7 +120,8 @@ impl DriverScript {
         self.0.push(DriverStep::Print(b'S'));
     }
 
-    /// Uses a device correctly: reads 16 bytes of randomness, or the disk's first sector.
+    /// Uses a device correctly: reads 16 bytes of randomness, or the disk's first sector. The device
+    /// is then reset, because it may read its rings again, which are those of the next device, too.
     pub fn use_well(&mut self, device: ScriptedDevice) {
         self.start(device);
         if device.label.contains("rng") {
@@ -140,6 +141,8 @@ impl DriverScript {
         if !device.label.contains("rng") {
             self.0.push(DriverStep::Wait(BUFFERS + 0x2000, 0xff, 0));
         }
+        self.set(device, STATUS, 0);
+        self.0.push(DriverStep::Wait(device.register(STATUS), !0, 0));
         self.0.push(DriverStep::Print(b'W'));
     }
 
