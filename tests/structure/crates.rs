@@ -76,6 +76,8 @@ pub(crate) struct WorkspaceMember {
     pub(crate) dir: std::path::PathBuf,
     /// Crates of the workspace on which it depends, without those that only its tests need.
     depends_on: BTreeSet<String>,
+    /// Crates of the workspace that only its tests, benches and examples need, without itself.
+    tested_with: BTreeSet<String>,
     /// Other crates on which it depends, without those that only its tests need.
     external: BTreeSet<String>,
 }
@@ -90,15 +92,20 @@ pub(crate) fn members() -> Vec<WorkspaceMember> {
     let packages = metadata["packages"].as_array().unwrap();
     let names: BTreeSet<&str> = packages.iter().map(|p| p["name"].as_str().unwrap()).collect();
     let member = |package: &Value| {
-        let depends_on = package["dependencies"].as_array().unwrap().iter();
-        let depends_on = depends_on.filter(|d| d["kind"] != "dev");
-        let depends_on = depends_on.map(|d| d["name"].as_str().unwrap().to_owned());
-        let (depends_on, external) = depends_on.partition(|d| names.contains(d.as_str()));
+        let name = package["name"].as_str().unwrap();
+        let all = package["dependencies"].as_array().unwrap().iter();
+        let all = all.map(|d| (d["kind"] == "dev", d["name"].as_str().unwrap().to_owned()));
+        let (tests, product): (Vec<_>, Vec<_>) = all.partition(|(is_dev, _)| *is_dev);
+        let product = product.into_iter().map(|(_, dependency)| dependency);
+        let (depends_on, external) = product.partition(|d| names.contains(d.as_str()));
+        let tests = tests.into_iter().map(|(_, dependency)| dependency);
+        let tested_with = tests.filter(|d| names.contains(d.as_str()) && d != name).collect();
         let manifest = std::path::Path::new(package["manifest_path"].as_str().unwrap());
         WorkspaceMember {
-            name: package["name"].as_str().unwrap().to_owned(),
+            name: name.to_owned(),
             dir: manifest.parent().unwrap().to_owned(),
             depends_on,
+            tested_with,
             external,
         }
     };
@@ -129,6 +136,29 @@ fn wrong_arrows(allowed: &[(&str, &[&str])], members: &[WorkspaceMember]) -> Vec
     wrong
 }
 
+/// Returns a sentence for each crate whose tests need a crate that depends on it: neither is built
+/// without the other.
+fn test_circles(members: &[WorkspaceMember]) -> Vec<String> {
+    let find = |name: &str| members.iter().find(|m| m.name == name);
+    let reaches = |from: &str, to: &str| {
+        let (mut seen, mut next) = (BTreeSet::new(), vec![from.to_owned()]);
+        while let Some(name) = next.pop() {
+            if name == to {
+                return true;
+            }
+            if seen.insert(name.clone()) {
+                next.extend(find(&name).into_iter().flat_map(|m| m.depends_on.iter().cloned()));
+            }
+        }
+        false
+    };
+    let pairs = members.iter().flat_map(|m| m.tested_with.iter().map(|with| (&m.name, with)));
+    let circles = pairs.filter(|(name, with)| reaches(with, name));
+    circles
+        .map(|(name, with)| format!("the tests of {name} need {with}, which needs {name}"))
+        .collect()
+}
+
 /// Returns the crates that use KVM and are not [`KVM_CRATE`].
 fn kvm_users(members: &[WorkspaceMember]) -> Vec<&str> {
     let uses_kvm = |m: &&WorkspaceMember| m.external.iter().any(|d| d.starts_with("kvm-"));
@@ -140,6 +170,7 @@ fn kvm_users(members: &[WorkspaceMember]) -> Vec<&str> {
 fn crates_depend_only_on_those_left_of_them() {
     let wrong = wrong_arrows(DEPENDS_ON, &members());
     assert!(wrong.is_empty(), "see ARCHITECTURE.md: {wrong:#?}");
+    assert_eq!(test_circles(&members()), [""; 0]);
 }
 
 #[test]
@@ -152,7 +183,16 @@ fn one_crate_uses_kvm() {
 fn member(name: &str, depends_on: &[&str], external: &[&str]) -> WorkspaceMember {
     let set = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
     let (depends_on, external) = (set(depends_on), set(external));
-    WorkspaceMember { name: name.to_owned(), dir: "".into(), depends_on, external }
+    let tested_with = BTreeSet::new();
+    WorkspaceMember { name: name.to_owned(), dir: "".into(), depends_on, tested_with, external }
+}
+
+#[test]
+fn circles_through_tests_are_found() {
+    let mut a = member("a", &[], &[]);
+    a.tested_with.insert("c".to_owned());
+    let [b, c] = [member("b", &["a"], &[]), member("c", &["b"], &[])];
+    assert_eq!(test_circles(&[a, b, c]), ["the tests of a need c, which needs a"]);
 }
 
 #[test]

@@ -6,7 +6,7 @@
 //! must fetch them again, while small pages come from recently freed memory. A huge page then takes
 //! milliseconds, and a migration waits for each. So this module measures both page sizes.
 //!
-//! The first table of `cargo bench -p driftline-machine --bench huge_pages` compares the choice
+//! The first table of `cargo bench -p driftline-backends --bench huge_pages` compares the choice
 //! with each page size alone. The rate of pass 0 in the table "throughput" of
 //! `cargo bench -p tests --bench migrate_vs_qemu` includes its effect.
 

@@ -1,5 +1,5 @@
 //! Measures what huge pages gain a guest, how tracking affects them, and which pages prefault
-//! memory fastest: `cargo bench -p driftline-machine --bench huge_pages`.
+//! memory fastest: `cargo bench -p driftline-backends --bench huge_pages`.
 //!
 //! First 512 MiB are prefaulted as in a migration's destination, in ranges of 2 MiB: with the pages
 //! that the machine chooses, with huge pages alone and with small pages alone.
