@@ -108,9 +108,9 @@ fn show_devices(host: &ExampleHost) -> BTreeSet<(String, u16)> {
     let args = ["run", "--config-file", file.to_str().expect("UTF-8")];
     let mut guest = ServedApi::own(&host.scratch, "devices", &args);
     wait_for("a guest", SOON, || {
-        (guest.ask("GET", "/info", "").body.contains("\"running\"")).then_some(())
+        (guest.ask("GET", "/v1/info", "").body.contains("\"running\"")).then_some(())
     });
-    for name in ["GET /", "GET /version", "GET /info", "GET /machine-config", "GET /vm/config"] {
+    for name in ["GET /", "GET /version", "GET /v1/info", "GET /machine-config", "GET /vm/config"] {
         guest.do_examples(host, name);
     }
     for name in ["GET /vsock", "PATCH /balloon", "GET /balloon", "GET /balloon/statistics"] {
@@ -119,7 +119,7 @@ fn show_devices(host: &ExampleHost) -> BTreeSet<(String, u16)> {
     guest.done("GET", "/drives/disk0", None);
     guest.done("GET", "/network-interfaces/net0", None);
     guest.do_examples(host, "PATCH /vm");
-    guest.do_examples(host, "POST /nmi");
+    guest.do_examples(host, "POST /v1/nmi");
     std::mem::take(&mut guest.seen)
 }
 
@@ -128,33 +128,34 @@ fn run_jobs(host: &ExampleHost) -> BTreeSet<(String, u16)> {
     let args = ["run", "--guest", "payload,ws=4M,rate=4M", "--mem", "64M", "--vcpus", "1"];
     let mut guest = ServedApi::own(&host.scratch, "jobs", &args);
     wait_for("a guest", SOON, || {
-        (guest.ask("GET", "/info", "").body.contains("\"running\"")).then_some(())
+        (guest.ask("GET", "/v1/info", "").body.contains("\"running\"")).then_some(())
     });
-    for name in ["GET /dirty", "GET /metrics"] {
+    for name in ["GET /v1/dirty", "GET /metrics"] {
         guest.do_examples(host, name);
     }
-    let watch = guest.done("POST", "/dirty/watch", Some(&json!({ "bins": 16 })))["watch"].clone();
-    guest.done("GET", &format!("/dirty/watch?watch={watch}&wait_ms=20"), None);
-    guest.done("DELETE", &format!("/dirty/watch?watch={watch}"), None);
+    let watch =
+        guest.done("POST", "/v1/dirty/watch", Some(&json!({ "bins": 16 })))["watch"].clone();
+    guest.done("GET", &format!("/v1/dirty/watch?watch={watch}&wait_ms=20"), None);
+    guest.done("DELETE", &format!("/v1/dirty/watch?watch={watch}"), None);
 
     let store = json!({ "store": host.scratch.path("jobs.store"), "every_ms": 10, "count": 2 });
-    let job = guest.done("POST", "/checkpoint", Some(&store))["job"].clone();
-    guest.done("GET", &format!("/checkpoint/attach?job={job}"), None);
-    guest.done("GET", &format!("/checkpoint?job={job}&since=0&wait_ms=10"), None);
+    let job = guest.done("POST", "/v1/checkpoint", Some(&store))["job"].clone();
+    guest.done("GET", &format!("/v1/checkpoint/attach?job={job}"), None);
+    guest.done("GET", &format!("/v1/checkpoint?job={job}&since=0&wait_ms=10"), None);
     let store = json!({ "store": host.scratch.path("jobs.store"), "every_ms": 10_000 });
-    guest.done("POST", "/checkpoint", Some(&store));
-    guest.done("DELETE", "/checkpoint", None);
+    guest.done("POST", "/v1/checkpoint", Some(&store));
+    guest.done("DELETE", "/v1/checkpoint", None);
 
     // A destination that never answers.
     let silent = TcpListener::bind("127.0.0.1:0").expect("a free port");
     let to = |address: String| json!({ "to": address });
     let address = format!("tcp:{}", silent.local_addr().expect("bound"));
-    let job = guest.done("POST", "/migration", Some(&to(address)))["job"].clone();
-    guest.done("DELETE", &format!("/migration?job={job}"), None);
-    let failed = guest.done("GET", &format!("/migration?job={job}&wait_ms=30000"), None);
+    let job = guest.done("POST", "/v1/migration", Some(&to(address)))["job"].clone();
+    guest.done("DELETE", &format!("/v1/migration?job={job}"), None);
+    let failed = guest.done("GET", &format!("/v1/migration?job={job}&wait_ms=30000"), None);
     assert_eq!(failed["state"], "failed", "{failed}");
     resolve(host, &mut guest);
-    guest.do_examples(host, "POST /stop");
+    guest.do_examples(host, "POST /v1/stop");
     std::mem::take(&mut guest.seen)
 }
 
@@ -164,13 +165,13 @@ fn resolve(host: &ExampleHost, guest: &mut ServedApi) {
     let commit = (Direction::ToDestination, Tag::Commit);
     let (cut, later) = (CutAction::Before, LaterConnections::Refused);
     let proxy = MigrationProxy::start(&address, commit.0, commit.1, cut, later);
-    guest.done("POST", "/migration", Some(&json!({ "to": proxy.address() })));
+    guest.done("POST", "/v1/migration", Some(&json!({ "to": proxy.address() })));
     wait_for("doubt", SOON, || {
-        (guest.done("GET", "/migration", None)["state"] == "in-doubt").then_some(())
+        (guest.done("GET", "/v1/migration", None)["state"] == "in-doubt").then_some(())
     });
-    guest.done("POST", "/migration/resolve", Some(&json!({ "action": "run" })));
+    guest.done("POST", "/v1/migration/resolve", Some(&json!({ "action": "run" })));
     wait_for("the guest's resumption", SOON, || {
-        (guest.done("GET", "/migration", None)["state"] == "failed").then_some(())
+        (guest.done("GET", "/v1/migration", None)["state"] == "failed").then_some(())
     });
 }
 
@@ -179,9 +180,9 @@ fn forecast(host: &ExampleHost) -> BTreeSet<(String, u16)> {
     let args = ["run", "--guest", "payload,ws=4M,rate=4M", "--mem", "64M", "--vcpus", "1"];
     let mut guest = ServedApi::own(&host.scratch, "plan", &args);
     wait_for("a guest", SOON, || {
-        (guest.ask("GET", "/info", "").body.contains("\"running\"")).then_some(())
+        (guest.ask("GET", "/v1/info", "").body.contains("\"running\"")).then_some(())
     });
-    guest.done("POST", "/migration/plan", Some(&json!({})));
+    guest.done("POST", "/v1/migration/plan", Some(&json!({})));
     std::mem::take(&mut guest.seen)
 }
 
@@ -204,7 +205,7 @@ fn process_without_a_guest_shows_its_arrival() {
     let host = ExampleHost::new("tap0");
     let args = ["receive-migration", "tcp:127.0.0.1:0"];
     let mut waiting = ServedApi::own(&host.scratch, "waiting", &args);
-    let page: Value = waiting.done("GET", "/info", None);
+    let page: Value = waiting.done("GET", "/v1/info", None);
     assert_eq!(page["state"], "receiving");
     waiting.do_examples(&host, "GET /metrics");
 }

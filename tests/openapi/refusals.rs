@@ -194,17 +194,17 @@ fn undocumented_methods_are_refused() {
 fn refusals_of_http_are_documented() {
     let host = ExampleHost::new("tap0");
     let own = waiting(&host, "own");
-    let long = format!("/info HTTP/1.1\r\nA: {}", "a".repeat(9000));
-    let coded = "/stop HTTP/1.1\r\nTransfer-Encoding: chunked";
+    let long = format!("/v1/info HTTP/1.1\r\nA: {}", "a".repeat(9000));
+    let coded = "/v1/stop HTTP/1.1\r\nTransfer-Encoding: chunked";
     let large = "x".repeat(51_201);
     let replies = [
         (431, "GET", own.ask("GET", &format!("{long}\r\nB:"), "")),
         (411, "POST", own.ask("POST", &format!("{coded}\r\nB:"), "")),
-        (413, "POST", own.ask("POST", "/stop", &large)),
+        (413, "POST", own.ask("POST", "/v1/stop", &large)),
     ];
     for (status, method, ApiReply { status: given, body }) in replies {
         assert_eq!(given, status, "{body}");
-        let path = if method == "GET" { "/info" } else { "/stop" };
+        let path = if method == "GET" { "/v1/info" } else { "/v1/stop" };
         let operation =
             ApiDocument::read().find(&["driftline"], method, path).expect("an operation");
         let text = operation.response(status)["description"].as_str().expect("a text");

@@ -243,7 +243,7 @@ impl Driftline {
 
     /// Returns what `info --json` would print; `None` if the process does not answer.
     pub fn info(&self) -> Option<Value> {
-        let page = driftline_machine::testing::get(&self.socket, "/info")?;
+        let page = driftline_machine::testing::get(&self.socket, "/v1/info")?;
         serde_json::from_str(&page).ok()
     }
 

@@ -38,15 +38,15 @@ pub(super) fn checkpoint(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
 
 /// Requests a page without reports: only the run's description and totals.
 async fn page_of(client: &Client) -> Result<CheckpointPage, ClientError> {
-    client.get(&format!("/checkpoint?since={}", u64::MAX)).await
+    client.get(&format!("/v1/checkpoint?since={}", u64::MAX)).await
 }
 
 async fn stop(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
     let (client, timeout) = (args.api.client().within_timeout(), args.api.timeout);
     let job = page_of(&client).await?.job;
-    client.call::<()>(Method::DELETE, &format!("/checkpoint?job={job}"), None::<&()>).await?;
+    client.call::<()>(Method::DELETE, &format!("/v1/checkpoint?job={job}"), None::<&()>).await?;
     // Wait until the checkpoint in progress is durable, or has failed, and the store is released.
-    match client.get::<()>(&format!("/checkpoint/attach?job={job}")).await {
+    match client.get::<()>(&format!("/v1/checkpoint/attach?job={job}")).await {
         Ok(()) => {}
         Err(ClientError::Silent { .. }) => {
             return Err(Failure::error(format_args!(
@@ -127,7 +127,7 @@ async fn start_and_follow(args: &CheckpointArgs, store: &Path) -> Result<ExitCod
     // The connection stays open for as long as this process exists, whatever it waits for.
     let attached = client.clone().with_timeout(Duration::MAX);
     tokio::spawn(async move {
-        let _ = attached.get::<()>(&format!("/checkpoint/attach?job={job}")).await;
+        let _ = attached.get::<()>(&format!("/v1/checkpoint/attach?job={job}")).await;
     });
     follow(args, &client, job).await
 }
@@ -138,7 +138,7 @@ async fn start(
     client: &Client,
     request: &CheckpointRequest,
 ) -> Result<u64, Failure> {
-    match client.call(Method::POST, "/checkpoint", Some(request)).await {
+    match client.call(Method::POST, "/v1/checkpoint", Some(request)).await {
         Ok(JobStarted { job }) => Ok(job),
         Err(ClientError::Fault(why)) => {
             let active = page_of(client).await.is_ok_and(|page| page.running);
@@ -256,7 +256,7 @@ async fn next_page(
     since: u64,
     interrupts: &mut Interrupts,
 ) -> Result<Option<CheckpointPage>, ClientError> {
-    let path = format!("/checkpoint?job={job}&since={since}&wait_ms={WAIT_MS}");
+    let path = format!("/v1/checkpoint?job={job}&since={since}&wait_ms={WAIT_MS}");
     loop {
         let is_first = tokio::select! {
             page = client.get(&path) => return page.map(Some),
@@ -266,7 +266,7 @@ async fn next_page(
             return Ok(None);
         }
         print_message("stopping after the current checkpoint");
-        let stop = format!("/checkpoint?job={job}");
+        let stop = format!("/v1/checkpoint?job={job}");
         match client.call::<()>(Method::DELETE, &stop, None::<&()>).await {
             // The run may have ended by itself at this moment.
             Ok(()) | Err(ClientError::Fault(_)) => {}

@@ -25,7 +25,7 @@ use super::progress::{progress_line, receiving_line};
 
 /// `driftline info`.
 pub(super) fn info(args: &QueryArgs) -> Result<ExitCode, Failure> {
-    let page: InfoPage = ask(&args.api, Method::GET, "/info", None::<&()>)?;
+    let page: InfoPage = ask(&args.api, Method::GET, "/v1/info", None::<&()>)?;
     match &page {
         _ if args.json => print_json(&page)?,
         InfoPage::Guest(info) => print(info_table(info, &args.api.api_sock))?,
@@ -141,7 +141,7 @@ fn set_state(args: &QueryArgs, state: VmTarget) -> Result<ExitCode, Failure> {
 
 /// `driftline nmi`.
 pub(super) fn nmi(args: &QueryArgs) -> Result<ExitCode, Failure> {
-    ask::<()>(&args.api, Method::POST, "/nmi", None::<&()>)?;
+    ask::<()>(&args.api, Method::POST, "/v1/nmi", None::<&()>)?;
     match args.json {
         true => print_json(&json!({ "sent": true }))?,
         false => print_message("every vCPU gets a non-maskable interrupt"),
@@ -155,7 +155,7 @@ pub(super) fn stop(args: &StopArgs) -> Result<ExitCode, Failure> {
     let deadline = Instant::now() + api.timeout;
     // Identify the process before the request, while its id cannot have been reused.
     let process = if args.wait { Some(VmmProcess::of(api)?) } else { None };
-    ask::<()>(api, Method::POST, "/stop", None::<&()>)?;
+    ask::<()>(api, Method::POST, "/v1/stop", None::<&()>)?;
     if let Some(process) = process {
         process.await_end(deadline, api)?;
     }
@@ -228,9 +228,9 @@ pub(super) enum GuestPresence {
 impl GuestPresence {
     /// Queries the driftline.
     pub(super) async fn ask(client: &Client) -> Self {
-        let Ok(Info { state, .. }) = client.get("/info").await else { return Self::Ended };
+        let Ok(Info { state, .. }) = client.get("/v1/info").await else { return Self::Ended };
         let to = match state {
-            GuestState::InDoubt => client.get::<MigrationPage>("/migration").await.ok(),
+            GuestState::InDoubt => client.get::<MigrationPage>("/v1/migration").await.ok(),
             _ => None,
         };
         Self::of(state, to.map(|page| page.to))

@@ -41,7 +41,8 @@ async fn start_and_follow(args: &SendArgs) -> Result<ExitCode, Failure> {
         copy_disks: args.copy_disks.clone().unwrap_or_default(),
         throttle: !args.no_throttle,
     };
-    let JobStarted { job } = match client.call(Method::POST, "/migration", Some(&request)).await {
+    let JobStarted { job } = match client.call(Method::POST, "/v1/migration", Some(&request)).await
+    {
         Ok(begun) => begun,
         Err(e) => {
             let refused = not_begun(&client, e).await;
@@ -70,7 +71,7 @@ async fn next_page(
     job: u64,
     interrupts: &mut Interrupts,
 ) -> Result<MigrationPage, Failure> {
-    let path = format!("/migration?job={job}&wait_ms={UPDATE_INTERVAL_MS}");
+    let path = format!("/v1/migration?job={job}&wait_ms={UPDATE_INTERVAL_MS}");
     let is_first = tokio::select! {
         page = client.get(&path) => return page.map_err(lost_contact),
         is_first = interrupts.pressed() => is_first,
@@ -81,7 +82,7 @@ async fn next_page(
             client.socket().display()
         )));
     }
-    let cancel = format!("/migration?job={job}");
+    let cancel = format!("/v1/migration?job={job}");
     match client.call::<()>(Method::DELETE, &cancel, None::<&()>).await {
         Ok(()) => print_message("cancelling"),
         Err(ClientError::Fault(why)) => print_message(why),
@@ -167,7 +168,7 @@ fn throttle_summary(vcpus: &[VcpuThrottle]) -> String {
 
 /// `driftline cancel-migration`.
 pub(super) fn cancel(args: &QueryArgs) -> Result<ExitCode, Failure> {
-    ask::<()>(&args.api, Method::DELETE, "/migration", None::<&()>)?;
+    ask::<()>(&args.api, Method::DELETE, "/v1/migration", None::<&()>)?;
     match args.json {
         true => print_json(&json!({ "status": "cancelling" }))?,
         false => print_message("the migration is being cancelled"),
@@ -184,12 +185,12 @@ pub(super) fn resolve(args: &ResolveArgs) -> Result<ExitCode, Failure> {
         // clap requires one of the two.
         (None, None) => return Err(Failure::error("neither --api-sock nor --state-dir was given")),
     };
-    let info: InfoPage = ask(&api, Method::GET, "/info", None::<&()>)?;
+    let info: InfoPage = ask(&api, Method::GET, "/v1/info", None::<&()>)?;
     let vm_id = match info {
         InfoPage::Guest(info) if info.state == GuestState::InDoubt => info.vm_id,
         _ => return Err(Failure::error("no migration is in doubt")),
     };
-    let page: MigrationPage = ask(&api, Method::GET, "/migration", None::<&()>)?;
+    let page: MigrationPage = ask(&api, Method::GET, "/v1/migration", None::<&()>)?;
     let action = if args.action.run {
         print_message(format_args!(
             "run: the guest continues here. You assert that {} does not run it and never will; if \
@@ -204,7 +205,7 @@ pub(super) fn resolve(args: &ResolveArgs) -> Result<ExitCode, Failure> {
         ));
         Resolution::Discard
     };
-    ask::<()>(&api, Method::POST, "/migration/resolve", Some(&ResolveRequest { action }))?;
+    ask::<()>(&api, Method::POST, "/v1/migration/resolve", Some(&ResolveRequest { action }))?;
     if args.json {
         print_json(&resolved(action, vm_id, &[&page.to]))?;
     }

@@ -25,7 +25,7 @@ pub(super) fn plan(args: &PlanArgs) -> Result<ExitCode, Failure> {
     print_message("watching the guest for about four seconds");
     let api = &args.query.api;
     let api = ApiArgs { api_sock: api.api_sock.clone(), timeout: api.timeout + SAMPLING_TIME };
-    let plan: Plan = ask(&api, Method::POST, "/migration/plan", Some(&request))?;
+    let plan: Plan = ask(&api, Method::POST, "/v1/migration/plan", Some(&request))?;
     if args.query.json {
         print_json(&plan)?;
     } else {

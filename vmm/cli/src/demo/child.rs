@@ -76,7 +76,7 @@ impl DemoVmm {
     /// Waits until the guest runs in this process.
     pub(super) fn await_running(&mut self) -> Result<(), StepError> {
         self.wait("the guest to run", |vmm| {
-            let info: Result<Info, _> = vmm.get("/info");
+            let info: Result<Info, _> = vmm.get("/v1/info");
             Ok(info.is_ok_and(|i| i.state == GuestState::Running).then_some(()))
         })
     }

@@ -143,7 +143,7 @@ impl Demo<'_> {
         self.begin("run on");
         run_on(&mut third, &before)?;
         self.begin("stop");
-        third.call::<()>(Method::POST, "/stop", None::<&()>)?;
+        third.call::<()>(Method::POST, "/v1/stop", None::<&()>)?;
         third.await_exit()?;
         self.figures.add_reports(&third.reports()?);
         Ok(())
@@ -190,11 +190,11 @@ impl Demo<'_> {
             direct_io: false,
             disks: None,
         };
-        let JobStarted { job } = vmm.call(Method::POST, "/checkpoint", Some(&request))?;
+        let JobStarted { job } = vmm.call(Method::POST, "/v1/checkpoint", Some(&request))?;
         let (mut lines, mut since) = (Vec::new(), 0);
         loop {
             let page: CheckpointPage =
-                vmm.get(&format!("/checkpoint?job={job}&since={since}&wait_ms=5000"))?;
+                vmm.get(&format!("/v1/checkpoint?job={job}&since={since}&wait_ms=5000"))?;
             for outcome in page.epochs {
                 match outcome {
                     EpochOutcome::Stored(line) => lines.push(line),
@@ -240,10 +240,11 @@ impl Demo<'_> {
         let to = destination.wait("it to listen", |vmm| Ok(listening_on(&vmm.stderr())))?;
         let body = serde_json::json!({ "to": to });
         let request: MigrationRequest = serde_json::from_value(body)?;
-        let JobStarted { job } = source.call(Method::POST, "/migration", Some(&request))?;
+        let JobStarted { job } = source.call(Method::POST, "/v1/migration", Some(&request))?;
         let end = Instant::now() + child::TIMEOUT;
         let report = loop {
-            let page: MigrationPage = source.get(&format!("/migration?job={job}&wait_ms=100"))?;
+            let page: MigrationPage =
+                source.get(&format!("/v1/migration?job={job}&wait_ms=100"))?;
             match (page.state, page.report, page.failure) {
                 (MigrationState::Completed, Some(report), _) => break report,
                 (_, _, Some(failure)) => return Err(StepError::NotMigrated(failure.message)),

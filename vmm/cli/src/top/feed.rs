@@ -51,7 +51,7 @@ impl Feed {
     }
 
     async fn ask(&mut self, watch: u64, interval: Duration) -> Result<Update, ClientError> {
-        let path = format!("/dirty/watch?watch={watch}&wait_ms={}", interval.as_millis());
+        let path = format!("/v1/dirty/watch?watch={watch}&wait_ms={}", interval.as_millis());
         let page: WatchPage = self.client.get(&path).await?;
         if page.end.is_some() {
             self.watch = None;
@@ -68,7 +68,7 @@ impl Feed {
             tokio::time::sleep(interval).await;
         }
         match self.post().await {
-            Err(ClientError::Fault(_)) => match self.client.get("/info").await? {
+            Err(ClientError::Fault(_)) => match self.client.get("/v1/info").await? {
                 InfoPage::Arriving(info) => Ok(Err(info)),
                 // The guest may have arrived between the two requests.
                 InfoPage::Guest(_) => self.post().await.map(Ok),
@@ -79,7 +79,7 @@ impl Feed {
 
     async fn post(&mut self) -> Result<u64, ClientError> {
         let request = WatchRequest { bins: Some(MAX_BINS) };
-        let begun = self.client.call(Method::POST, "/dirty/watch", Some(&request)).await;
+        let begun = self.client.call(Method::POST, "/v1/dirty/watch", Some(&request)).await;
         let WatchStarted { watch } = begun?;
         self.watch = Some(watch);
         Ok(watch)
@@ -88,7 +88,7 @@ impl Feed {
     /// Ends the watch.
     pub(super) async fn end(self) {
         let Some(watch) = self.watch else { return };
-        let path = format!("/dirty/watch?watch={watch}");
+        let path = format!("/v1/dirty/watch?watch={watch}");
         let ended = self.client.call::<()>(Method::DELETE, &path, None::<&()>);
         // If the request fails, the watch ends by itself.
         let _ = tokio::time::timeout(END_LIMIT, ended).await;

@@ -45,7 +45,7 @@ fn silent_clients_keep_no_operator_out() {
     let before = vmm.resources();
     let says = [
         "",
-        "GET /info HTT",
+        "GET /v1/info HTT",
         "PATCH /vm HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{",
         "GET /version HTTP/1.1\r\nHost: x\r\n\r\n",
     ];
@@ -104,7 +104,7 @@ fn requests_that_wait_leave_room_for_an_operator() {
     let store = tmp.text("store");
     let checkpoints = ["checkpoint", "--store", &store, "--every", "1s", "--detach"];
     vmm.tell(&checkpoints);
-    let attach = "GET /checkpoint/attach HTTP/1.1\r\nHost: x\r\n\r\n";
+    let attach = "GET /v1/checkpoint/attach HTTP/1.1\r\nHost: x\r\n\r\n";
     let mut waiting: Vec<UnixStream> = (0..64).map(|_| client(&vmm, attach)).collect();
     let mut refused = wait_for("a refusal", || {
         let mut more = client(&vmm, attach);
@@ -131,7 +131,7 @@ fn requests_that_wait_leave_room_for_an_operator() {
 
 /// Returns whether the server now refuses one more request of the waiting class.
 fn is_full(of: &Vmm<'_>) -> bool {
-    let mut more = client(of, "GET /checkpoint?wait_ms=1 HTTP/1.1\r\nHost: x\r\n\r\n");
+    let mut more = client(of, "GET /v1/checkpoint?wait_ms=1 HTTP/1.1\r\nHost: x\r\n\r\n");
     let mut begin = [0; 12];
     more.read_exact(&mut begin).unwrap();
     begin.ends_with(b"503")
@@ -144,11 +144,11 @@ fn requests_that_wait_end_with_their_clients() {
     let store = tmp.text("store");
     vmm.tell(&["checkpoint", "--store", &store, "--every", "1s", "--detach"]);
     for attach in [
-        "GET /checkpoint/attach HTTP/1.1\r\nHost: x\r\n\r\n",
-        "HEAD /checkpoint/attach HTTP/1.1\r\nHost: x\r\n\r\n",
+        "GET /v1/checkpoint/attach HTTP/1.1\r\nHost: x\r\n\r\n",
+        "HEAD /v1/checkpoint/attach HTTP/1.1\r\nHost: x\r\n\r\n",
         // The byte after the request hides the end of the connection from a server that reads no
         // further.
-        "GET /checkpoint/attach HTTP/1.1\r\nHost: x\r\n\r\nX",
+        "GET /v1/checkpoint/attach HTTP/1.1\r\nHost: x\r\n\r\nX",
     ] {
         let mut waiting: Vec<UnixStream> = (0..64).map(|_| client(&vmm, attach)).collect();
         wait_for("a refusal", || {

@@ -164,30 +164,30 @@ fn a_job_is_followed_by_its_number() {
             r#"{{"store":"{}","every_ms":1,"count":{epochs}{disks}}}"#,
             tmp.text(&format!("store{n}"))
         );
-        let answer = ask("POST", "/checkpoint", &body);
+        let answer = ask("POST", "/v1/checkpoint", &body);
         assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
         assert!(answer.ends_with(&format!("{{\"job\":{n}}}")), "{answer}");
         wait_for("its end", || {
-            let page = ask("GET", &format!("/checkpoint?job={n}&since={epochs}"), "");
+            let page = ask("GET", &format!("/v1/checkpoint?job={n}&since={epochs}"), "");
             page.contains("\"running\":false").then_some(())
         });
     }
-    let first = ask("GET", "/checkpoint?job=1", "");
+    let first = ask("GET", "/v1/checkpoint?job=1", "");
     assert!(first.contains("\"job\":1,") && first.contains("/store1\""), "{first}");
     assert!(first.contains("\"next\":1,"), "the reports of its own run only: {first}");
-    let latest = ask("GET", "/checkpoint", "");
+    let latest = ask("GET", "/v1/checkpoint", "");
     assert!(latest.contains("\"job\":2,") && latest.contains("\"next\":3,"), "{latest}");
-    let answer = ask("POST", "/migration", r#"{"to":"tcp:127.0.0.1:1"}"#);
+    let answer = ask("POST", "/v1/migration", r#"{"to":"tcp:127.0.0.1:1"}"#);
     assert!(answer.ends_with("{\"job\":3}"), "{answer}");
-    let page = ask("GET", "/migration?job=3&wait_ms=20000", "");
+    let page = ask("GET", "/v1/migration?job=3&wait_ms=20000", "");
     assert!(page.contains("\"job\":3,\"state\":\"failed\""), "{page}");
-    for path in ["/checkpoint?job=3", "/migration?job=1"] {
+    for path in ["/v1/checkpoint?job=3", "/v1/migration?job=1"] {
         let answer = ask("GET", path, "");
         assert!(answer.starts_with("HTTP/1.1 400"), "{path}: {answer}");
         assert!(answer.contains("there is no job "), "{path}: {answer}");
     }
-    assert!(ask("DELETE", "/checkpoint?job=2", "").contains("no checkpoints are being taken"));
-    assert!(ask("DELETE", "/checkpoint?job=9", "").contains("there is no job 9"));
+    assert!(ask("DELETE", "/v1/checkpoint?job=2", "").contains("no checkpoints are being taken"));
+    assert!(ask("DELETE", "/v1/checkpoint?job=9", "").contains("there is no job 9"));
     vmm.tell(&["stop"]);
     assert_eq!(vmm.wait(), Some(0));
 }
@@ -212,7 +212,7 @@ fn the_api_speaks_firecrackers_json() {
     assert!(ask("GET", "/", "").contains("\"state\":\"Paused\""));
     assert!(ask("PATCH", "/vm", r#"{"state":"Resumed"}"#).starts_with("HTTP/1.1 204"));
     assert!(ask("GET", "/metrics", "").contains("\ndriftline_guest_state{vm_id=\""));
-    assert!(ask("GET", "/dirty", "").contains("\"marked_frames\""));
+    assert!(ask("GET", "/v1/dirty", "").contains("\"marked_frames\""));
 
     for (method, path, body, fault) in [
         ("PATCH", "/vm", r#"{"state":"Sideways"}"#, "unknown variant"),
@@ -225,13 +225,13 @@ fn the_api_speaks_firecrackers_json() {
         ("DELETE", "/vm", "", "there is no request DELETE /vm"),
         (
             "POST",
-            "/migration",
+            "/v1/migration",
             r#"{"to":"127.0.0.1:1","timeout_s":18446744073709551615}"#,
             "timeout_s is 18446744073709551615; it must be at most",
         ),
         (
             "POST",
-            "/migration",
+            "/v1/migration",
             r#"{"to":"127.0.0.1:1","max_bandwidth_bytes_per_s":1000}"#,
             "max_bandwidth_bytes_per_s is 1000; it must be at least 1048576",
         ),

@@ -74,7 +74,7 @@ fn follow(vmm: &Vmm<'_>, store: &str, stdout: Stdio) -> Child {
 
 /// Returns the page of the checkpoint run.
 fn run_of(vmm: &Vmm<'_>) -> Option<Value> {
-    let path = format!("/checkpoint?since={}", u64::MAX);
+    let path = format!("/v1/checkpoint?since={}", u64::MAX);
     let page = driftline_machine::testing::get(Path::new(&vmm.socket()), &path)?;
     serde_json::from_str(&page).ok()
 }
@@ -141,7 +141,7 @@ fn migration_of_a_stopped_vmm_is_given_up() {
     let stderr = text(&out.stderr);
     assert!(began.elapsed() < LIMIT, "{:?}", began.elapsed());
     assert_eq!(out.status.code(), Some(1), "the guest may be on either host: {stderr}");
-    assert!(stderr.contains("has not answered GET /migration in 1.2s"), "{stderr}");
+    assert!(stderr.contains("has not answered GET /v1/migration in 1.2s"), "{stderr}");
     assert!(stderr.contains("; look for the guest at the destination"), "{stderr}");
     let failure: Value = serde_json::from_slice(&out.stdout).unwrap();
     assert_eq!(failure["error"]["code"], "no-answer", "{failure}");
@@ -259,17 +259,17 @@ fn unknown_parameters_of_requests_are_refused() {
     let tmp = TestDir::new();
     let vmm = Vmm::run(&tmp, "guest", GUEST);
     for (method, path, unknown) in [
-        ("DELETE", "/migration?jbo=3", "jbo"),
-        ("GET", "/migration?jbo=3", "jbo"),
-        ("DELETE", "/checkpoint?jbo=3", "jbo"),
-        ("GET", "/checkpoint?wait=3", "wait"),
-        ("GET", "/dirty/watch?watch=1&wait=3", "wait"),
-        ("GET", "/info?verbose=1", "verbose"),
-        ("POST", "/stop?force=1", "force"),
+        ("DELETE", "/v1/migration?jbo=3", "jbo"),
+        ("GET", "/v1/migration?jbo=3", "jbo"),
+        ("DELETE", "/v1/checkpoint?jbo=3", "jbo"),
+        ("GET", "/v1/checkpoint?wait=3", "wait"),
+        ("GET", "/v1/dirty/watch?watch=1&wait=3", "wait"),
+        ("GET", "/v1/info?verbose=1", "verbose"),
+        ("POST", "/v1/stop?force=1", "force"),
     ] {
         let answer = request(&vmm.socket(), method, path, "");
         assert!(answer.starts_with("HTTP/1.1 400") && answer.contains(unknown), "{path}: {answer}");
     }
     assert_eq!(vmm.state(), "running");
-    assert!(request(&vmm.socket(), "GET", "/info", "").starts_with("HTTP/1.1 200"));
+    assert!(request(&vmm.socket(), "GET", "/v1/info", "").starts_with("HTTP/1.1 200"));
 }

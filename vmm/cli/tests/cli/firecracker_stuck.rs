@@ -6,9 +6,9 @@ use rustix::process::Signal;
 use serde_json::json;
 
 use crate::common::script::{DriverScript, MEM_BYTES};
+use crate::common::stuck_guest::{DISK, storage_or_skip};
 use crate::common::{TestDir, status_field, wait_for};
 use crate::firecracker::serve;
-use crate::stuck::{DISK, storage_or_skip};
 
 /// Returns whether the process has ended, except for threads that wait in the kernel for storage.
 fn has_ended(pid: u32) -> bool {

@@ -4,9 +4,11 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod api_bounds;
+// Tests start in the order of their names. Those that only wait are in several modules, so that
+// other tests run beside them.
+mod api_stuck;
 mod basics;
 mod checkpoint;
-// Its longest test begins early: tests start in the order of their names.
 mod client_timeouts;
 mod common;
 mod compare;
@@ -29,10 +31,12 @@ mod lost;
 mod messages;
 mod metrics;
 mod migration;
+mod migration_stuck;
 mod net;
 mod notify;
 mod plan;
 mod receiving;
+mod receiving_stuck;
 mod refusals;
 mod sandbox;
 mod serve;

@@ -144,7 +144,7 @@ fn metrics_follow_a_guest_through_its_life() {
     let third = ScrapedPage::scrape(&at);
     third.follows(&second);
     assert_eq!(third.sum("driftline_migrations_total", "result=\"failed\""), 1.0);
-    request(&vmm.socket(), "POST", "/migration", &json!({ "to": to }).to_string());
+    request(&vmm.socket(), "POST", "/v1/migration", &json!({ "to": to }).to_string());
     let last = wait_for("the end of the migration", || {
         let page = ScrapedPage::scrape(&at);
         page.follows(&third);
@@ -179,7 +179,7 @@ fn receiver_counts_bytes_of_all_sources() {
     let mut before = ScrapedPage::scrape(&at);
     for _ in 0..2 {
         let limited = json!({ "to": to, "max_bandwidth_bytes_per_s": 4 << 20 }).to_string();
-        request(&vmm.socket(), "POST", "/migration", &limited);
+        request(&vmm.socket(), "POST", "/v1/migration", &limited);
         let least = before.sum(name, "") + 1e6;
         wait_for("a megabyte", || (ScrapedPage::scrape(&at).sum(name, "") > least).then_some(()));
         vmm.tell(&["cancel-migration"]);
@@ -236,8 +236,8 @@ fn address_of_metrics_answers_nothing_else() {
     let vmm = Vmm::run(&tmp, "vmm", &[THREADS, LISTEN].concat());
     let at = address(&vmm);
     for (request, status) in [
-        ("GET /info HTTP/1.1", "404"),
-        ("POST /stop HTTP/1.1", "404"),
+        ("GET /v1/info HTTP/1.1", "404"),
+        ("POST /v1/stop HTTP/1.1", "404"),
         ("PATCH /vm HTTP/1.1", "404"),
         ("POST /metrics HTTP/1.1", "405"),
         ("DELETE /metrics HTTP/1.1", "405"),

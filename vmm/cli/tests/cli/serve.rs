@@ -221,7 +221,7 @@ fn files_are_refused_in_firecrackers_words() {
 fn own_requests_say_that_nothing_was_started() {
     let tmp = TestDir::new();
     let mut vmm = ServeProcess::start(&tmp, &[]);
-    for path in ["/info", "/dirty", "/migration"] {
+    for path in ["/v1/info", "/v1/dirty", "/v1/migration"] {
         let text = vmm.refusal("GET", path, "");
         assert_eq!(text, "there is no guest yet: it has not been started", "GET {path}");
     }

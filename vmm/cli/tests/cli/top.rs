@@ -105,27 +105,27 @@ fn hostile_requests_are_refused_and_watches_bounded() {
         ("GET", "", "", "missing field"),
         ("DELETE", "?watch=99", "", "there is no watch 99 here"),
     ] {
-        let answer = request(&vmm.socket(), method, &format!("/dirty/watch{query}"), body);
+        let answer = request(&vmm.socket(), method, &format!("/v1/dirty/watch{query}"), body);
         assert!(answer.starts_with("HTTP/1.1 400") && answer.contains(why), "{why}: {answer}");
     }
     assert_eq!(subscribers(&vmm), 0, "a refused request starts no watch");
 
     for number in 1..=4 {
-        let answer = request(&vmm.socket(), "POST", "/dirty/watch", r#"{"bins":1}"#);
+        let answer = request(&vmm.socket(), "POST", "/v1/dirty/watch", r#"{"bins":1}"#);
         assert!(answer.ends_with(&format!(r#"{{"watch":{number}}}"#)), "{answer}");
     }
-    let answer = request(&vmm.socket(), "POST", "/dirty/watch", "{}");
+    let answer = request(&vmm.socket(), "POST", "/v1/dirty/watch", "{}");
     assert!(answer.contains("4 others are watching this guest's writes already"), "{answer}");
-    let answer = request(&vmm.socket(), "GET", "/dirty/watch?watch=4", "");
+    let answer = request(&vmm.socket(), "GET", "/v1/dirty/watch?watch=4", "");
     assert!(answer.contains(r#""bin_bytes":67108864,"bin_frames":["#), "{answer}");
-    let answer = request(&vmm.socket(), "DELETE", "/dirty/watch?watch=4", "");
+    let answer = request(&vmm.socket(), "DELETE", "/v1/dirty/watch?watch=4", "");
     assert!(answer.starts_with("HTTP/1.1 204"), "{answer}");
-    let answer = request(&vmm.socket(), "GET", "/dirty/watch?watch=4", "");
+    let answer = request(&vmm.socket(), "GET", "/v1/dirty/watch?watch=4", "");
     assert!(answer.contains("there is no watch 4 here, or it has ended"), "{answer}");
     // A client that dies while it waits.
     let mut stream = UnixStream::connect(vmm.socket()).unwrap();
     stream
-        .write_all(b"GET /dirty/watch?watch=3&wait_ms=60000 HTTP/1.1\r\nHost: x\r\n\r\n")
+        .write_all(b"GET /v1/dirty/watch?watch=3&wait_ms=60000 HTTP/1.1\r\nHost: x\r\n\r\n")
         .unwrap();
     drop(stream);
     await_no_watch(&vmm);

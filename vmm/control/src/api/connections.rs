@@ -108,11 +108,11 @@ impl RequestClass {
         // Dropping either request changes nothing, except that dropping the first one ends an
         // attached run.
         let waits =
-            path == "/checkpoint/attach" || uri.query().is_some_and(|q| q.contains("wait_ms="));
+            path == "/v1/checkpoint/attach" || uri.query().is_some_and(|q| q.contains("wait_ms="));
         match path {
-            "/" | "/info" | "/metrics" if reads => Self::Status,
-            "/stop" => Self::Stop,
-            "/migration/resolve" => Self::EndJob,
+            "/" | "/v1/info" | "/metrics" if reads => Self::Status,
+            "/v1/stop" => Self::Stop,
+            "/v1/migration/resolve" => Self::EndJob,
             _ if method == Method::DELETE => Self::EndJob,
             _ if reads && waits => Self::Wait,
             _ => Self::Other,

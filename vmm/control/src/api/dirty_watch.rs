@@ -1,4 +1,4 @@
-//! `/dirty/watch`: shows where, how fast and by which vCPU a guest writes, and what its jobs do.
+//! `/v1/dirty/watch`: shows where, how fast and by which vCPU a guest writes, and what its jobs do.
 //!
 //! `POST` begins a watch, which has its own subscription. Each `GET` of the watch answers with what
 //! was written since the previous one, and `DELETE` ends the watch. A watch that no client reads

@@ -2,11 +2,10 @@
 //!
 //! Paths and JSON are Firecracker's where it has the same thing (`/`, `/version`,
 //! `/machine-config`, `/vm`, `/vm/config`, `/actions`, `/balloon`, `/drives/{id}`,
-//! `/network-interfaces/{id}`, `/vsock`). `/info`, `/stop`, `/nmi`, `/dirty`, `/metrics`,
-//! `/migration` and `/checkpoint`, with the paths below them, are Driftline's own. The server
-//! answers a request with 200 and JSON, with 204, or with a refusal that has a `fault_message`. A
-//! process that is configured over the API (`driftline serve`) answers Firecracker's paths as
-//! Firecracker does, in Firecracker's form of HTTP.
+//! `/network-interfaces/{id}`, `/vsock`). Those below `/v1`, and `GET /metrics`, are Driftline's
+//! own. The server answers a request with 200 and JSON, with 204, or with a refusal that has a
+//! `fault_message`. A process that is configured over the API (`driftline serve`) answers
+//! Firecracker's paths as Firecracker does, in Firecracker's form of HTTP.
 
 mod app;
 mod balloon;

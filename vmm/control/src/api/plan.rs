@@ -1,4 +1,4 @@
-//! `POST /migration/plan`: forecasts a migration of this guest, and checkpoints of it. Starts
+//! `POST /v1/migration/plan`: forecasts a migration of this guest, and checkpoints of it. Starts
 //! neither.
 
 use std::time::Duration;
@@ -20,7 +20,7 @@ pub(crate) const ASSUMED_BANDWIDTH: u64 = 1_250_000_000;
 /// Intervals for which checkpoints are forecast, in ms.
 const CADENCES_MS: [u64; 7] = [10, 25, 50, 100, 250, 500, 1000];
 
-/// Body of `POST /migration/plan`.
+/// Body of `POST /v1/migration/plan`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PlanRequest {
@@ -44,7 +44,7 @@ pub enum PlanVerdict {
     DoesNotConverge,
 }
 
-/// The answer to `POST /migration/plan`.
+/// The answer to `POST /v1/migration/plan`.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Plan {
     /// The verdict in one word.

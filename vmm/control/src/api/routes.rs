@@ -42,20 +42,20 @@ pub(super) fn all(app: Arc<App>) -> Router {
 /// Returns the routes that Firecracker does not have.
 fn own() -> Router<Arc<App>> {
     let without_query = Router::new()
-        .route("/info", get(info))
-        .route("/stop", post(stop))
-        .route("/nmi", post(send_nmi))
-        .route("/migration/plan", post(plan::plan))
-        .route("/migration/resolve", post(resolve_migration))
-        .route("/dirty", get(dirty))
+        .route("/v1/info", get(info))
+        .route("/v1/stop", post(stop))
+        .route("/v1/nmi", post(send_nmi))
+        .route("/v1/migration/plan", post(plan::plan))
+        .route("/v1/migration/resolve", post(resolve_migration))
+        .route("/v1/dirty", get(dirty))
         .merge(metrics::route())
         .route_layer(middleware::from_fn(refuse_query));
     Router::new()
-        .route("/checkpoint", post(start_checkpoints).get(checkpoints).delete(stop_checkpoints))
-        .route("/checkpoint/attach", get(attach_to_checkpoints))
-        .route("/migration", post(start_migration).get(migration).delete(cancel_migration))
+        .route("/v1/checkpoint", post(start_checkpoints).get(checkpoints).delete(stop_checkpoints))
+        .route("/v1/checkpoint/attach", get(attach_to_checkpoints))
+        .route("/v1/migration", post(start_migration).get(migration).delete(cancel_migration))
         .route(
-            "/dirty/watch",
+            "/v1/dirty/watch",
             post(dirty_watch::start).get(dirty_watch::show).delete(dirty_watch::end),
         )
         .merge(without_query)

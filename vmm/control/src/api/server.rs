@@ -368,7 +368,7 @@ mod tests {
         let api = Some(ListeningSocket::bind(&path).unwrap());
         let server = Server::start(Listeners { api, metrics: None }, app).unwrap();
         let mut stream = UnixStream::connect(&path).unwrap();
-        stream.write_all(b"POST /stop HTTP/1.1\r\n\r\n").unwrap();
+        stream.write_all(b"POST /v1/stop HTTP/1.1\r\n\r\n").unwrap();
         begun.recv().unwrap();
         drop(server);
         let mut answer = String::new();

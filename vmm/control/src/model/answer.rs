@@ -9,7 +9,7 @@ pub(crate) struct FaultMessage {
     pub fault_message: String,
 }
 
-/// Answer to `POST /checkpoint` and `POST /migration`: the job that was started.
+/// Answer to `POST /v1/checkpoint` and `POST /v1/migration`: the job that was started.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct JobStarted {
     /// The job's number. `GET` and `DELETE` with `job=N` address this job and no later one.

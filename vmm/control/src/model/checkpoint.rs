@@ -1,4 +1,4 @@
-//! JSON of `/checkpoint`.
+//! JSON of `/v1/checkpoint`.
 
 use std::num::NonZeroU64;
 use std::path::PathBuf;
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::limit::UnknownName;
 
-/// Body of `POST /checkpoint`.
+/// Body of `POST /v1/checkpoint`.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct CheckpointRequest {
@@ -29,7 +29,7 @@ pub struct CheckpointRequest {
     /// Whether memory is written past the host's page cache.
     #[serde(default)]
     pub direct_io: bool,
-    /// Whether the run ends when its last client (`GET /checkpoint/attach`) disconnects.
+    /// Whether the run ends when its last client (`GET /v1/checkpoint/attach`) disconnects.
     #[serde(default)]
     pub attached: bool,
     /// Whether there must be no store yet: the directory does not exist, or is empty.
@@ -68,8 +68,8 @@ impl std::str::FromStr for DisksPolicy {
     }
 }
 
-/// Answer to `GET /checkpoint?job=N&since=N&wait_ms=N`: the reports from number `since` on; without
-/// `job`, those of the latest run.
+/// Answer to `GET /v1/checkpoint?job=N&since=N&wait_ms=N`: the reports from number `since` on;
+/// without `job`, those of the latest run.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct CheckpointPage {
     /// The run's number.

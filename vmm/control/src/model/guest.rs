@@ -57,7 +57,7 @@ impl GuestState {
     }
 }
 
-/// Answer to `GET /info` for a guest.
+/// Answer to `GET /v1/info` for a guest.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Info {
     /// The guest's state.
@@ -108,7 +108,7 @@ pub struct Info {
     pub version: String,
 }
 
-/// Answer to `GET /info` for a process that has no guest yet but waits for one or receives it.
+/// Answer to `GET /v1/info` for a process that has no guest yet but waits for one or receives it.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct ArrivingInfo {
     /// Always `receiving`.
@@ -132,7 +132,7 @@ pub enum ArrivingState {
     Receiving,
 }
 
-/// Answer to `GET /info`.
+/// Answer to `GET /v1/info`.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum InfoPage {

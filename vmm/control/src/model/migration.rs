@@ -1,4 +1,4 @@
-//! JSON of `/migration`.
+//! JSON of `/v1/migration`.
 
 use driftline_migrate::{
     Compression, CopyDrives, MAX_CONNECTIONS, MIN_BANDWIDTH, Phase, Progress, Resolution,
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::limit::{LimitError, at_least, at_most, one_to};
 
-/// Body of `POST /migration`.
+/// Body of `POST /v1/migration`.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MigrationRequest {
@@ -75,7 +75,7 @@ fn default_timeout_s() -> u64 {
     3600
 }
 
-/// Answer to `GET /migration?job=N&wait_ms=N`, by default for the latest migration. The answer
+/// Answer to `GET /v1/migration?job=N&wait_ms=N`, by default for the latest migration. The answer
 /// comes immediately if the migration is over. Otherwise it comes when the migration ends or
 /// `wait_ms` have passed.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
@@ -133,7 +133,7 @@ pub enum GuestLocation {
     Ended,
 }
 
-/// Body of `POST /migration/resolve`.
+/// Body of `POST /v1/migration/resolve`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ResolveRequest {

@@ -1,4 +1,4 @@
-//! JSON of `/dirty/watch`.
+//! JSON of `/v1/dirty/watch`.
 
 use std::path::PathBuf;
 
@@ -13,7 +13,7 @@ use super::migration::MigrationPage;
 /// Maximum number of ranges into which memory is divided.
 pub const MAX_BINS: u32 = 4096;
 
-/// Body of `POST /dirty/watch`.
+/// Body of `POST /v1/dirty/watch`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct WatchRequest {
@@ -23,14 +23,14 @@ pub struct WatchRequest {
     pub bins: Option<u32>,
 }
 
-/// Answer to `POST /dirty/watch`.
+/// Answer to `POST /v1/dirty/watch`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct WatchStarted {
     /// The watch's number.
     pub watch: u64,
 }
 
-/// Answer to `GET /dirty/watch?watch=N&wait_ms=N`. It comes once `wait_ms` have passed since the
+/// Answer to `GET /v1/dirty/watch?watch=N&wait_ms=N`. It comes once `wait_ms` have passed since the
 /// previous answer, or the guest has ended.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct WatchPage {

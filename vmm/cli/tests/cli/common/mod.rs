@@ -4,6 +4,7 @@
 pub mod pty;
 pub mod script;
 pub mod serving;
+pub mod stuck_guest;
 pub mod stuck_storage;
 
 use std::fs::{DirEntry, File, OpenOptions};
@@ -270,7 +271,7 @@ impl<'p> Vmm<'p> {
 
     /// Returns what `info --json` would print, if the process answers.
     pub fn info(&self) -> Option<Value> {
-        let page = driftline_machine::testing::get(Path::new(&self.socket()), "/info")?;
+        let page = driftline_machine::testing::get(Path::new(&self.socket()), "/v1/info")?;
         serde_json::from_str(&page).ok()
     }
 

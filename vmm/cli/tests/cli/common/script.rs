@@ -120,8 +120,9 @@ impl DriverScript {
         self.0.push(DriverStep::Print(b'S'));
     }
 
-    /// Uses a device correctly: reads 16 bytes of randomness, or the disk's first sector. The device
-    /// is then reset, because it may read its rings again, which are those of the next device, too.
+    /// Uses a device correctly: reads 16 bytes of randomness, or the disk's first sector. The
+    /// device is then reset, because it may read its rings again, which are those of the next
+    /// device, too.
     pub fn use_well(&mut self, device: ScriptedDevice) {
         self.start(device);
         if device.label.contains("rng") {

@@ -11,8 +11,8 @@ use crate::api::fault::MAX_BODY_BYTES;
 pub(super) const MAX_HEAD: usize = 16 << 10;
 /// The maximum number of a request's headers.
 pub(super) const MAX_HEADERS: usize = 128;
-/// First parts of the paths that are Driftline's own under Firecracker's API.
-const OWN_PATHS: [&str; 6] = ["info", "stop", "nmi", "migration", "checkpoint", "dirty"];
+/// First part of the paths that are Driftline's own.
+const OWN: &str = "v1";
 
 /// The rules by which requests are read and replies are written.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -64,7 +64,7 @@ pub(super) fn is_own(method: &Method, target: &str) -> bool {
     let first = path.trim_start_matches('/').split('/').next().unwrap_or_default();
     // Firecracker has only a PUT of this path.
     let metrics = first == "metrics" && [Method::GET, Method::HEAD].contains(method);
-    metrics || OWN_PATHS.contains(&first)
+    metrics || first == OWN
 }
 
 /// The reason why bytes are not a request. The texts are Firecracker's where it has the reason.

@@ -22,7 +22,7 @@ pub struct BootSourceConfig {
 #[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SerialConfig {
-    /// File or FIFO that receives the serial port's output.
+    /// Regular file for the serial port's output. Others are refused at the start.
     pub serial_out_path: Option<PathBuf>,
     /// Limit of the output.
     pub rate_limiter: Option<TokenBucketConfig>,

@@ -26,7 +26,7 @@ const METADATA_LIMIT: usize = 100;
 const MAX_TEXT: usize = 64;
 
 const METHODS: [&str; 5] = ["GET", "PUT", "PATCH", "DELETE", "POST"];
-const PATHS: [&str; 24] = [
+const PATHS: [&str; 26] = [
     "/",
     "/actions",
     "/balloon",
@@ -49,6 +49,8 @@ const PATHS: [&str; 24] = [
     "/serial",
     "/snapshot/create",
     "/snapshot/load",
+    "/version",
+    "/vm",
     "/vm/config",
     "/vsock",
 ];
@@ -129,7 +131,7 @@ impl StepBytes<'_> {
 fn valid_call(from: &mut StepBytes<'_>) -> (&'static str, String, String) {
     let id = from.one_of(&["a", "b", "c"]);
     let call = |method, path: &str, body: Value| (method, path.to_owned(), body.to_string());
-    match from.u8() % 20 {
+    match from.u8() % 25 {
         0 | 1 => call("PUT", &format!("/drives/{id}"), drive(id, from)),
         2 | 3 => call("PUT", &format!("/network-interfaces/{id}"), interface(id, from)),
         4 => call("PUT", "/boot-source", json!({ "kernel_image_path": "k" })),
@@ -164,6 +166,24 @@ fn valid_call(from: &mut StepBytes<'_>) -> (&'static str, String, String) {
         18 => {
             let body = json!({ "drive_id": id, "path_on_host": "f" });
             call("PATCH", &format!("/drives/{id}"), body)
+        }
+        19 => {
+            let body = json!({ "iface_id": id, "rx_rate_limiter": limiter(from) });
+            call("PATCH", &format!("/network-interfaces/{id}"), body)
+        }
+        20 => call("PATCH", "/balloon", json!({ "amount_mib": from.u8() })),
+        21 => {
+            let body = json!({ "stats_polling_interval_s": from.u8() % 3 });
+            call("PATCH", "/balloon/statistics", body)
+        }
+        22 => {
+            let kind = from.one_of(&["Full", "Diff"]);
+            let body = json!({ "snapshot_type": kind, "snapshot_path": "s", "mem_file_path": "m" });
+            call("PUT", "/snapshot/create", body)
+        }
+        23 => {
+            let step = from.one_of(&["start", "stop"]);
+            call("PATCH", &format!("/balloon/hinting/{step}"), json!({}))
         }
         _ => ("GET", from.one_of(&PATHS).to_owned(), String::new()),
     }

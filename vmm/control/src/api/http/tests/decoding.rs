@@ -112,16 +112,17 @@ fn firecracker_ignores_what_it_does_not_know() {
 #[test]
 fn own_requests_are_told_from_firecrackers() {
     for own in [
-        "POST /stop",
-        "HEAD /info",
-        "POST /checkpoint",
+        "POST /v1/stop",
+        "HEAD /v1/info",
+        "POST /v1/checkpoint",
         "GET /metrics",
         "HEAD /metrics",
-        "GET http://localhost/checkpoint?since=1",
+        "GET http://localhost/v1/checkpoint?since=1",
     ] {
         assert!(!request(FIRECRACKER, &format!("{own} HTTP/1.1\r\n\r\n")).is_firecracker, "{own}");
     }
-    for theirs in ["PUT /metrics", "GET /", "PATCH /vm", "GET /infos", "DELETE /x"] {
+    for theirs in ["PUT /metrics", "GET /", "PATCH /vm", "GET /info", "GET /v11/info", "DELETE /x"]
+    {
         let request = request(FIRECRACKER, &format!("{theirs} HTTP/1.1\r\n\r\n"));
         assert!(request.is_firecracker, "{theirs}");
     }
@@ -198,8 +199,8 @@ fn general_dialect_refuses_by_status() {
     let long = format!("GET / HTTP/1.1\r\nA: {}", "x".repeat(8 << 10));
     assert_eq!(fault(&long), StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE);
     // Lines may end without CR, and empty lines may precede a request.
-    let lenient = request(HttpDialect::Driftline, "\r\n\nGET /info HTTP/1.1\nHost: x\n\n");
-    assert_eq!(lenient.target, "/info");
+    let lenient = request(HttpDialect::Driftline, "\r\n\nGET /v1/info HTTP/1.1\nHost: x\n\n");
+    assert_eq!(lenient.target, "/v1/info");
 }
 
 #[test]
@@ -262,7 +263,7 @@ fn part() -> impl Strategy<Value = Vec<u8>> {
         "PUT /a HTTP/1.0\r\n",
         "PUT /a HTTP/1.1\r\nContent-Length: 5\r\n\r\nhello",
         "GET /b HTTP/1.1\r\nAccept: x\r\n\r\n",
-        "POST /stop HTTP/1.1\r\n\r\n",
+        "POST /v1/stop HTTP/1.1\r\n\r\n",
         "Content-Length: 5\r\n",
         "Content-Length: 60000\r\n",
         "Expect: 100-continue\r\n",

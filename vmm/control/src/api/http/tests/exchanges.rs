@@ -49,7 +49,7 @@ impl TestApi {
         listener.set_nonblocking(true).unwrap();
         let (over, is_over) = watch::channel(());
         let routes = Router::new()
-            .route("/info", get(async || "hello"))
+            .route("/v1/info", get(async || "hello"))
             .route("/long", get(async || "x".repeat(LONG)))
             .layer(middleware::from_fn(connections::admit));
         let mut service = ApiService::new(routes, app);
@@ -220,11 +220,11 @@ fn own_requests_go_to_the_router() {
     };
     let head = "HTTP/1.1 200 \r\nServer: Firecracker API\r\nConnection: keep-alive\r\n\
                 Content-Type: text/plain; charset=utf-8\r\nContent-Length: 5\r\n\r\n";
-    assert_eq!(ask("GET /info"), format!("{head}hello"));
-    assert_eq!(ask("GET http://localhost/info"), format!("{head}hello"));
-    assert_eq!(ask("HEAD /info"), head);
-    assert!(ask("POST /info").starts_with("HTTP/1.1 405 \r\n"));
-    assert!(ask("GET /info/none").starts_with("HTTP/1.1 404 \r\n"));
+    assert_eq!(ask("GET /v1/info"), format!("{head}hello"));
+    assert_eq!(ask("GET http://localhost/v1/info"), format!("{head}hello"));
+    assert_eq!(ask("HEAD /v1/info"), head);
+    assert!(ask("POST /v1/info").starts_with("HTTP/1.1 405 \r\n"));
+    assert!(ask("GET /v1/info/none").starts_with("HTTP/1.1 404 \r\n"));
     assert!(ask("GET /other").ends_with(&unknown("other")));
 }
 
@@ -233,13 +233,13 @@ fn general_connection_ends_when_asked() {
     let api = TestApi::driftline();
     let reply = "HTTP/1.1 200 OK\r\ncontent-type: text/plain; charset=utf-8\r\n\
                  content-length: 5\r\nconnection: close\r\n\r\nhello";
-    assert_eq!(api.exchange("GET /info HTTP/1.1\r\nConnection: close\r\n\r\n"), reply);
-    assert_eq!(api.exchange("GET /info HTTP/1.0\r\n\r\n"), reply);
+    assert_eq!(api.exchange("GET /v1/info HTTP/1.1\r\nConnection: close\r\n\r\n"), reply);
+    assert_eq!(api.exchange("GET /v1/info HTTP/1.0\r\n\r\n"), reply);
     // No body follows the head of a reply to HEAD.
     let refused = api.exchange("HEAD http://[ HTTP/1.1\r\nConnection: close\r\n\r\n");
     assert!(refused.starts_with("HTTP/1.1 400 Bad Request\r\n"), "{refused}");
     assert!(refused.ends_with("\r\n\r\n"), "{refused}");
-    let refused = api.exchange("nonsense\r\n\r\nGET /info HTTP/1.1\r\n\r\n");
+    let refused = api.exchange("nonsense\r\n\r\nGET /v1/info HTTP/1.1\r\n\r\n");
     assert!(refused.starts_with("HTTP/1.1 400 Bad Request\r\n"), "{refused}");
     assert!(refused.ends_with(r#"{"fault_message":"Invalid request."}"#), "{refused}");
 }
@@ -248,7 +248,7 @@ fn general_connection_ends_when_asked() {
 fn client_learns_that_it_may_send() {
     let api = TestApi::driftline();
     let mut stream = api.connect();
-    let head = "PUT /info HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n";
+    let head = "PUT /v1/info HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n";
     stream.write_all(head.as_bytes()).unwrap();
     let mut permission = [0; 25];
     stream.read_exact(&mut permission).unwrap();
@@ -263,7 +263,7 @@ fn late_requests_are_refused() {
     let short = Duration::from_millis(20);
     let limits = ClientLimits { head: short, body: short, reply: TIMEOUT };
     let api = TestApi::start(waiting(), limits);
-    for part in ["GET /in", "PUT /info HTTP/1.1\r\nContent-Length: 2\r\n\r\n{"] {
+    for part in ["GET /in", "PUT /v1/info HTTP/1.1\r\nContent-Length: 2\r\n\r\n{"] {
         let reply = api.exchange(part);
         assert!(reply.starts_with("HTTP/1.1 408 Request Timeout\r\n"), "{part}: {reply}");
     }
