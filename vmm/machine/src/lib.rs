@@ -50,6 +50,7 @@ pub mod size;
 pub mod socket;
 mod sources;
 mod stack_text;
+pub mod start_memory;
 mod terminal;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;

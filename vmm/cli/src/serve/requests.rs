@@ -10,6 +10,7 @@ use driftline_control::firecracker::{
     Task,
 };
 use driftline_guest::VmId;
+use driftline_machine::start_memory;
 
 use super::metrics::{MetricsFile, MetricsWriter};
 use super::opened::ClientFiles;
@@ -132,6 +133,7 @@ impl ApiRequests {
     /// Lets the guest answer until the API ends, and writes the metrics of the instance `id`.
     pub(super) fn ask(mut self, id: &str, guest: &StartedGuest) {
         let _logged = guest.jobs.span().clone().entered();
+        start_memory::give_back();
         let file = self.metrics.take();
         let mut metrics = file.map(|file| {
             let metadata = self.vm.metadata().clone();
