@@ -2,8 +2,9 @@
 //!
 //! | module | law |
 //! | --- | --- |
-//! | `crates` | a crate depends only on crates to its left, and one uses KVM |
+//! | `crates` | a crate depends only on crates to its left, its tests too, and one uses KVM |
 //! | `imports` | no two modules import each other |
+//! | `layers` | the folders of `migrate` import one way |
 //! | `knowledge` | only the machine opens `/dev/kvm`; only the demo and `--guest` know the payload |
 //! | `errors` | errors have types and keep their sources |
 //! | `names` | a type's name is defined once, and a test's name has at most eight words |
@@ -26,6 +27,8 @@ mod files;
 mod imports;
 #[path = "structure/knowledge.rs"]
 mod knowledge;
+#[path = "structure/layers.rs"]
+mod layers;
 #[path = "structure/names.rs"]
 mod names;
 #[path = "structure/prose.rs"]

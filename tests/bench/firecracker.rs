@@ -340,7 +340,7 @@ fn requests(contenders: &[Contender]) -> Samples {
             of.push(median(asked.collect()));
         }
     }
-    Samples { name: "`GET /`, p50, us", of }
+    Samples { name: "`GET /`, p50, µs", of }
 }
 
 /// Firecracker's process leaves its socket when it is killed, and refuses one that exists.

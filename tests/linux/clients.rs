@@ -17,23 +17,30 @@ use super::text;
 /// Time limit of a client's program.
 const PROGRAM: Duration = Duration::from_secs(600);
 
-/// Runs a command of cargo in the workspace of a client. Returns whether it succeeds.
-fn cargo(client: &str, args: &[&str]) -> bool {
+/// What cargo and curl say where the registry does not answer. Whatever else stops cargo is a
+/// defect of the client's workspace.
+const NO_REGISTRY: [&str; 4] =
+    ["network error", "network failure", "Could not resolve", "Could not connect"];
+
+/// Runs a command of cargo in the workspace of a client. Fails with its messages.
+fn cargo(client: &str, args: &[&str]) -> Result<(), String> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("clients").join(client);
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let status = Command::new(cargo).args(args).current_dir(folder).status();
-    status.expect("cargo runs").success()
+    let output = Command::new(cargo).args(args).current_dir(folder).output().expect("cargo runs");
+    let messages = String::from_utf8_lossy(&output.stderr).into_owned();
+    if output.status.success() { Ok(()) } else { Err(messages) }
 }
 
 /// Builds the program of a client, in a workspace of its own, and returns its path. Returns `None`
-/// if what it depends on cannot be loaded.
+/// if the registry, which has what it depends on, does not answer.
 fn build(client: &str) -> Option<PathBuf> {
-    if !cargo(client, &["fetch", "--locked", "--quiet"]) {
+    if let Err(why) = cargo(client, &["fetch", "--locked"]) {
+        assert!(NO_REGISTRY.iter().any(|sign| why.contains(sign)), "{client}: {why}");
         return None;
     }
     let target = driftline().with_file_name("clients");
     let build = ["build", "--locked", "--quiet", "--target-dir", text(&target)];
-    assert!(cargo(client, &build), "{client} does not build");
+    cargo(client, &build).unwrap_or_else(|why| panic!("{client} does not build: {why}"));
     Some(target.join("debug").join(format!("driftline-client-{}", client.replace('_', "-"))))
 }
 

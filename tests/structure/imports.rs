@@ -19,7 +19,7 @@ use syn::punctuated::Punctuated;
 use syn::visit::{self, Visit};
 use syn::{Attribute, Expr, Item, Meta, Token, UseTree, Visibility};
 
-type Module = Vec<String>;
+pub(crate) type Module = Vec<String>;
 
 /// The items of a module, and the paths that it names.
 #[derive(Default)]
@@ -41,11 +41,11 @@ struct ModuleContents {
 }
 
 /// The modules of one crate.
-struct Crate(BTreeMap<Module, ModuleContents>);
+pub(crate) struct Crate(BTreeMap<Module, ModuleContents>);
 
 impl Crate {
     /// Reads the crate whose root file is `root`.
-    fn read(root: &Path) -> Self {
+    pub(crate) fn read(root: &Path) -> Self {
         let mut modules = Self(BTreeMap::new());
         modules.read_file(root, root.parent().unwrap(), Vec::new());
         modules
@@ -170,7 +170,7 @@ impl Crate {
     }
 
     /// Returns the modules that each module imports.
-    fn imports(&self) -> BTreeMap<Module, BTreeSet<Module>> {
+    pub(crate) fn imports(&self) -> BTreeMap<Module, BTreeSet<Module>> {
         let mut imports = BTreeMap::new();
         for (module, contents) in &self.0 {
             let named = contents.named.iter().filter_map(|path| match &path[..] {

@@ -74,7 +74,8 @@ fn long_test_names(path: &str, text: &str) -> Vec<String> {
     let mut found = Vec::new();
     let mut is_test = false;
     for (number, line) in (1..).zip(text.lines().map(str::trim_start)) {
-        if line.starts_with("#[test]") {
+        // Other libraries have an attribute of their own, such as `#[tokio::test]`.
+        if line.starts_with("#[test]") || line.starts_with("#[") && line.contains("::test") {
             is_test = true;
         }
         if let (true, Some((_, rest))) = (is_test, line.split_once("fn ")) {

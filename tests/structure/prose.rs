@@ -58,6 +58,32 @@ fn prose_fits_into_the_columns() {
     assert!(long.is_empty(), "lines of prose over {COLUMNS} columns:\n{}", long.join("\n"));
 }
 
+/// Returns the lines that are too long in another language: all lines of a script, else those of
+/// comments.
+fn long_in(text: &str, is_script: bool) -> Vec<(usize, usize)> {
+    let is_comment = |line: &str| line.trim_start().starts_with(['#', '*', '/']);
+    let lines = (1..).zip(text.lines());
+    let lines = lines.filter(|(_, line)| (is_script || is_comment(line)) && !is_one_word(line));
+    let columns = lines.map(|(number, line)| (number, line.chars().count()));
+    columns.filter(|(_, columns)| *columns > COLUMNS).collect()
+}
+
+#[test]
+fn other_languages_fit_into_the_columns() {
+    let mut found = files(&root(), &["sh", "toml", "yaml", "yml", "c", "h", "ld"]);
+    assert!(found.len() > 20, "only {} files were found", found.len());
+    found.push(root().join(".ci/run"));
+    let mut long = Vec::new();
+    for path in found {
+        let is_script = path.extension().is_none_or(|e| e == "sh");
+        let text = fs::read_to_string(&path).unwrap();
+        for (number, columns) in long_in(&text, is_script) {
+            long.push(format!("{}:{number}: {columns} columns", relative(&path)));
+        }
+    }
+    assert!(long.is_empty(), "lines over {COLUMNS} columns:\n{}", long.join("\n"));
+}
+
 /// Returns the numbers and columns of long lines of code. Raw strings, in other languages, are
 /// exempt.
 fn long_code(text: &str) -> Vec<(usize, usize)> {

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use driftline_images::{PAYLOAD_ELF, PayloadSpec};
-use driftline_machine::testing::kvm_or_skip;
+use driftline_machine::testing::{kvm_or_skip, skip};
 use rustix::fs::{SeekFrom, seek};
 use serde_json::{Value, json};
 use tests::{Driftline, HandlerProcess, SOON, ScratchDir, ServingProcess, repeats, run_cli};
@@ -185,7 +185,7 @@ fn handlers_death_ends_a_load() {
 fn load_with_a_hanging_handler_fails() {
     let test = "load_with_a_hanging_handler_fails";
     if repeats(0, 1) == 0 {
-        return;
+        return skip(test, "it takes half a minute: DRIFTLINE_FULL=1");
     }
     let Some(snapshot) = PayloadSnapshot::or_skip(test) else { return };
     let handler = snapshot.handler("second", &["--hang-after", "0"]);

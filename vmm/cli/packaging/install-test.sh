@@ -136,7 +136,8 @@ first=$(property MainPID)
 expect "the user" "$(inside stat -c %U "/proc/$first")" driftline
 expect "the groups" "$(inside id -nG driftline)" "driftline kvm"
 [[ $(property StatusText) == "guest "*" runs" ]] || fail "the status is $(property StatusText)"
-inside driftline info --json --api-sock "$socket" | grep -q '"state":"running","vm_id":"[^"]*","name":"example"' ||
+inside driftline info --json --api-sock "$socket" |
+    grep -q '"state":"running","vm_id":"[^"]*","name":"example"' ||
     fail "info does not show a running guest"
 inside driftline checkpoint --api-sock "$socket" --store /var/lib/driftline/example >/dev/null
 inside driftline store verify /var/lib/driftline/example >/dev/null
@@ -156,7 +157,8 @@ inside systemctl start driftline@example
 inside dpkg -r driftline >/dev/null
 files >"$work/removed"
 left=$(comm -13 "$work/before" "$work/removed" | tr '\n' ' ')
-expect "what removal leaves" "$left" "/etc/driftline /etc/driftline/example.json /var/lib/driftline "
+expect "what removal leaves" "$left" \
+    "/etc/driftline /etc/driftline/example.json /var/lib/driftline "
 inside dpkg -P driftline >/dev/null
 files >"$work/purged"
 diff "$work/before" "$work/purged" || fail "purging leaves or takes files"
