@@ -63,7 +63,7 @@ pub struct Handle<S> {
 impl<S> Handle<S> {
     /// Returns a handle of the same inbox that calls `wake` after each message. For a thread that
     /// does not always wait on its inbox.
-    pub fn woken_by(&self, wake: impl Fn() + Send + Sync + 'static) -> Self {
+    pub(crate) fn woken_by(&self, wake: impl Fn() + Send + Sync + 'static) -> Self {
         Self { wake: Some(Arc::new(wake)), ..self.clone() }
     }
 
@@ -100,7 +100,7 @@ impl<S> Handle<S> {
 
     /// Does as [`begin`](Self::begin), but the thread runs `job` even if it reaches it after the
     /// deadline.
-    pub fn begin_even_late<R: Send + 'static>(
+    pub(crate) fn begin_even_late<R: Send + 'static>(
         &self,
         what: &'static str,
         deadline: Instant,

@@ -50,7 +50,7 @@ impl FrameSink {
     /// # Errors
     ///
     /// The slot is unknown, or a bit lies past its end.
-    pub fn insert_bitmap(&mut self, slot: SlotId, bitmap: &[u64]) -> Result<u64, OutOfSlot> {
+    pub(crate) fn insert_bitmap(&mut self, slot: SlotId, bitmap: &[u64]) -> Result<u64, OutOfSlot> {
         match self {
             Self::List(list) => list.insert_bitmap(slot, bitmap),
             Self::Flat(flat) => flat.insert_bitmap(slot, bitmap),

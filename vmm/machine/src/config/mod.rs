@@ -38,7 +38,7 @@ pub use identity::DiskIdentity;
 pub use lineage::{GuestName, Identity, Lineage, Restored, guest_span};
 pub use machine::{Boot, DEFAULT_RING_ENTRIES, MachineConfig};
 pub use metadata::{MetadataVersion, NetMetadata};
-pub use net::{MAX_QUEUE_PAIRS, MacAddr, NetConfig, NetSpec, VsockConfig, VsockSpec};
+pub use net::{MacAddr, NetConfig, NetSpec, VsockConfig, VsockSpec};
 pub use opened::{
     DiskCache, DiskEngine, OpenedDisk, OpenedFile, OpenedFiles, OpenedSocket, OpenedTap,
 };

@@ -13,7 +13,7 @@ use super::rate_limits::{NetLimits, RateLimits, read_bandwidth};
 use super::spec::{SpecError, Syntax};
 
 /// Maximum number of queue pairs of a network interface.
-pub const MAX_QUEUE_PAIRS: u8 = 8;
+pub(crate) const MAX_QUEUE_PAIRS: u8 = 8;
 /// Smallest MTU, in bytes: that of IPv4.
 const MIN_MTU: u16 = 68;
 /// Maximum length of the name of a Linux network device, in bytes.

@@ -146,7 +146,7 @@ impl Capabilities {
     }
 
     /// Returns the size of a vCPU's XSAVE state in bytes.
-    pub fn xsave_bytes(&self) -> usize {
+    pub(crate) fn xsave_bytes(&self) -> usize {
         (self.value(KVM_CAP_XSAVE2) as usize).max(size_of::<kvm_xsave>())
     }
 }

@@ -163,7 +163,7 @@ pub fn spawn<T: Send + 'static>(
 /// # Errors
 ///
 /// The thread cannot be started.
-pub fn spawn_late<T: Send + 'static>(
+pub(crate) fn spawn_late<T: Send + 'static>(
     class: Class,
     name: impl Into<String>,
     work: impl FnOnce(&dyn Fn()) -> T + Send + 'static,
