@@ -3,8 +3,8 @@
 //!
 //! `cargo bench -p driftline-checkpoint --bench snapshot [-- REPETITIONS]`. Each repetition writes
 //! a new sparse file of 1 GiB from guest memory: 64 MiB of it in runs of 64 KiB, as a diff may, or
-//! 256 MiB in one run. The methods take turns. Then it takes snapshots of the same amounts of a
-//! paused guest. Prints milliseconds, each the median. `DRIFTLINE_BENCH_STORE` names another
+//! 64 or 256 MiB in one run. The methods take turns. Then it takes snapshots of the same amounts of
+//! a paused guest. Prints milliseconds, each the median. `DRIFTLINE_BENCH_STORE` names another
 //! directory.
 #![allow(clippy::print_stdout, clippy::unwrap_used)]
 
@@ -75,7 +75,9 @@ fn main() {
     let guest = MemoryGuest::new(VmId::random(), config).unwrap();
     let scattered: Vec<FrameRun> =
         (0..1024).map(|n| FrameRun { start: Gfn(n * 256), count: 16 }).collect();
-    let whole: Vec<FrameRun> = FrameRun { start: Gfn(0), count: 1 << 16 }.chunks(2048).collect();
+    let whole = |count| FrameRun { start: Gfn(0), count }.chunks(2048).collect::<Vec<FrameRun>>();
+    let contents =
+        [("64 MiB scattered", scattered), ("64 MiB", whole(1 << 14)), ("256 MiB", whole(1 << 16))];
     let mut changes = guest.subscribe("bench").unwrap();
     let dirty = |runs: &[FrameRun]| {
         for gfn in runs.iter().flat_map(|run| run.frames()) {
@@ -94,7 +96,7 @@ fn main() {
     ];
     println!("| content | method | written, ms | durable, ms |");
     println!("| --- | --- | ---: | ---: |");
-    for (content, runs) in [("64 MiB scattered", &scattered), ("256 MiB", &whole)] {
+    for (content, runs) in &contents {
         dirty(runs);
         let mut taken = methods.map(|_| (Vec::new(), Vec::new()));
         for _ in 0..repetitions {
@@ -109,7 +111,7 @@ fn main() {
             println!("| {content} | {} | {written:.1} | {durable:.1} |", method.name);
         }
     }
-    for (content, runs) in [("64 MiB scattered", &scattered), ("256 MiB", &whole)] {
+    for (content, runs) in &contents {
         let (mut written, mut all) = (Vec::new(), Vec::new());
         for n in 0..repetitions {
             drop(changes);
