@@ -2,13 +2,13 @@
 //!
 //! | module | law |
 //! | --- | --- |
-//! | `crates` | a crate depends only on crates to its left, its tests too, and one uses KVM |
+//! | `crates` | a crate depends only on crates to its left, and its tests on none that needs it |
 //! | `imports` | no two modules import each other |
 //! | `layers` | the folders of `migrate` import one way |
 //! | `knowledge` | only the machine opens `/dev/kvm`; only the demo and `--guest` know the payload |
 //! | `errors` | errors have types and keep their sources |
 //! | `names` | a type's name is defined once, and a test's name has at most eight words |
-//! | `prose` | comments and Markdown fit into 100 columns |
+//! | `prose` | comments, Markdown and scripts fit into 100 columns |
 //! | `documents` | README.md and ARCHITECTURE.md are short |
 //! | `example` | the worked example in CONTRIBUTING.md matches the code |
 #![allow(clippy::unwrap_used, clippy::panic)]

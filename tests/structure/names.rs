@@ -133,10 +133,13 @@ fn duplicate_types_are_found_with_both_files() {
 #[test]
 fn long_test_names_are_found() {
     let name = |words: usize| vec!["word"; words].join("_");
-    let test =
-        |words: usize| format!("    #[test]\n    #[ignore]\n    fn {}(a: u8) {{}}", name(words));
-    assert!(long_test_names("a.rs", &test(MAX_WORDS)).is_empty());
-    let found = long_test_names("a.rs", &test(MAX_WORDS + 1));
-    assert_eq!(found, [format!("a.rs:3: {} has 9 words", name(9))]);
+    for attribute in ["test", "tokio::test"] {
+        let test = |words: usize| {
+            format!("    #[{attribute}]\n    #[ignore]\n    fn {}(a: u8) {{}}", name(words))
+        };
+        assert!(long_test_names("a.rs", &test(MAX_WORDS)).is_empty());
+        let found = long_test_names("a.rs", &test(MAX_WORDS + 1));
+        assert_eq!(found, [format!("a.rs:3: {} has 9 words", name(9))]);
+    }
     assert!(long_test_names("a.rs", &format!("fn {}() {{}}", name(9))).is_empty(), "no test");
 }

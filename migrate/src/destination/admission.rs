@@ -83,7 +83,8 @@ impl Admission {
     pub(super) fn serving_thread(self: &Arc<Self>, limit: Duration) -> Option<ServingThread> {
         let mut entries = self.lock();
         let full = |entries: &mut AdmissionTable| entries.threads == THREADS;
-        if self.thread_ended.wait_while_for(&mut entries, full, limit).timed_out() {
+        self.thread_ended.wait_while_for(&mut entries, full, limit);
+        if entries.threads == THREADS {
             return None;
         }
         entries.threads += 1;
@@ -268,11 +269,13 @@ mod tests {
         let mut threads: Vec<ServingThread> =
             std::iter::from_fn(|| admission.serving_thread(Duration::ZERO)).collect();
         assert_eq!(threads.len(), THREADS);
-        let next = {
-            let admission = admission.clone();
-            std::thread::spawn(move || admission.serving_thread(Duration::from_secs(60)))
-        };
-        threads.pop();
-        assert!(next.join().unwrap().is_some(), "it waited until a thread ended");
+        let last = threads.pop();
+        let end = std::thread::spawn(move || {
+            // Most often the wait below has begun by then.
+            std::thread::sleep(Duration::from_millis(50));
+            drop(last);
+        });
+        assert!(admission.serving_thread(Duration::from_secs(600)).is_some(), "a thread ended");
+        end.join().unwrap();
     }
 }

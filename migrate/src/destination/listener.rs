@@ -137,7 +137,8 @@ fn accept(listener: &TcpListener, shared: &Arc<Listener>) {
         // Callers wait in the kernel's queue while too many connections end.
         let Some(server) = shared.admission.serving_thread(SLICE) else {
             static LIMIT: LogLimit = LogLimit::new();
-            warn_limited(&LIMIT, format_args!("callers wait: {THREADS} connections are served"));
+            let why = format_args!("new callers wait: {THREADS} threads still end connections");
+            warn_limited(&LIMIT, why);
             continue;
         };
         let (stream, from) = match listener.accept() {

@@ -133,7 +133,7 @@ impl ApiRequests {
     /// Lets the guest answer until the API ends, and writes the metrics of the instance `id`.
     pub(super) fn ask(mut self, id: &str, guest: &StartedGuest) {
         let _logged = guest.jobs.span().clone().entered();
-        start_memory::give_back();
+        start_memory::unmap_program();
         let file = self.metrics.take();
         let mut metrics = file.map(|file| {
             let metadata = self.vm.metadata().clone();

@@ -93,6 +93,9 @@ fn sigterm_ends_a_process_whose_flush_hangs() {
 /// They only wait, so they share a thread of the harness.
 #[test]
 fn sources_with_hanging_storage_keep_their_guest() {
+    if storage_or_skip("sources_with_hanging_storage_keep_their_guest").is_none() {
+        return;
+    }
     let cases: [fn(); 3] = [
         hand_over_fails_where_a_flush_hangs,
         guest_continues_where_the_last_pass_hangs,

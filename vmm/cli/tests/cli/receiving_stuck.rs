@@ -144,6 +144,9 @@ fn receiver_in_hanging_flush_can_be_stopped() {
 /// They only wait, so they share a thread of the harness.
 #[test]
 fn receivers_with_hanging_storage_can_be_stopped() {
+    if storage_or_skip("receivers_with_hanging_storage_can_be_stopped").is_none() {
+        return;
+    }
     let cases: [fn(); 4] = [
         receiver_in_hanging_take_over_can_be_stopped,
         receiver_refuses_where_writes_to_a_copy_hang,
