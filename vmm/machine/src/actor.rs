@@ -8,7 +8,7 @@
 //! A job is a closure, so a new request costs one call and one method of the state. A job runs to
 //! its end before the next one. The caller's wait ends at the deadline. A job that the thread
 //! reaches after its deadline is dropped: for the caller the request has failed, and the caller may
-//! have done something else since. [`Handle::begin_even_late`] is for jobs that must run even then.
+//! have done something else since. `begin_even_late` is for jobs that must run even then.
 //!
 //! When the thread ends, its inbox is dropped with all jobs that are left, and their callers get
 //! [`CallError::Ended`] immediately.

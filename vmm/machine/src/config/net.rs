@@ -84,7 +84,7 @@ pub struct NetConfig {
     pub tap: String,
     /// The interface's Ethernet address.
     pub mac: MacAddr,
-    /// Number of queue pairs, 1..=[`MAX_QUEUE_PAIRS`].
+    /// Number of queue pairs, from 1 to 8.
     pub queues: u8,
     /// Largest packet that the driver is told to send, in bytes, from 68. `None` leaves that to the
     /// driver.
