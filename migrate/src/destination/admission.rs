@@ -182,6 +182,7 @@ fn network(from: IpAddr) -> IpAddr {
 #[cfg(test)]
 mod tests {
     use std::net::{TcpListener, TcpStream};
+    use std::sync::mpsc;
 
     use super::*;
 
@@ -269,13 +270,15 @@ mod tests {
         let mut threads: Vec<ServingThread> =
             std::iter::from_fn(|| admission.serving_thread(Duration::ZERO)).collect();
         assert_eq!(threads.len(), THREADS);
-        let last = threads.pop();
-        let end = std::thread::spawn(move || {
-            // Most often the wait below has begun by then.
-            std::thread::sleep(Duration::from_millis(50));
-            drop(last);
+        let (sender, next) = mpsc::channel();
+        std::thread::spawn(move || {
+            let thread = admission.serving_thread(Duration::from_secs(600));
+            sender.send(thread.is_some()).unwrap();
         });
-        assert!(admission.serving_thread(Duration::from_secs(600)).is_some(), "a thread ended");
-        end.join().unwrap();
+        // Most often the wait has begun by then.
+        std::thread::sleep(Duration::from_millis(50));
+        threads.pop();
+        let woken = next.recv_timeout(Duration::from_secs(60));
+        assert_eq!(woken, Ok(true), "the end of a thread ends the wait");
     }
 }

@@ -137,7 +137,7 @@ fn accept(listener: &TcpListener, shared: &Arc<Listener>) {
         // Callers wait in the kernel's queue while too many connections end.
         let Some(server) = shared.admission.serving_thread(SLICE) else {
             static LIMIT: LogLimit = LogLimit::new();
-            let why = format_args!("new callers wait: {THREADS} threads still end connections");
+            let why = format_args!("callers wait until one of {THREADS} connections has ended");
             warn_limited(&LIMIT, why);
             continue;
         };

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::common::stuck_guest::{StuckGuest, in_time, sigterm, storage_or_skip};
+use crate::common::stuck_guest::{StuckGuest, cases_or_skip, in_time, sigterm};
 use crate::common::{TestDir, Vmm, attack, driftline, side_by_side, wait_for};
 
 fn requests_fail_in_hanging_flush() {
@@ -115,26 +115,22 @@ fn stops_that_wait_are_bounded() {
     world.ends_with(0);
 }
 
-/// They only wait, so they share a thread of the harness.
 #[test]
 fn requests_in_a_hanging_flush_end() {
-    if storage_or_skip("requests_in_a_hanging_flush_end").is_none() {
-        return;
-    }
-    let cases: [fn(); 3] = [
-        requests_fail_in_hanging_flush,
-        run_in_hanging_flush_can_be_ended,
-        second_interrupt_ends_a_command_that_waits,
-    ];
-    side_by_side(cases, |case| case());
+    cases_or_skip(
+        "requests_in_a_hanging_flush_end",
+        [
+            requests_fail_in_hanging_flush,
+            run_in_hanging_flush_can_be_ended,
+            second_interrupt_ends_a_command_that_waits,
+        ],
+    );
 }
 
-/// They only wait, so they share a thread of the harness.
 #[test]
 fn requests_that_hang_keep_no_operator_out() {
-    if storage_or_skip("requests_that_hang_keep_no_operator_out").is_none() {
-        return;
-    }
-    let cases: [fn(); 2] = [abandoned_requests_keep_no_operator_out, stops_that_wait_are_bounded];
-    side_by_side(cases, |case| case());
+    cases_or_skip(
+        "requests_that_hang_keep_no_operator_out",
+        [abandoned_requests_keep_no_operator_out, stops_that_wait_are_bounded],
+    );
 }

@@ -1,7 +1,9 @@
 //! Sources whose disk never answers: the migration fails, and the guest continues.
 
 use crate::common::script::{DriverScript, MEM_BYTES};
-use crate::common::stuck_guest::{DISK, StuckGuest, disk, in_time, sigterm, stop, storage_or_skip};
+use crate::common::stuck_guest::{
+    DISK, StuckGuest, cases_or_skip, disk, in_time, sigterm, stop, storage_or_skip,
+};
 use crate::common::{TestDir, Vmm, driftline, fail, receiver, side_by_side, wait_for};
 
 fn hand_over_fails_where_a_flush_hangs() {
@@ -90,16 +92,14 @@ fn sigterm_ends_a_process_whose_flush_hangs() {
     assert_ne!(sending.wait().unwrap().code(), Some(0), "it did not move");
 }
 
-/// They only wait, so they share a thread of the harness.
 #[test]
 fn sources_with_hanging_storage_keep_their_guest() {
-    if storage_or_skip("sources_with_hanging_storage_keep_their_guest").is_none() {
-        return;
-    }
-    let cases: [fn(); 3] = [
-        hand_over_fails_where_a_flush_hangs,
-        guest_continues_where_the_last_pass_hangs,
-        sigterm_ends_a_process_whose_flush_hangs,
-    ];
-    side_by_side(cases, |case| case());
+    cases_or_skip(
+        "sources_with_hanging_storage_keep_their_guest",
+        [
+            hand_over_fails_where_a_flush_hangs,
+            guest_continues_where_the_last_pass_hangs,
+            sigterm_ends_a_process_whose_flush_hangs,
+        ],
+    );
 }

@@ -6,7 +6,7 @@ use driftline_images::PayloadReport;
 use driftline_machine::testing::{kvm_or_skip, skip};
 
 use crate::common::stuck_guest::{
-    DISK_BYTES, StuckGuest, disk, in_time, sigterm, stop, storage_or_skip,
+    DISK_BYTES, StuckGuest, cases_or_skip, disk, in_time, sigterm, stop, storage_or_skip,
 };
 use crate::common::stuck_storage::StuckStorage;
 use crate::common::{TestDir, Vmm, driftline, receiver, side_by_side, text, wait_for};
@@ -141,17 +141,15 @@ fn receiver_in_hanging_flush_can_be_stopped() {
     assert!(stderr.contains("stopped over the API before a guest arrived"), "{stderr}");
 }
 
-/// They only wait, so they share a thread of the harness.
 #[test]
 fn receivers_with_hanging_storage_can_be_stopped() {
-    if storage_or_skip("receivers_with_hanging_storage_can_be_stopped").is_none() {
-        return;
-    }
-    let cases: [fn(); 4] = [
-        receiver_in_hanging_take_over_can_be_stopped,
-        receiver_refuses_where_writes_to_a_copy_hang,
-        receiver_whose_copy_hangs_can_be_stopped,
-        receiver_in_hanging_flush_can_be_stopped,
-    ];
-    side_by_side(cases, |case| case());
+    cases_or_skip(
+        "receivers_with_hanging_storage_can_be_stopped",
+        [
+            receiver_in_hanging_take_over_can_be_stopped,
+            receiver_refuses_where_writes_to_a_copy_hang,
+            receiver_whose_copy_hangs_can_be_stopped,
+            receiver_in_hanging_flush_can_be_stopped,
+        ],
+    );
 }

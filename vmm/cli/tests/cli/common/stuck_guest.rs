@@ -7,7 +7,7 @@ use rustix::process::Signal;
 
 use super::script::{DriverScript, MEM_BYTES, ScriptedDevice};
 use super::stuck_storage::StuckStorage;
-use super::{TestDir, Vmm, wait_for};
+use super::{TestDir, Vmm, side_by_side, wait_for};
 
 pub const DISK_BYTES: usize = 1 << 20;
 pub const DISK: ScriptedDevice =
@@ -57,6 +57,14 @@ impl<'p> StuckGuest<'p> {
         drop(self.storage);
         assert_eq!(self.vmm.wait(), Some(code), "{}", self.vmm.stderr());
         self.vmm.stderr()
+    }
+}
+
+/// Runs the cases of a test side by side, or skips it without such storage. The cases only wait,
+/// for up to 25 s each: as tests of their own, they would keep the harness's threads from others.
+pub fn cases_or_skip<const N: usize>(test: &str, cases: [fn(); N]) {
+    if storage_or_skip(test).is_some() {
+        side_by_side(cases, |case| case());
     }
 }
 
