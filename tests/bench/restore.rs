@@ -22,7 +22,7 @@ fn main() {
     }
     let scratch = ScratchDir::new();
     let mut guest = Driftline::run(&scratch, "guest", SPEC, &["--mem", "1G"]);
-    guest.console().wait_reports(1, 8, Duration::from_secs(120));
+    guest.console().wait_reports(1, 16, Duration::from_secs(120));
     let store = scratch.path("store");
     let store = store.to_str().unwrap();
     assert_eq!(guest.cli("checkpoint", &["--store", store]).status.code(), Some(0));

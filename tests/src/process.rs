@@ -131,9 +131,9 @@ impl Driftline {
     }
 
     /// Starts `driftline run` with the payload `spec` and further `args`. Waits until the guest
-    /// runs. Its vCPUs report five times a second, because tests wait for reports.
+    /// runs. Its vCPUs report ten times a second, because tests wait for reports.
     pub fn run(scratch: &ScratchDir, name: &str, spec: &str, args: &[&str]) -> Self {
-        let spec = format!("{spec},report=200");
+        let spec = format!("{spec},report=100");
         let mut all = vec!["run", "--guest", &spec];
         all.extend_from_slice(args);
         let vm = Self::start(scratch, name, &all);

@@ -39,7 +39,7 @@ fn every_epoch_restores(load: GuestLoad, epochs: usize) {
     let store = store.to_str().expect("UTF-8");
     let count = epochs.to_string();
     let args =
-        ["--store", store, "--every", "300ms", "--max-pause", "50ms", "--count", &count, "--json"];
+        ["--store", store, "--every", "100ms", "--max-pause", "50ms", "--count", &count, "--json"];
     let take = || {
         let taken = source.cli("checkpoint", &args);
         let stderr = String::from_utf8_lossy(&taken.stderr);
@@ -57,7 +57,7 @@ fn every_epoch_restores(load: GuestLoad, epochs: usize) {
     };
     let lines = if has_copy_before_write() {
         // A guest that is kept from running may write so little that all is copied in the pause.
-        let limit = SOON + Duration::from_millis(300) * epochs as u32 * 3;
+        let limit = SOON + Duration::from_millis(100) * epochs as u32 * 3;
         wait_for("frames copied after the pause", limit, || {
             let (lines, copied_after) = take();
             (copied_after > 0).then_some(lines)

@@ -21,7 +21,7 @@ fn durable_epoch_of_a_killed_vmm_restores() {
     for round in 0..repeats(6, 40) {
         let store = scratch.path(&format!("store{round}"));
         let store = store.to_str().expect("UTF-8");
-        let spec = "payload,ws=32M,rate=max,pattern=random";
+        let spec = "payload,ws=16M,rate=max,pattern=random";
         let args = ["--vcpus", "2", "--mem", "256M"];
         let mut vm = Driftline::run(&scratch, &format!("vm{round}"), spec, &args);
         let mut reports = Command::new(driftline())

@@ -4,12 +4,15 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use driftline_dirty_tracker::{Gfn, PAGE_SIZE};
+use driftline_guest::GuestContents;
 use driftline_images::{PayloadMessage, PayloadReport};
 use driftline_machine::config::{BackendKind, Boot, HostConfig, MachineConfig, SerialSink};
 use driftline_machine::machine::{KvmMachine, MachineError};
 use driftline_machine::testing::payload_config;
 use driftline_machine::vm::{EndReason, Vm};
 use tempfile::TempDir;
+use vm_memory::{Bytes, GuestAddress};
 
 pub const MIB: u64 = 1 << 20;
 
@@ -31,6 +34,31 @@ pub fn kernel(elf: &[u8], dir: &TempDir) -> MachineConfig {
     std::fs::write(&kernel, elf).unwrap();
     let boot = Boot::Kernel { kernel, initrd: None, cmdline: String::new(), bare: true };
     MachineConfig { boot, ..payload("") }
+}
+
+/// A copy of all memory of a machine.
+pub struct RamCopy(Vec<u8>);
+
+impl RamCopy {
+    pub fn of(machine: &KvmMachine) -> Self {
+        let mut bytes = vec![0; machine.machine_config().mem_bytes as usize];
+        machine.ram().read_slice(&mut bytes, GuestAddress(0)).unwrap();
+        Self(bytes)
+    }
+
+    /// Copies the frames that differ, and returns them in order.
+    pub fn update(&mut self, machine: &KvmMachine) -> Vec<Gfn> {
+        let mut now = [0; PAGE_SIZE as usize];
+        let mut changed = Vec::new();
+        for (frame, gfn) in self.0.chunks_mut(now.len()).zip((0..).map(Gfn)) {
+            machine.ram().read_slice(&mut now, GuestAddress(gfn.gpa())).unwrap();
+            if frame != now {
+                frame.copy_from_slice(&now);
+                changed.push(gfn);
+            }
+        }
+        changed
+    }
 }
 
 /// The destination of a guest's serial output.
@@ -61,11 +89,18 @@ impl SerialLog {
         PayloadReport::all_of(&self.text()).collect()
     }
 
-    /// Waits until `enough` returns true for the output.
+    /// Waits until `enough` returns true for the output, which decides alone.
     #[track_caller]
     pub fn wait_for(&self, what: &str, enough: impl Fn(&str) -> bool) {
         let end = Instant::now() + LONG;
-        while !enough(&self.text()) {
+        let mut seen = None;
+        loop {
+            // Guests are slower while tests read the same output again and again.
+            let len = std::fs::metadata(&self.path).map(|file| file.len()).ok();
+            if seen != Some(len) && enough(&self.text()) {
+                return;
+            }
+            seen = Some(len);
             assert!(Instant::now() < end, "no {what} within {LONG:?}; so far:\n{}", self.text());
             std::thread::sleep(Duration::from_millis(5));
         }

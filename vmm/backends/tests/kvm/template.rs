@@ -64,7 +64,7 @@ fn reads_processor(msr: u32) -> Vec<u8> {
     code.extend(&send);
     code.extend([0x89, 0xf3]); // mov ebx, esi
     code.extend(&send);
-    code.extend([0xb9, 0, 0, 0x10, 0, 0xe2, 0xfe]); // mov ecx, 0x100000; loop to itself
+    code.extend([0xb9, 0, 0, 2, 0, 0xe2, 0xfe]); // mov ecx, 0x20000; loop to itself
     code.push(0xe9);
     let back = -(code.len() as i32 + 4);
     code.extend(back.to_le_bytes()); // jmp to the start

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use driftline_dirty_tracker::{Gfn, PAGE_SIZE, SlotId, Subscription};
+use driftline_dirty_tracker::{Gfn, SlotId, Subscription};
 use driftline_guest::{DirtyLog, GuestContents, GuestError, Lifecycle, Paused};
 use driftline_machine::config::{HostConfig, MachineConfig, SerialSink};
 use driftline_machine::machine::KvmMachine;
@@ -31,25 +31,13 @@ pub fn modes() -> Vec<TrackingMode> {
     .collect()
 }
 
-fn memory(machine: &KvmMachine) -> Vec<u8> {
-    let mut all = vec![0; machine.machine_config().mem_bytes as usize];
-    machine.ram().read_slice(&mut all, GuestAddress(0)).unwrap();
-    all
-}
-
-/// Returns the frames that differ between two copies of memory.
-fn changed<'a>(before: &'a [u8], after: &'a [u8]) -> impl Iterator<Item = Gfn> + 'a {
-    let frames = before.chunks(PAGE_SIZE as usize).zip(after.chunks(PAGE_SIZE as usize));
-    frames.zip(0u64..).filter(|((a, b), _)| a != b).map(|(_, gfn)| Gfn(gfn))
-}
-
 /// Runs `config` to the guest's own end. Returns the leaves of slot 0 and the frames whose content
 /// differs from the start.
 fn whole_run(config: MachineConfig) -> (Vec<u64>, Vec<u64>) {
     let console = SerialLog::new();
     let machine = launch(config, &console);
     // Memory is read first: userfaultfd counts the first read of a frame as a touch.
-    let before = memory(&machine);
+    let mut copy = RamCopy::of(&machine);
     let subscription = machine.subscribe("test").unwrap();
     machine.resume().unwrap();
     assert_powers_off(&machine, &console);
@@ -57,7 +45,7 @@ fn whole_run(config: MachineConfig) -> (Vec<u64>, Vec<u64>) {
     machine.collect().unwrap();
     let leaves = subscription.bitmap(SlotId(0)).unwrap();
     let mut content = vec![0; leaves.len()];
-    for gfn in changed(&before, &memory(&machine)) {
+    for gfn in copy.update(&machine) {
         content[gfn.0 as usize / 64] |= 1 << (gfn.0 % 64);
     }
     assert_eq!(machine.info().ring_overruns, 0);
@@ -84,11 +72,11 @@ fn all_modes_report_the_same_frames() {
         return;
     }
     let workloads = [
-        (1, "ws=24M,pattern=once,passes=1", 6144),
-        (1, "ws=24M,pattern=random,seed=5,passes=1", 2000),
+        (1, "ws=12M,pattern=once,passes=1", 3072),
+        (1, "ws=12M,pattern=random,seed=5,passes=1", 1000),
         (1, "ws=24M,pattern=stride:7,passes=3", 877),
-        (2, "ws=24M,pattern=random,seed=9,passes=1", 2000),
-        (2, "ws=16M,pattern=once,passes=2", 4096),
+        (2, "ws=12M,pattern=random,seed=9,passes=1", 1000),
+        (2, "ws=8M,pattern=once,passes=2", 2048),
     ];
     let modes = &modes();
     std::thread::scope(|threads| {
@@ -134,24 +122,23 @@ fn check_epochs(
     rounds: usize,
     length: Duration,
 ) -> usize {
-    let mut before = memory(machine);
+    let mut copy = RamCopy::of(machine);
     let mut total = 0;
     for round in 0..rounds {
         machine.resume().unwrap();
         std::thread::sleep(length);
         let paused = Paused::new(&**machine).unwrap();
         let epoch = paused.drain(subscription).unwrap();
-        let after = memory(machine);
+        let changed = copy.update(machine);
         let runs: Vec<_> = epoch.runs().collect();
         let has = |gfn: Gfn| {
             let at = runs.partition_point(|r| r.end() <= gfn);
             runs.get(at).is_some_and(|r| r.start <= gfn)
         };
-        let lost: Vec<_> = changed(&before, &after).filter(|g| !has(*g)).collect();
+        let lost: Vec<_> = changed.iter().filter(|g| !has(**g)).collect();
         assert!(lost.is_empty(), "round {round} lost {} frames: {lost:?}", lost.len());
-        total += changed(&before, &after).count();
+        total += changed.len();
         epoch.commit();
-        before = after;
         paused.keep_paused();
     }
     total
@@ -172,13 +159,15 @@ fn the_smallest_ring_loses_nothing() {
     machine.pause().unwrap();
     machine.collect().unwrap();
     subscription.drain().commit();
-    // On a busy host the guest does little in an epoch.
+    // On a busy host the guest does little in an epoch, and its rings are never full in it.
     let (mut changed, end) = (0, Instant::now() + LONG);
-    while changed < 5_000 {
+    let mut length = Duration::from_millis(30);
+    let no_ring_was_full = || machine.info().vcpu.iter().all(|v| v.ring_full_exits == 0);
+    while changed < 5_000 || no_ring_was_full() {
         assert!(Instant::now() < end, "only {changed} frames changed");
-        changed += check_epochs(&machine, &mut subscription, 20, Duration::from_millis(30));
+        changed += check_epochs(&machine, &mut subscription, 20, length);
+        length += length;
     }
-    assert!(machine.info().vcpu.iter().any(|v| v.ring_full_exits > 0));
     machine.resume().unwrap();
     console.wait_for_reports(2, 1);
     console.assert_no_errors();
@@ -205,21 +194,21 @@ fn overrun_in_ring_0_loses_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let config = kernel(&Elf::new(&ring_0_writer()).bytes(), &dir);
     let smallest = smallest_ring(&config);
-    let mut all_full = 0;
     for ring_entries in [smallest, 4 * smallest] {
         let machine = launch(MachineConfig { ring_entries, ..config.clone() }, &SerialLog::new());
         let mut subscription = machine.subscribe("test").unwrap();
-        // On a busy host the guest does little in an epoch.
+        // On a busy host the guest does little in an epoch, and its ring is never full in it.
         let (mut changed, end) = (0, Instant::now() + LONG);
-        while changed <= 8 * ring_entries as usize {
+        let mut length = Duration::from_millis(10);
+        let full = || machine.info().vcpu[0].ring_full_exits;
+        while changed <= 8 * ring_entries as usize || full() == 0 {
             assert!(Instant::now() < end, "{changed} frames changed in rings of {ring_entries}");
-            changed += check_epochs(&machine, &mut subscription, 15, Duration::from_millis(10));
+            changed += check_epochs(&machine, &mut subscription, 15, length);
+            length += length;
         }
         drop(subscription);
-        let info = machine.info();
-        let (full, lost) = (info.vcpu[0].ring_full_exits, info.ring_overruns);
-        println!("rings of {ring_entries}: {full} ring-full exits, {lost} overruns");
-        all_full += full;
+        let overruns = machine.info().ring_overruns;
+        println!("rings of {ring_entries}: {} ring-full exits, {overruns} overruns", full());
         // There is no subscriber any more; a ring that is still full must not block the guest.
         machine.resume().unwrap();
         let counter = || machine.ram().read_obj::<u32>(GuestAddress(16 * MIB)).unwrap();
@@ -229,7 +218,6 @@ fn overrun_in_ring_0_loses_nothing() {
             std::thread::sleep(Duration::from_millis(5));
         }
     }
-    assert!(all_full > 0, "no ring was ever full, so this has shown nothing");
 }
 
 #[test]
@@ -262,7 +250,7 @@ fn nothing_is_tracked_without_subscribers() {
     }
     for tracking in modes() {
         let console = SerialLog::new();
-        let config = MachineConfig { tracking, ..payload("payload,ws=16M,rate=max") };
+        let config = MachineConfig { tracking, ..payload("payload,ws=16M,rate=64M") };
         let machine = launch(config, &console);
         machine.resume().unwrap();
         console.wait_for_reports(1, 1);
@@ -278,7 +266,7 @@ fn nothing_is_tracked_without_subscribers() {
             }
             drop(subscription);
             // The collector notices in its own time. Until then the frames of a guest that writes
-            // at full speed are marked many times a second; afterwards never.
+            // at this rate are marked many times a second; afterwards never.
             let end = Instant::now() + LONG;
             let marked = || machine.info().dirty.marked_frames;
             let mut before = marked();
