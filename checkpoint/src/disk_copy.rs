@@ -12,10 +12,11 @@ use driftline_dirty_tracker::{DirtySet, FrameRun, PAGE_SIZE};
 use driftline_guest::{
     CopyBeforeWriteError, FrozenBlocks, SAVED_BLOCKS_MAX, WRITE_WAIT_LIMIT, WriteWaits, read_blocks,
 };
-use driftline_store::{EpochWriter, StoreError, of_object};
+use driftline_store::{StoreError, of_object};
 
 use crate::copy_policy::CopyPolicy;
 use crate::epoch_drives::{EpochDrives, TrackedEpochDrive, unread, without_holes};
+use crate::epoch_output::EpochOutput;
 use crate::report::EpochFailure;
 use crate::staging::{Staging, window};
 
@@ -66,7 +67,7 @@ impl<'d> DiskCopy<'d> {
     /// Puts the blocks that changed since the last copy under copy-before-write. The guest is
     /// paused, so every write is marked. Unless writes may wait, this covers only as many blocks as
     /// have room whatever the guest overwrites, and copies the rest here.
-    pub(crate) fn begin(&mut self, to: &mut EpochWriter) -> Result<(), EpochFailure> {
+    pub(crate) fn begin(&mut self, to: &mut dyn EpochOutput) -> Result<(), EpochFailure> {
         let mut room = self.policy.pause_blocks_bytes;
         for TrackedEpochDrive { object, head, file, copy_before_write, writes } in
             &mut self.drives.0
@@ -111,7 +112,7 @@ impl<'d> DiskCopy<'d> {
 
     /// Writes the blocks that were saved before an overwrite, in the middle of other work: a writer
     /// may wait for their room. [`finish`](Self::finish) reports a failure of copy-before-write.
-    pub(crate) fn write_saved(&mut self, file: &mut EpochWriter) -> Result<(), StoreError> {
+    pub(crate) fn write_saved(&mut self, file: &mut dyn EpochOutput) -> Result<(), StoreError> {
         let (piece, buffer) = (self.policy.piece_blocks, &mut self.buffer);
         let mut runs: Vec<FrameRun> = Vec::new();
         for ChangedBlocks { object, frozen, copied, .. } in &mut self.changed {
@@ -134,7 +135,7 @@ impl<'d> DiskCopy<'d> {
     pub(crate) fn finish(
         mut self,
         staging: &mut Staging,
-        file: &mut EpochWriter,
+        file: &mut dyn EpochOutput,
     ) -> Result<(Vec<DirtySet>, WriteWaits), EpochFailure> {
         self.changed.iter_mut().try_for_each(|blocks| blocks.write_early(file))?;
         let contents = staging.split(self.policy.piece_blocks.min(staging.frames())).0;
@@ -171,11 +172,11 @@ impl ChangedBlocks {
         blocks: u64,
         (from, bytes): (&File, u64),
         room: &mut usize,
-        to: &mut EpochWriter,
+        to: &mut dyn EpochOutput,
     ) -> Result<(), EpochFailure> {
         let Self { object, id, changed, copied, early, contents, .. } = self;
         let all = window(changed.runs(), 0, blocks);
-        let data = without_holes(policy, all, *object, (from, bytes), to).map_err(unread(id))?;
+        let data = without_holes(policy, all, *object, (id, from, bytes), to)?;
         let stored: u64 = data.iter().map(|run| run.count).sum();
         let in_memory = stored.min(*room as u64 / PAGE_SIZE);
         *room -= (in_memory * PAGE_SIZE) as usize;
@@ -199,7 +200,7 @@ impl ChangedBlocks {
     }
 
     /// Writes the blocks that were copied in the pause to the file.
-    fn write_early(&mut self, file: &mut EpochWriter) -> Result<(), StoreError> {
+    fn write_early(&mut self, file: &mut dyn EpochOutput) -> Result<(), StoreError> {
         let (early, contents) =
             (std::mem::take(&mut self.early), std::mem::take(&mut self.contents));
         let blocks = early.into_iter().map(|run| of_object(self.object, run));

@@ -13,9 +13,10 @@ use driftline_dirty_tracker::{DirtySet, FrameRun, FrameSet, Subscription};
 use driftline_guest::{
     CopyBeforeWrite, DriveHead, GuestContents, data_runs, data_within, read_blocks,
 };
-use driftline_store::{EpochWriter, of_object};
+use driftline_store::of_object;
 
 use crate::copy_policy::CopyPolicy;
+use crate::epoch_output::EpochOutput;
 use crate::report::{DriveRefusal, EpochFailure};
 use crate::staging::{Staging, batches};
 
@@ -80,7 +81,7 @@ impl EpochDrives {
         &self,
         policy: &CopyPolicy,
         staging: &mut Staging,
-        file: &mut EpochWriter,
+        file: &mut dyn EpochOutput,
     ) -> Result<(), EpochFailure> {
         for drive in &self.0 {
             let runs = data_runs(&drive.file, drive.head.bytes).map_err(unread(&drive.head.id))?;
@@ -97,7 +98,7 @@ impl EpochDrives {
         &mut self,
         policy: &CopyPolicy,
         staging: &mut Staging,
-        file: &mut EpochWriter,
+        file: &mut dyn EpochOutput,
     ) -> Result<AheadCopy, EpochFailure> {
         let mut ahead = AheadCopy { passes: Vec::new(), due: self.due_ahead() };
         // `None` for a drive whose number does not decrease.
@@ -112,10 +113,10 @@ impl EpochDrives {
                     changed.give_back();
                     continue;
                 }
-                let of = (&*drive.file, drive.head.bytes);
+                let of = (&*drive.head.id, &*drive.file, drive.head.bytes);
                 let runs = without_holes(policy, changed.runs(), drive.object, of, file);
                 ahead.passes.push(changed);
-                let runs = runs.map_err(unread(&drive.head.id))?;
+                let runs = runs?;
                 drive.copy_running(policy, &runs, staging, file, false)?;
                 tracing::debug!(blocks, disk = drive.head.id, "copied while the guest ran");
                 *before = policy.shrinks(blocks, last).then_some(blocks);
@@ -145,7 +146,7 @@ impl TrackedEpochDrive {
         policy: &CopyPolicy,
         runs: &[FrameRun],
         staging: &mut Staging,
-        file: &mut EpochWriter,
+        file: &mut dyn EpochOutput,
         forget_zeros: bool,
     ) -> Result<(), EpochFailure> {
         let Self { object, head, file: from, .. } = self;
@@ -165,25 +166,25 @@ impl TrackedEpochDrive {
     }
 }
 
-/// Records the holes in long runs of a drive of `bytes` as zeros, without reading them: a guest
-/// that discards all its unused space makes terabytes of holes. Returns the other blocks. A block
-/// that the guest writes meanwhile is marked dirty again.
+/// Records the holes in long runs of the drive `id` of `bytes` as zeros, without reading them: a
+/// guest that discards all its unused space makes terabytes of holes. Returns the other blocks. A
+/// block that the guest writes meanwhile is marked dirty again.
 pub(crate) fn without_holes(
     policy: &CopyPolicy,
     runs: impl Iterator<Item = FrameRun>,
     object: u16,
-    (from, bytes): (&File, u64),
-    to: &mut EpochWriter,
-) -> io::Result<Vec<FrameRun>> {
+    (id, from, bytes): (&str, &File, u64),
+    to: &mut dyn EpochOutput,
+) -> Result<Vec<FrameRun>, EpochFailure> {
     let mut left = Vec::new();
     for run in runs {
         if run.count <= policy.live_blocks {
             left.push(run);
             continue;
         }
-        let data = data_within(from, run, bytes)?;
+        let data = data_within(from, run, bytes).map_err(unread(id))?;
         let there: FrameSet = data.iter().copied().collect();
-        there.gaps(run).for_each(|gap| to.zeros(of_object(object, gap)));
+        there.gaps(run).try_for_each(|gap| to.zeros(of_object(object, gap)))?;
         left.extend(data);
     }
     Ok(left)

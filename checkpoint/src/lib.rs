@@ -3,7 +3,8 @@
 //! ```text
 //! Checkpointer    takes epochs: a short pause; copies and writes continue while the guest runs
 //! restore         builds a guest from any epoch; every byte is checked before the guest runs
-//! create_snapshot writes a paused guest to two flat files; open_snapshot opens them
+//! create_snapshot writes a paused guest to two flat files, create_live_snapshot one that runs;
+//!                 open_snapshot opens them
 //! ```
 //!
 //! A failed epoch loses nothing: its frames return to the tracker and are in the next epoch (I4).
@@ -23,6 +24,7 @@ mod copy_time;
 mod cost;
 mod disk_copy;
 mod epoch_drives;
+mod epoch_output;
 mod flat;
 mod forecast;
 mod guest;
@@ -41,7 +43,7 @@ pub use cadence::{Cadence, CadenceTotals, TakenEpoch, Tally};
 pub use checkpointer::Checkpointer;
 pub use flat::{
     OpenSnapshot, SnapshotError, SnapshotFile, SnapshotKind, SnapshotReport, SnapshotRequest,
-    create_snapshot, open_snapshot,
+    create_live_snapshot, create_snapshot, open_snapshot,
 };
 pub use forecast::{CadenceForecast, cadence_forecast};
 pub use guest::Checkpointable;

@@ -1,9 +1,9 @@
 //! Copies memory while the guest runs: what a full epoch does before it pauses the guest.
 
 use driftline_dirty_tracker::{DirtySet, FrameRun, Subscription};
-use driftline_store::EpochWriter;
 
 use crate::copy_policy::CopyPolicy;
+use crate::epoch_output::EpochOutput;
 use crate::guest::Checkpointable;
 use crate::report::EpochFailure;
 use crate::staging::{Staging, batches};
@@ -14,7 +14,7 @@ pub(crate) struct LiveCopy<'c> {
     pub(crate) policy: &'c CopyPolicy,
     pub(crate) subscription: &'c mut Subscription,
     pub(crate) staging: &'c mut Staging,
-    pub(crate) file: &'c mut EpochWriter,
+    pub(crate) file: &'c mut dyn EpochOutput,
 }
 
 impl LiveCopy<'_> {

@@ -4,10 +4,11 @@ use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::{DirtySet, Subscription};
 use driftline_guest::{Lifecycle, Paused, Section, VcpuPauses};
-use driftline_store::{EpochWriter, PauseGate};
+use driftline_store::PauseGate;
 
 use crate::copy_policy::CopyPolicy;
 use crate::disk_copy::DiskCopy;
+use crate::epoch_output::EpochOutput;
 use crate::guest::Checkpointable;
 use crate::report::{EpochStep, FailedStep, step};
 
@@ -19,7 +20,7 @@ pub(crate) struct Epoch<'e> {
     pub(crate) pause_gate: &'e PauseGate,
     pub(crate) subscription: &'e mut Subscription,
     pub(crate) disks: DiskCopy<'e>,
-    pub(crate) file: &'e mut EpochWriter,
+    pub(crate) file: &'e mut dyn EpochOutput,
 }
 
 /// The results of a pause.
@@ -44,7 +45,7 @@ impl Epoch<'_> {
     /// `handle` has copied or protected that.
     pub(crate) fn pause<T>(
         &mut self,
-        handle: impl FnOnce(&DirtySet, &mut EpochWriter) -> Result<T, FailedStep>,
+        handle: impl FnOnce(&DirtySet, &mut dyn EpochOutput) -> Result<T, FailedStep>,
     ) -> Result<Pause<T>, FailedStep> {
         let Self { guest, pause_gate, subscription, disks, file, .. } = self;
         let _closed = pause_gate.close();
@@ -53,8 +54,8 @@ impl Epoch<'_> {
         let (paused, saved) = step(EpochStep::Pause, || Paused::saving(*guest))?;
         let sections = step(EpochStep::Save, || saved)?;
         let changed = step(EpochStep::Drain, || paused.drain(subscription))?;
-        step(EpochStep::Drain, || disks.begin(file))?;
-        let handled = handle(&changed, file)?;
+        step(EpochStep::Drain, || disks.begin(&mut **file))?;
+        let handled = handle(&changed, &mut **file)?;
         step(EpochStep::Resume, || paused.resume())?;
         let resumed = Instant::now();
         Ok(Pause { changed, sections, handled, time: resumed.duration_since(since), resumed })

@@ -12,8 +12,8 @@
 
 use driftline_dirty_tracker::{DirtySet, FrameRun, Gfn};
 use driftline_guest::GuestRam;
-use driftline_store::EpochWriter;
 
+use crate::epoch_output::EpochOutput;
 use crate::guest::Checkpointable;
 use crate::report::EpochFailure;
 use crate::staging::{Staging, batches};
@@ -61,7 +61,7 @@ impl StagedFrames {
         &mut self,
         guest: &dyn Checkpointable,
         staging: &mut Staging,
-        file: &mut EpochWriter,
+        file: &mut dyn EpochOutput,
         changed: impl Iterator<Item = FrameRun>,
     ) -> Result<(), EpochFailure> {
         let ram = guest.ram();
@@ -163,7 +163,7 @@ mod tests {
     use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
     use driftline_guest::{Clock, DirtyLog, GuestContents, Stateful, VmId};
     use driftline_store::testing::MemoryDisk;
-    use driftline_store::{Committer, Store};
+    use driftline_store::{Committer, EpochWriter, Store};
     use vm_memory::{Bytes, GuestAddress};
 
     fn byte_of(guest: &MemoryGuest, gfn: u64) -> u8 {

@@ -139,7 +139,7 @@ impl Snapshot<'_> {
                     let count = piece_frames.min(left - from);
                     let part = window(runs.iter().copied(), from, count);
                     file.frames(part, staging.from(at + from, count), false)?;
-                    disks.write_saved(file)?;
+                    disks.write_saved(&mut **file)?;
                 }
             }
             Ok(sections.iter().try_for_each(|section| file.section(section))?)
@@ -259,7 +259,7 @@ impl Background<'_, '_, '_> {
                 file.frames(runs.iter().copied(), buffer, false)?;
                 // The copy thread may have ended because everything is copied.
                 let _ = to_guest.send(buffer);
-                disks.write_saved(file)?;
+                disks.write_saved(&mut **file)?;
             }
             let bytes = (late.frames() * PAGE_SIZE) as usize;
             file.frames(in_slots(layout, &late), &late_room[..bytes], false)?;

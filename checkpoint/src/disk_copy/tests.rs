@@ -7,7 +7,7 @@ use std::sync::Arc;
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, TestDisk};
 use driftline_guest::{Clock, Stateful, VmId};
 use driftline_store::testing::MemoryDisk;
-use driftline_store::{Committer, Store};
+use driftline_store::{Committer, EpochWriter, Store};
 
 use super::*;
 use crate::epoch_drives::drives_of;

@@ -1,14 +1,15 @@
 //! Takes a snapshot of a paused guest.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use driftline_dirty_tracker::{DirtySet, FrameRun, Subscription};
 use driftline_guest::{GuestRam, Paused, RunState, Section, VcpuPauses};
-use driftline_store::{MemoryFileLayout, RangeLock, SnapshotState, StoreFile, unix_ms};
-use serde::Serialize;
+use driftline_store::{MemoryFileLayout, StoreFile};
 
 use super::error::SnapshotError;
-use super::new_file::{SnapshotFile, UnfinishedFile, WithdrawnFile};
+use super::memory_output::{MemoryExtent, MemoryOutput, SnapshotMemory};
+use super::new_file::UnfinishedFile;
+use super::request::{SnapshotReport, SnapshotRequest};
 use crate::guest::Checkpointable;
 
 /// Frames written at a time: 1 MiB. Their writeback begins before the next ones are written.
@@ -21,56 +22,6 @@ use crate::guest::Checkpointable;
 /// | 64 MiB in runs of 64 KiB | 97 | 50 | 61 | 74 |
 /// | 256 MiB in one run | 211 | 117 | 109 | 115 |
 const PIECE_FRAMES: u64 = 256;
-
-/// How much of memory a snapshot's memory file has.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum SnapshotKind {
-    /// All pages that the guest has written.
-    Full,
-    /// The pages that the guest has written since the last snapshot, or since it was booted or
-    /// loaded.
-    Diff,
-}
-
-/// Which files a snapshot is written to, and how.
-#[derive(Debug)]
-pub struct SnapshotRequest {
-    /// How much of memory is written.
-    pub kind: SnapshotKind,
-    /// The memory file. With [`SnapshotKind::Diff`] of a tracked guest, a file that has the length
-    /// of the guest's memory is changed in place, so an earlier snapshot that has the same memory
-    /// file is lost. It is refused if another guest is loaded from it. Any other file is replaced;
-    /// the disk needs room for both.
-    pub memory: SnapshotFile,
-    /// The state file, which is replaced.
-    pub state: SnapshotFile,
-    /// Identity of the file that the guest's memory is mapped from, if any, as
-    /// [`StoreFile::identity`] returns it. This file is never changed in place, because other
-    /// guests may be mapped from it, too: it is replaced with a full memory file.
-    pub backing: Option<(u64, u64)>,
-    /// Sections of the caller's own, which follow those of the guest in the state file.
-    pub extra: Vec<Section>,
-}
-
-/// A snapshot that was taken.
-#[derive(Clone, Copy, PartialEq, Debug, Serialize)]
-pub struct SnapshotReport {
-    /// Length of the memory file in bytes, including holes.
-    pub memory_bytes: u64,
-    /// Frames written to it.
-    pub frames: u64,
-    /// Whether an existing memory file was changed in place.
-    pub merged: bool,
-    /// Length of the state file in bytes.
-    pub state_bytes: u64,
-    /// Time until memory was written, in milliseconds.
-    pub write_ms: f64,
-    /// Time from then until memory was durable, in milliseconds.
-    pub sync_ms: f64,
-    /// Duration in milliseconds.
-    pub time_ms: f64,
-}
 
 /// Writes a snapshot of a guest that its operator has paused. `changes`, if the guest's writes are
 /// tracked for snapshots, is a subscription that is kept since before the guest was booted or
@@ -94,50 +45,24 @@ pub fn create_snapshot<G: Checkpointable + ?Sized>(
     request: &SnapshotRequest,
 ) -> Result<SnapshotReport, SnapshotError> {
     let since = Instant::now();
-    let SnapshotRequest { kind, memory, state, backing, extra } = request;
-    let span = tracing::info_span!("snapshot", ?kind);
+    let span = tracing::info_span!("snapshot", kind = ?request.kind);
     let _entered = span.enter();
-    if memory.path() == state.path() {
-        return Err(SnapshotError::SameFile(state.path()));
-    }
-    let tracked = changes.is_some();
+    request.check_names()?;
+    let (layout, tracked) = (MemoryFileLayout::new(guest.layout()), changes.is_some());
     let (pause, sections) = OperatorPause::new(guest)?;
     let changed = changes.map(|changes| pause.paused.drain(changes)).transpose()?;
-    let encoded = SnapshotState {
-        vm_id: guest.vm_id(),
-        created_unix_ms: unix_ms(),
-        tracked,
-        layout: guest.layout().clone(),
-        config: guest.config(),
-        sections: sections.into_iter().chain(extra.iter().cloned()).collect(),
-    }
-    .encode()?;
-    let new_state = UnfinishedFile::new(state)?;
-    new_state.file.write_all_at(&encoded, 0).map_err(|e| state.io("writing", e))?;
-    new_state.sync()?;
-    let layout = MemoryFileLayout::new(guest.layout());
-    let output = MemoryOutput { guest, layout: &layout, pause: &pause, target: memory, state };
-    let written = match changed.as_ref().filter(|_| *kind == SnapshotKind::Diff) {
-        Some(changed) => output.write_diff(changed, *backing)?,
-        None => output.replace(None)?,
-    };
+    let mut new_state = UnfinishedFile::new(&request.state)?;
+    let state_bytes = request.write_state(guest, tracked, sections, &new_state)?;
+    let (changed_ref, runs) = (changed.as_ref(), Vec::new());
+    let mut writer =
+        PausedMemory { guest, layout: &layout, pause, request, changed: changed_ref, runs };
+    let output = MemoryOutput { request, layout: &layout, tracked, new_state: &new_state };
+    let written = output.write(&mut writer)?;
     new_state.publish()?;
-    drop(written.earlier);
     if let Some(changed) = changed {
         changed.commit();
     }
-    let ms = |time: Duration| time.as_secs_f64() * 1e3;
-    let report = SnapshotReport {
-        memory_bytes: layout.bytes(),
-        frames: written.frames,
-        merged: written.merged,
-        state_bytes: encoded.len() as u64,
-        write_ms: ms(written.write),
-        sync_ms: ms(written.sync),
-        time_ms: ms(since.elapsed()),
-    };
-    tracing::info!(frames = report.frames, merged = report.merged, ms = report.time_ms, "taken");
-    Ok(report)
+    Ok(written.report(since, &layout, state_bytes))
 }
 
 /// A pause that was there before, and lasts at least until this is dropped.
@@ -170,103 +95,32 @@ impl<'g, G: Checkpointable + ?Sized> OperatorPause<'g, G> {
     }
 }
 
-/// The memory of a guest on its way into a file.
-struct MemoryOutput<'o, 'g, G: Checkpointable + ?Sized> {
+/// The memory of a paused guest on its way into a file.
+struct PausedMemory<'o, 'g, G: Checkpointable + ?Sized> {
     guest: &'g G,
     layout: &'o MemoryFileLayout,
-    pause: &'o OperatorPause<'g, G>,
-    target: &'o SnapshotFile,
-    state: &'o SnapshotFile,
+    pause: OperatorPause<'g, G>,
+    request: &'o SnapshotRequest,
+    /// What changed since the last snapshot, if that is tracked.
+    changed: Option<&'o DirtySet>,
+    /// What is to be written.
+    runs: Vec<FrameRun>,
 }
 
-/// A memory file that is complete and durable.
-struct WrittenMemory<'o> {
-    frames: u64,
-    merged: bool,
-    write: Duration,
-    sync: Duration,
-    /// The state file that went with the file before.
-    earlier: WithdrawnFile<'o>,
-}
-
-impl<'o, G: Checkpointable + ?Sized> MemoryOutput<'o, '_, G> {
-    /// Writes `changed` to the file that exists, if that can be changed, or to a new one.
-    fn write_diff(
-        &self,
-        changed: &DirtySet,
-        backing: Option<(u64, u64)>,
-    ) -> Result<WrittenMemory<'o>, SnapshotError> {
-        let Some(file) = self.target.open()? else { return self.replace(Some(changed)) };
-        let length = file.len().map_err(|e| self.target.io("reading", e))?;
-        let identity = file.identity().map_err(|e| self.target.io("reading", e))?;
-        if length != self.layout.bytes() {
-            self.replace(Some(changed))
-        } else if Some(identity) == backing {
-            // All memory is what the backing file and the changes are together.
-            self.replace(None)
-        } else {
-            self.merge(&*file, changed)
-        }
-    }
-
-    /// Writes `changed` over `file`, which no guest may be loaded from. From the first write on, a
-    /// state file at the new one's name does not go with the memory file any more.
-    fn merge(
-        &self,
-        file: &dyn StoreFile,
-        changed: &DirtySet,
-    ) -> Result<WrittenMemory<'o>, SnapshotError> {
-        match file.lock_range(0..self.layout.bytes(), RangeLock::Exclusive) {
-            Ok(true) => {}
-            Ok(false) => return Err(SnapshotError::InUse(self.target.path())),
-            Err(e) => tracing::warn!("loaded guests are not looked for: no locks on files: {e}"),
-        }
-        let runs: Vec<FrameRun> = changed.runs().collect();
-        // Before anything is withdrawn: it may fail.
-        self.guest.fetch(&runs)?;
-        let earlier = WithdrawnFile::new(self.state)?;
-        let (frames, write, sync) = self.write(file, runs)?;
-        Ok(WrittenMemory { frames, merged: true, write, sync, earlier })
-    }
-
-    /// Writes `changed`, or else all memory, to a new file that replaces the one before.
-    fn replace(&self, changed: Option<&DirtySet>) -> Result<WrittenMemory<'o>, SnapshotError> {
-        let runs = match changed {
-            Some(changed) => changed.runs().collect(),
-            None => self.guest.resident()?,
+impl<G: Checkpointable + ?Sized> SnapshotMemory for PausedMemory<'_, '_, G> {
+    fn prepare(&mut self, extent: MemoryExtent) -> Result<(), SnapshotError> {
+        self.runs = match (extent, self.changed) {
+            (MemoryExtent::Changes, Some(changed)) => changed.runs().collect(),
+            _ => self.guest.resident()?,
         };
-        self.guest.fetch(&runs)?;
-        let new = UnfinishedFile::new(self.target)?;
-        new.file.truncate(self.layout.bytes()).map_err(|e| self.target.io("growing", e))?;
-        let (frames, write, sync) = self.write(&*new.file, runs)?;
-        // No moment has the new memory file beside an earlier snapshot's state.
-        let earlier = WithdrawnFile::new(self.state)?;
-        match new.publish() {
-            Ok(()) => Ok(WrittenMemory { frames, merged: false, write, sync, earlier }),
-            Err(e) => {
-                if new.is_unpublished() {
-                    earlier.put_back();
-                }
-                Err(e.into())
-            }
-        }
+        Ok(self.guest.fetch(&self.runs)?)
     }
 
-    /// Writes `runs`, which are there, to their places and makes them durable. Nothing else is
-    /// written, so that the rest of a new file is a hole. Returns the number of frames, and the
-    /// durations of both.
-    fn write(
-        &self,
-        file: &dyn StoreFile,
-        runs: Vec<FrameRun>,
-    ) -> Result<(u64, Duration, Duration), SnapshotError> {
-        let since = Instant::now();
-        let frames = write_runs(file, self.guest.ram(), self.layout, &runs)
-            .map_err(|e| self.target.io("writing", e))?;
-        let write = since.elapsed();
-        file.sync().map_err(|e| self.target.io("syncing", e))?;
+    fn write(&mut self, file: &dyn StoreFile) -> Result<u64, SnapshotError> {
+        let frames = write_runs(file, self.guest.ram(), self.layout, &self.runs)
+            .map_err(|e| self.request.memory.io("writing", e))?;
         self.pause.check()?;
-        Ok((frames, write, since.elapsed() - write))
+        Ok(frames)
     }
 }
 

@@ -5,6 +5,8 @@ use std::path::PathBuf;
 use driftline_guest::{GuestError, RunState};
 use driftline_store::StoreError;
 
+use crate::report::{EpochFailure, EpochStep};
+
 /// A snapshot that was not taken, or that cannot be loaded.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -15,6 +17,21 @@ pub enum SnapshotError {
     /// The guest was resumed while its memory was written.
     #[error("the guest was resumed before its snapshot was complete: take it again")]
     Resumed,
+    /// A guest that runs has a drive that it can write to.
+    #[error(
+        "a live snapshot does not have drive \"{0}\", to which the guest goes on writing: pause \
+         the guest and leave out `live`, or take a checkpoint, which has its drives"
+    )]
+    LiveDrive(String),
+    /// Copying a guest that runs failed.
+    #[error("{step} failed: {cause}")]
+    Live {
+        /// The step.
+        step: EpochStep,
+        /// The reason.
+        #[source]
+        cause: EpochFailure,
+    },
     /// The guest refused a request.
     #[error("{0}")]
     Guest(#[from] GuestError),

@@ -88,7 +88,8 @@ fn unfinished_name() -> String {
 /// A file that is being written. Drop removes it, unless it was published.
 pub(super) struct UnfinishedFile<'t> {
     target: &'t SnapshotFile,
-    name: String,
+    /// `None` once it was published.
+    name: Option<String>,
     pub(super) file: Box<dyn StoreFile>,
 }
 
@@ -101,7 +102,7 @@ impl<'t> UnfinishedFile<'t> {
                 // Left by a crash, or by a process of another PID namespace.
                 Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
                 Err(e) => return Err(target.io("creating", e)),
-                Ok(file) => return Ok(Self { target, name, file }),
+                Ok(file) => return Ok(Self { target, name: Some(name), file }),
             }
         }
     }
@@ -111,9 +112,21 @@ impl<'t> UnfinishedFile<'t> {
         self.file.sync().map_err(|e| self.target.io("syncing", e))
     }
 
+    /// Gives it the name of its target while it is not durable. If it is not published after that,
+    /// no file has the name.
+    pub(super) fn take_name(&mut self) -> Result<(), StoreError> {
+        let Some(name) = &mut self.name else { return Ok(()) };
+        if *name != self.target.name {
+            self.target.rename(name, &self.target.name)?;
+            name.clone_from(&self.target.name);
+        }
+        Ok(())
+    }
+
     /// Gives it the name of its target, durably, in place of the file that had the name.
-    pub(super) fn publish(&self) -> Result<(), StoreError> {
-        self.target.rename(&self.name, &self.target.name)?;
+    pub(super) fn publish(&mut self) -> Result<(), StoreError> {
+        self.take_name()?;
+        self.name = None;
         self.target.sync_dir()
     }
 
@@ -132,8 +145,9 @@ impl<'t> UnfinishedFile<'t> {
 
 impl Drop for UnfinishedFile<'_> {
     fn drop(&mut self) {
-        // A published file does not have this name any more.
-        let _ = self.target.backend.remove(&self.name);
+        if let Some(name) = &self.name {
+            let _ = self.target.backend.remove(name);
+        }
     }
 }
 

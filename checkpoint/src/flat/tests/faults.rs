@@ -9,16 +9,14 @@ use driftline_guest::testing::MemoryGuest;
 use driftline_store::testing::{DiskOp, MemoryDisk, Survives};
 use driftline_store::{Backend, SnapshotState};
 
-use super::{fill, image, still};
-use crate::flat::{
-    SnapshotError, SnapshotFile, SnapshotKind, SnapshotReport, SnapshotRequest, create_snapshot,
-};
+use super::{fill, image, snapshot_of, still};
+use crate::flat::{SnapshotError, SnapshotFile, SnapshotKind, SnapshotReport, SnapshotRequest};
 
 fn take(
     guest: &MemoryGuest,
     changes: &mut Subscription,
     disk: &MemoryDisk,
-    kind: SnapshotKind,
+    (kind, live): (SnapshotKind, bool),
 ) -> Result<SnapshotReport, SnapshotError> {
     let file = |name: &str| SnapshotFile::with_backend(Box::new(disk.clone()), name);
     let request = SnapshotRequest {
@@ -28,7 +26,7 @@ fn take(
         backing: None,
         extra: Vec::new(),
     };
-    create_snapshot(guest, Some(changes), &request)
+    snapshot_of(guest, live, Some(changes), &request)
 }
 
 /// A guest with two generations of memory and state; the disk has a snapshot of the first.
@@ -49,7 +47,7 @@ impl Generations {
             fill(&guest, 0, generation);
             fill(&guest, u64::from(generation) * 3, generation);
             if with_first && generation == 1 {
-                take(&guest, &mut changes, &disk, SnapshotKind::Full).unwrap();
+                take(&guest, &mut changes, &disk, (SnapshotKind::Full, false)).unwrap();
             }
             image(&guest)
         });
@@ -66,7 +64,13 @@ impl Generations {
     }
 }
 
-const KINDS: [SnapshotKind; 2] = [SnapshotKind::Full, SnapshotKind::Diff];
+/// The kinds, of a guest that its operator has paused and as of one that runs.
+const KINDS: [(SnapshotKind, bool); 4] = [
+    (SnapshotKind::Full, false),
+    (SnapshotKind::Diff, false),
+    (SnapshotKind::Full, true),
+    (SnapshotKind::Diff, true),
+];
 
 /// Returns whether the disk has files of an unfinished snapshot.
 fn has_leftovers(disk: &MemoryDisk) -> bool {
@@ -78,30 +82,40 @@ fn failed_operation_leaves_no_half_snapshot() {
     use DiskOp::{Create, Rename, Renamed, Sync, SyncDir, Truncate, Write};
     for kind in KINDS {
         for op in [Create, Truncate, Write, Sync, Rename, Renamed, SyncDir] {
-            for after in 0.. {
-                let mut all = Generations::new(true);
-                let disk = all.disk.clone();
-                disk.fail(op, libc::EIO, after);
-                let taken = take(&all.guest, &mut all.changes, &disk, kind);
-                disk.heal();
-                if taken.is_ok() {
-                    assert!(after > 0 || (kind, op) == (SnapshotKind::Diff, Truncate), "{op:?}");
-                    assert_eq!(all.on(&disk), Some(2));
-                    break;
-                }
-                let found = all.on(&disk);
-                // What a merge changes in place, and what a rename has replaced, is gone.
-                let late = matches!(op, Rename | Renamed | SyncDir) && after > 0;
-                let merged = kind == SnapshotKind::Diff && after > 0;
-                let kept = found == Some(1) || late || merged;
-                assert!(kept, "{kind:?} {op:?} {after}: {found:?}");
-                assert!(!has_leftovers(&disk) || op == Rename, "{kind:?} {op:?} {after}");
-                assert_eq!(all.changes.count(), 2, "frames are given back");
-                take(&all.guest, &mut all.changes, &disk, kind).unwrap();
-                assert_eq!((all.on(&disk), all.changes.count()), (Some(2), 0));
+            for with_first in [true, false] {
+                (0..).take_while(|after| fails_at(kind, op, *after, with_first)).for_each(drop);
             }
         }
     }
+}
+
+/// Takes a snapshot on a disk that fails at the operation `op` that comes after `after` of them.
+/// Returns whether it failed.
+fn fails_at(kind: (SnapshotKind, bool), op: DiskOp, after: u32, with_first: bool) -> bool {
+    use DiskOp::{Rename, Renamed, Sync, SyncDir, Truncate, Write};
+    let mut all = Generations::new(with_first);
+    let disk = all.disk.clone();
+    disk.fail(op, libc::EIO, after);
+    let taken = take(&all.guest, &mut all.changes, &disk, kind);
+    disk.heal();
+    let (merges, live) = (kind.0 == SnapshotKind::Diff && with_first, kind.1);
+    if taken.is_ok() {
+        assert!(after > 0 || merges && op == Truncate, "{op:?}");
+        assert_eq!(all.on(&disk), Some(2));
+        return false;
+    }
+    let found = all.on(&disk);
+    // What a merge changes in place, and what a rename has replaced, is gone.
+    let late = matches!(op, Rename | Renamed | SyncDir) && after > 0;
+    let first = op == Sync || live && op == Write;
+    let merged = merges && (after > 0 || first);
+    let kept = found == with_first.then_some(1) || late || merged;
+    assert!(kept, "{kind:?} {op:?} {after} {with_first}: {found:?}");
+    assert!(!has_leftovers(&disk) || op == Rename, "{kind:?} {op:?} {after} {with_first}");
+    assert_eq!(all.changes.count(), if with_first { 2 } else { 3 }, "frames are given back");
+    take(&all.guest, &mut all.changes, &disk, kind).unwrap();
+    assert_eq!((all.on(&disk), all.changes.count()), (Some(2), 0));
+    true
 }
 
 #[test]

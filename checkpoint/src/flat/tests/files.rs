@@ -7,17 +7,18 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, Op};
+use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, Op, TestDisk};
 use driftline_guest::{
     Clock, DirtyLog, GuestContents, GuestError, GuestFactory, GuestIdentity, Lifecycle, PAGE_BYTES,
-    RunState, SavedState, Stateful, VcpuPauses,
+    RunState, SavedState, Stateful, VcpuPauses, VmId,
 };
 use driftline_store::{Damage, StoreError};
 use vm_memory::{Bytes, GuestAddress};
 
-use super::{fill, image, still};
+use super::{fill, image, snapshot_of, still};
 use crate::flat::{
-    SnapshotError, SnapshotFile, SnapshotKind, SnapshotRequest, create_snapshot, open_snapshot,
+    SnapshotError, SnapshotFile, SnapshotKind, SnapshotRequest, create_live_snapshot,
+    create_snapshot, open_snapshot,
 };
 
 fn request(dir: &Path, kind: SnapshotKind) -> SnapshotRequest {
@@ -31,31 +32,76 @@ fn request(dir: &Path, kind: SnapshotKind) -> SnapshotRequest {
     }
 }
 
-#[test]
-fn loaded_snapshot_is_the_guest() {
-    let guest = MemoryGuest::start(MemoryConfig::small()).unwrap();
-    while guest.writes() < 500 {
-        std::thread::yield_now();
-    }
-    guest.pause().unwrap();
-    let dir = tempfile::tempdir().unwrap();
-    let report = create_snapshot(&*guest, None, &request(dir.path(), SnapshotKind::Full)).unwrap();
-    assert_eq!(guest.run_state(), RunState::Paused);
-    let opened = open_snapshot(&dir.path().join("state"), &dir.path().join("memory")).unwrap();
-    assert_eq!(opened.state.vm_id, guest.vm_id());
-    assert_eq!(report.memory_bytes, opened.layout.bytes());
+/// Returns the guest of the state file in `dir`, with the memory file `memory`.
+fn loaded(dir: &Path, memory: &str) -> Arc<MemoryGuest> {
+    let opened = open_snapshot(&dir.join("state"), &dir.join(memory)).unwrap();
     let copy = MemoryGuestFactory::default();
     let copy = copy.create(opened.state.vm_id, &opened.state.config).unwrap();
     assert_eq!(*copy.layout(), opened.state.layout);
-    let memory = fs::read(dir.path().join("memory")).unwrap();
+    let memory = fs::read(dir.join(memory)).unwrap();
     for place in opened.layout.slots() {
         let run = place.slot.run();
         let from = &memory[place.offset as usize..][..run.bytes() as usize];
         copy.ram().write_slice(from, GuestAddress(run.start.gpa())).unwrap();
     }
     copy.restore_state(&opened.state.sections, Clock::Continue).unwrap();
+    copy
+}
+
+fn await_writes(guest: &MemoryGuest, more: u64) {
+    let until = guest.writes() + more;
+    while guest.writes() < until {
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn loaded_snapshot_is_the_guest() {
+    let guest = MemoryGuest::start(MemoryConfig::small()).unwrap();
+    await_writes(&guest, 500);
+    guest.pause().unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let report = create_snapshot(&*guest, None, &request(dir.path(), SnapshotKind::Full)).unwrap();
+    assert_eq!(guest.run_state(), RunState::Paused);
+    assert_eq!(report.memory_bytes, fs::metadata(dir.path().join("memory")).unwrap().len());
+    let copy = loaded(dir.path(), "memory");
     copy.verify().unwrap();
-    assert_eq!(copy.writes(), guest.writes());
+    assert_eq!((copy.vm_id(), copy.writes()), (guest.vm_id(), guest.writes()));
+}
+
+#[test]
+fn live_snapshot_is_a_moment_of_the_guest() {
+    for tracked in [true, false] {
+        let guest = MemoryGuest::start(MemoryConfig::small()).unwrap();
+        let mut changes = tracked.then(|| guest.subscribe("snapshots").unwrap());
+        let dir = tempfile::tempdir().unwrap();
+        for (n, kind) in [SnapshotKind::Full, SnapshotKind::Diff].repeat(4).into_iter().enumerate()
+        {
+            await_writes(&guest, 300);
+            let before = guest.writes();
+            let request = request(dir.path(), kind);
+            let report = create_live_snapshot(&*guest, changes.as_mut(), &request).unwrap();
+            assert_eq!(report.merged, tracked && kind == SnapshotKind::Diff, "{n}");
+            assert!(report.pause_us > 0, "{report:?}");
+            assert_eq!(guest.run_state(), RunState::Running, "{n}");
+            let copy = loaded(dir.path(), "memory");
+            copy.verify().unwrap();
+            assert!((before..=guest.writes()).contains(&copy.writes()), "{n}");
+        }
+        guest.verify().unwrap();
+    }
+}
+
+#[test]
+fn live_snapshot_needs_drives_that_do_not_change() {
+    let disk = TestDisk::new("root", 1 << 20).unwrap();
+    let guest = MemoryGuest::with_disks(VmId::random(), MemoryConfig::still(), vec![disk]).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let request = request(dir.path(), SnapshotKind::Full);
+    let e = create_live_snapshot(&*guest, None, &request).unwrap_err();
+    assert!(matches!(&e, SnapshotError::LiveDrive(id) if id == "root"), "{e}");
+    assert!(e.to_string().contains("drive \"root\""), "{e}");
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
 }
 
 #[test]
@@ -143,12 +189,14 @@ fn failed_guest_operation_gives_frames_back() {
         (Op::Collect, SnapshotKind::Diff),
         (Op::Populated, SnapshotKind::Full),
     ] {
-        guest.faults().fail_next(op, 1);
-        let request = request(dir.path(), kind);
-        let e = create_snapshot(&*guest, Some(&mut changes), &request).unwrap_err();
-        assert!(matches!(e, SnapshotError::Guest(_)), "{op:?}: {e}");
-        assert_eq!(changes.count(), 1, "{op:?}");
-        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0, "{op:?}");
+        for live in [false, true] {
+            guest.faults().fail_next(op, 1);
+            let request = request(dir.path(), kind);
+            let e = snapshot_of(&guest, live, Some(&mut changes), &request).unwrap_err();
+            assert!(matches!(e, SnapshotError::Guest(_)), "{op:?}: {e}");
+            assert_eq!(changes.count(), 1, "{op:?}");
+            assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0, "{op:?}");
+        }
     }
     // More than a state file holds.
     guest.set_extra_state(4 << 20 | 1);

@@ -6,11 +6,15 @@ mod model;
 
 use std::sync::Arc;
 
-use driftline_dirty_tracker::{Gfn, Slot, SlotId};
+use driftline_dirty_tracker::{Gfn, Slot, SlotId, Subscription};
 use driftline_guest::testing::{MemoryConfig, MemoryGuest};
 use driftline_guest::{GuestContents, GuestIdentity, PAGE_BYTES, VmId};
 use driftline_store::MemoryFileLayout;
 use vm_memory::{Bytes, GuestAddress};
+
+use crate::flat::{
+    SnapshotError, SnapshotReport, SnapshotRequest, create_live_snapshot, create_snapshot,
+};
 
 /// Returns a paused guest that only the test writes to: two slots of these numbers of frames, with
 /// a hole between them.
@@ -32,6 +36,19 @@ fn nth(guest: &MemoryGuest, n: u64) -> Gfn {
 /// Fills page `n` of the memory file with `byte`.
 fn fill(guest: &MemoryGuest, n: u64, byte: u8) {
     guest.write(nth(guest, n), &[byte; PAGE_BYTES]).unwrap();
+}
+
+/// Takes a snapshot; if `live`, as of a guest that may run.
+fn snapshot_of(
+    guest: &MemoryGuest,
+    live: bool,
+    changes: Option<&mut Subscription>,
+    request: &SnapshotRequest,
+) -> Result<SnapshotReport, SnapshotError> {
+    match live {
+        true => create_live_snapshot(guest, changes, request),
+        false => create_snapshot(guest, changes, request),
+    }
 }
 
 /// Returns the memory of a guest as a memory file has it.

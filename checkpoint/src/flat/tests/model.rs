@@ -14,10 +14,8 @@ use proptest::prelude::*;
 use rustix::fs::{SeekFrom, seek};
 use rustix::io::Errno;
 
-use super::{fill, image, still};
-use crate::flat::{
-    SnapshotFile, SnapshotKind, SnapshotReport, SnapshotRequest, create_snapshot, open_snapshot,
-};
+use super::{fill, image, snapshot_of, still};
+use crate::flat::{SnapshotFile, SnapshotKind, SnapshotReport, SnapshotRequest, open_snapshot};
 
 #[derive(Clone, Debug)]
 enum Step {
@@ -73,6 +71,8 @@ fn request(dir: &Path, kind: SnapshotKind, memory: &str) -> SnapshotRequest {
 
 struct Run {
     guest: std::sync::Arc<MemoryGuest>,
+    /// Whether snapshots are taken as of a guest that runs.
+    live: bool,
     changes: Option<Subscription>,
     dir: tempfile::TempDir,
     /// Pages written since the last snapshot; without tracking, pages that are not zeros.
@@ -82,7 +82,7 @@ struct Run {
 impl Run {
     fn take(&mut self, kind: SnapshotKind, memory: &str) -> SnapshotReport {
         let request = request(self.dir.path(), kind, memory);
-        create_snapshot(&*self.guest, self.changes.as_mut(), &request).unwrap()
+        snapshot_of(&self.guest, self.live, self.changes.as_mut(), &request).unwrap()
     }
 
     /// Returns the pages that a diff must have.
@@ -158,11 +158,14 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(repeats(24, 500)))]
 
     #[test]
-    fn memory_file_equals_memory_after_any_sequence(steps in steps(), tracked in any::<bool>()) {
+    fn memory_file_equals_memory_after_any_sequence(
+        steps in steps(),
+        (tracked, live) in any::<(bool, bool)>(),
+    ) {
         let guest = still(SLOTS);
         let changes = tracked.then(|| guest.subscribe("snapshots").unwrap());
         let dir = tempfile::tempdir().unwrap();
-        let mut run = Run { guest, changes, dir, written: BTreeSet::new() };
+        let mut run = Run { guest, live, changes, dir, written: BTreeSet::new() };
         for (number, step) in steps.iter().enumerate() {
             run.step(step, number);
         }

@@ -137,6 +137,13 @@ fn create_body(tmp: &TestDir, kind: &str, (state, memory): (&str, &str)) -> Stri
     .to_string()
 }
 
+/// Returns `body` with `"live": true`.
+fn live(body: &str) -> String {
+    let mut body: Value = serde_json::from_str(body).unwrap();
+    body["live"] = json!(true);
+    body.to_string()
+}
+
 fn load_body(tmp: &TestDir, (state, memory): (&str, &str), more: Value) -> String {
     let mut body = json!({ "snapshot_path": tmp.path(state),
         "mem_backend": { "backend_path": tmp.path(memory), "backend_type": "File" } });
@@ -311,6 +318,55 @@ fn first_diff_of_a_booted_guest_is_complete() {
         drop(guest);
         Instance::load(&tmp, "second", ("state", "memory"), json!({})).resume();
     });
+}
+
+#[test]
+fn live_snapshots_of_a_running_guest_load() {
+    if !kvm_or_skip("live_snapshots_of_a_running_guest_load") {
+        return;
+    }
+    side_by_side([true, false], |tracked| {
+        let tmp = TestDir::new();
+        let first = Instance::boot(&tmp, tracked).start();
+        for (kind, clone) in [("Full", "second"), ("Diff", "third")] {
+            let body = create_body(&tmp, kind, ("state", "memory"));
+            let text = first.vmm.refusal("PUT", "/snapshot/create", &body);
+            assert!(text.contains("save/restore unavailable while running"), "{text}");
+            let before = first.progress();
+            first.vmm.done("PUT", "/snapshot/create", &live(&body));
+            assert_eq!(first.vmm.get("/")["state"], "Running");
+            let after = first.progress();
+            let clone = Instance::load(&tmp, clone, ("state", "memory"), json!({}));
+            for (id, report) in clone.resume().iter().enumerate() {
+                assert!(report.t_ms > before[id].t_ms, "{report:?} {before:?}");
+            }
+            assert!(after.iter().all(|report| report.errors == 0), "{after:?}");
+        }
+        // Of a paused guest, the field changes nothing.
+        first.pause();
+        first.vmm.done("PUT", "/snapshot/create", &live(&create_body(&tmp, "Full", ("s", "m"))));
+        assert_eq!(first.vmm.get("/")["state"], "Paused");
+        Instance::load(&tmp, "fourth", ("s", "m"), json!({})).resume();
+        first.resume();
+    });
+}
+
+#[test]
+fn live_snapshot_refuses_a_drive_that_changes() {
+    if !kvm_or_skip("live_snapshot_refuses_a_drive_that_changes") {
+        return;
+    }
+    let tmp = TestDir::new();
+    let guest = Instance::boot(&tmp, true);
+    guest.add_drive();
+    let guest = guest.start();
+    let body = create_body(&tmp, "Full", ("state", "memory"));
+    let text = guest.vmm.refusal("PUT", "/snapshot/create", &live(&body));
+    assert!(text.contains("drive \"data\"") && text.contains("leave out `live`"), "{text}");
+    assert!(!tmp.path("state").exists() && !tmp.path("memory").exists());
+    guest.progress();
+    guest.pause();
+    guest.vmm.done("PUT", "/snapshot/create", &live(&body));
 }
 
 #[test]

@@ -91,7 +91,7 @@ impl<C> MicroVm<C> {
         };
         let api = to_section(self.config(), jobs.vm().balloon().map(balloon::balloon_shown))?;
         let (state, memory) = (&params.snapshot_path, &params.mem_file_path);
-        match jobs.take_snapshot(SnapshotOrder { kind, state, memory, api }) {
+        match jobs.take_snapshot(SnapshotOrder { kind, state, memory, live: params.live, api }) {
             Ok(_) => Ok(Answer::Done),
             Err(e) => Err(create_fault(e).into()),
         }

@@ -170,8 +170,9 @@ impl Jobs {
         *self.snapshots.lock() = base;
     }
 
-    /// Takes a snapshot of the guest, which its operator has paused. The guest stays paused, and on
-    /// return the snapshot is durable. Takes as long as it takes to write the memory.
+    /// Takes a snapshot of the guest, which its operator has paused unless the order is for a live
+    /// one. The guest stays paused, or runs, and on return the snapshot is durable. Takes as long
+    /// as it takes to write the memory.
     ///
     /// # Errors
     ///

@@ -1,21 +1,23 @@
-//! Snapshots in two files, of a guest that its operator has paused.
+//! Snapshots in two files.
 
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use driftline_checkpoint::{
-    SnapshotError, SnapshotFile, SnapshotKind, SnapshotReport, SnapshotRequest, create_snapshot,
+    SnapshotError, SnapshotFile, SnapshotKind, SnapshotReport, SnapshotRequest,
+    create_live_snapshot, create_snapshot,
 };
 use driftline_dirty_tracker::Subscription;
-use driftline_guest::{GuestError, Section};
+use driftline_guest::{GuestError, RunState, Section};
 use driftline_machine::sandbox::{self, NotAllowed};
 use driftline_machine::vm::{SharedVm, Vm};
 use driftline_store::StoreError;
 use vm_memory::bitmap::Bitmap;
 use vm_memory::{GuestAddress, GuestMemoryBackend};
 
-use super::pause_control::{OperatorError, PauseControl};
+use super::pause_control::{JobRole, OperatorError, PauseControl};
 
 /// Limit on making the guest's writes to its drives durable.
 const FLUSH_LIMIT: Duration = Duration::from_secs(60);
@@ -89,6 +91,9 @@ pub(crate) struct SnapshotOrder<'o> {
     pub(crate) state: &'o Path,
     /// The memory file.
     pub(crate) memory: &'o Path,
+    /// Whether a guest that runs is not refused, and is paused only for as long as for a
+    /// checkpoint.
+    pub(crate) live: bool,
     /// The configuration of the API.
     pub(crate) api: Section,
 }
@@ -126,11 +131,15 @@ pub(crate) enum SnapshotFailure {
 /// Takes a snapshot of the guest of `pauses`.
 pub(super) fn take(
     vm: &dyn Vm,
-    pauses: &PauseControl,
+    pauses: &Arc<PauseControl>,
     base: &mut SnapshotBase,
     order: SnapshotOrder<'_>,
 ) -> Result<SnapshotReport, SnapshotFailure> {
-    let _kept = pauses.keep_paused().map_err(SnapshotFailure::Paused)?;
+    let live = order.live && pauses.operator_state() == RunState::Running;
+    let _kept = match live {
+        true => None,
+        false => Some(pauses.keep_paused().map_err(SnapshotFailure::Paused)?),
+    };
     for path in [order.state, order.memory] {
         sandbox::check_allowed(&std::path::absolute(path).unwrap_or_else(|_| path.to_owned()))?;
     }
@@ -144,21 +153,29 @@ pub(super) fn take(
         backing: base.backing,
         extra: vec![order.api],
     };
-    // Before memory is written, so that what it says of a drive is on the drive.
+    let memory = request.memory.path();
+    let taken = if live {
+        let guest = pauses.guest_for(JobRole::Checkpoint);
+        create_live_snapshot(&*guest, base.changes.as_mut(), &request)
+    } else {
+        // Before memory is written, so that what it says of a drive is on the drive.
+        flush(vm)?;
+        create_snapshot(vm, base.changes.as_mut(), &request)
+    };
+    taken.map_err(|e| failure(e, |path| path == memory))
+}
+
+/// Makes the guest's writes to its drives durable.
+fn flush(vm: &dyn Vm) -> Result<(), SnapshotFailure> {
     let since = Instant::now();
     match vm.flush(FLUSH_LIMIT) {
-        Ok(true) => {}
+        Ok(true) => Ok(()),
         Ok(false) if since.elapsed() < FLUSH_LIMIT => {
-            return Err(SnapshotFailure::Flush("not possible: the log says why".to_owned()));
+            Err(SnapshotFailure::Flush("not possible: the log says why".to_owned()))
         }
-        Ok(false) => {
-            return Err(SnapshotFailure::Flush(format!("not within {FLUSH_LIMIT:?}")));
-        }
-        Err(e) => return Err(SnapshotFailure::Flush(e.to_string())),
+        Ok(false) => Err(SnapshotFailure::Flush(format!("not within {FLUSH_LIMIT:?}"))),
+        Err(e) => Err(SnapshotFailure::Flush(e.to_string())),
     }
-    let memory = request.memory.path();
-    let taken = create_snapshot(vm, base.changes.as_mut(), &request);
-    taken.map_err(|e| failure(e, |path| path == memory))
 }
 
 /// Returns the failure that `e` is. `is_memory` tells the memory file from the state file.

@@ -25,6 +25,10 @@ pub struct CreateSnapshotParams {
     pub snapshot_path: PathBuf,
     /// File that receives the guest's memory.
     pub mem_file_path: PathBuf,
+    /// Driftline's own: whether a guest that runs is not refused, and goes on running after the
+    /// pause of a checkpoint.
+    #[serde(default)]
+    pub live: bool,
 }
 
 /// Where a snapshot's memory comes from.

@@ -1,0 +1,224 @@
+//! Takes a snapshot of a guest that runs: memory goes into the memory file while the guest runs,
+//! and the pause is that of a checkpoint.
+//!
+//! ```text
+//! this thread   copy; copy again what changed   PAUSE: save, drain, copy   write ...  sync, publish
+//! guest         runs ........................                              runs ...............
+//! ```
+
+use std::time::{Duration, Instant};
+
+use driftline_dirty_tracker::{DirtySet, FrameRun, PAGE_SIZE, Subscription};
+use driftline_format::is_zero;
+use driftline_guest::{PAGE_BYTES, Section};
+use driftline_store::{MemoryFileLayout, PauseGate, StoreError, StoreFile};
+
+use super::error::SnapshotError;
+use super::memory_output::{MemoryExtent, MemoryOutput, SnapshotMemory};
+use super::new_file::UnfinishedFile;
+use super::request::{SnapshotReport, SnapshotRequest};
+use crate::copy_planner::CopyPlanner;
+use crate::disk_copy::DiskCopy;
+use crate::epoch_drives::{EpochDrives, drives_of};
+use crate::epoch_output::EpochOutput;
+use crate::guest::Checkpointable;
+use crate::live_copy::LiveCopy;
+use crate::pause::Epoch;
+use crate::report::{EpochFailure, EpochStep, FailedStep, step};
+use crate::snapshot::Snapshot;
+use crate::staging::{Staging, StagingLimits};
+
+/// As [`create_snapshot`](super::create_snapshot), of a guest that may run. It is paused only for
+/// as long as for a checkpoint: see [`Checkpointer::take`](crate::Checkpointer::take). The snapshot
+/// is the guest in that pause. Needs up to 64 MiB of memory, and no more than the guest has.
+///
+/// # Errors
+///
+/// As for `create_snapshot`, but the guest runs again if it ran. A guest with a drive that it can
+/// write to is refused: the drive would be of a later moment than the snapshot.
+pub fn create_live_snapshot(
+    guest: &dyn Checkpointable,
+    changes: Option<&mut Subscription>,
+    request: &SnapshotRequest,
+) -> Result<SnapshotReport, SnapshotError> {
+    let since = Instant::now();
+    let span = tracing::info_span!("snapshot", kind = ?request.kind, live = true);
+    let _entered = span.enter();
+    request.check_names()?;
+    if let Some(drive) = drives_of(guest).into_iter().next() {
+        return Err(SnapshotError::LiveDrive(drive.id));
+    }
+    let (layout, tracked) = (MemoryFileLayout::new(guest.layout()), changes.is_some());
+    let mut own = None;
+    let subscription = match changes {
+        Some(changes) => changes,
+        None => own.insert(guest.subscribe("snapshot")?),
+    };
+    let mut new_state = UnfinishedFile::new(&request.state)?;
+    let mut writer = LiveMemory {
+        guest,
+        layout: &layout,
+        request,
+        tracked,
+        new_state: &new_state,
+        subscription,
+        extent: MemoryExtent::All,
+        changed: Vec::new(),
+        state_bytes: 0,
+        pause: Duration::ZERO,
+    };
+    let output = MemoryOutput { request, layout: &layout, tracked, new_state: &new_state };
+    let written = output.write(&mut writer)?;
+    let LiveMemory { changed, state_bytes, pause, .. } = writer;
+    new_state.publish()?;
+    changed.into_iter().for_each(DirtySet::commit);
+    let pause_us = pause.as_micros() as u64;
+    tracing::info!(pause_us, "the guest ran on");
+    Ok(SnapshotReport { pause_us, ..written.report(since, &layout, state_bytes) })
+}
+
+/// The memory of a running guest on its way into a file.
+struct LiveMemory<'l> {
+    guest: &'l dyn Checkpointable,
+    layout: &'l MemoryFileLayout,
+    request: &'l SnapshotRequest,
+    tracked: bool,
+    new_state: &'l UnfinishedFile<'l>,
+    subscription: &'l mut Subscription,
+    extent: MemoryExtent,
+    /// What went into the file: committed once that is durable, or else given back.
+    changed: Vec<DirtySet>,
+    state_bytes: u64,
+    pause: Duration,
+}
+
+impl SnapshotMemory for LiveMemory<'_> {
+    fn prepare(&mut self, extent: MemoryExtent) -> Result<(), SnapshotError> {
+        self.extent = extent;
+        // All memory that another process has: the guest gives frames back to the host and touches
+        // others while it runs. A copy of all memory gets it by itself.
+        if extent == MemoryExtent::Changes {
+            self.guest.resident()?;
+        }
+        Ok(())
+    }
+
+    fn write(&mut self, file: &dyn StoreFile) -> Result<u64, SnapshotError> {
+        let (request, layout) = (self.request, self.layout);
+        let mut to = FlatOutput { file, request, layout, frames: 0, sections: Vec::new() };
+        self.copy(&mut to)?;
+        let FlatOutput { frames, sections, .. } = to;
+        self.state_bytes =
+            request.write_state(self.guest, self.tracked, sections, self.new_state)?;
+        Ok(frames)
+    }
+}
+
+impl LiveMemory<'_> {
+    /// Copies memory, and the state of one moment.
+    fn copy(&mut self, to: &mut FlatOutput<'_>) -> Result<(), FailedStep> {
+        let Self { guest, subscription, .. } = self;
+        let guest = *guest;
+        let most_bytes = guest.layout().frames() * PAGE_SIZE;
+        let limits = StagingLimits { most_bytes, ..StagingLimits::default() };
+        let mut staging = Staging::new(limits);
+        let mut planner = CopyPlanner::default();
+        let CopyPlanner { policy, protection, times, .. } = &mut planner;
+        let policy = &*policy;
+        let staging = &mut staging;
+        self.changed = step(EpochStep::CopyLive, || {
+            if self.extent == MemoryExtent::Changes {
+                return LiveCopy { guest, policy, subscription, staging, file: to }
+                    .catch_up(u64::MAX);
+            }
+            // What changed before is in the copy of all memory.
+            guest.collect()?;
+            let before = subscription.drain();
+            let mut changed =
+                LiveCopy { guest, policy, subscription, staging, file: to }.copy_all()?;
+            changed.push(before);
+            Ok::<_, EpochFailure>(changed)
+        })?;
+        let drives = &mut step(EpochStep::Subscribe, || EpochDrives::track(guest, &[]))?;
+        let protection = protection.next(policy, guest);
+        let (disks, pause_gate) = (DiskCopy::new(drives, policy, true), &PauseGate::default());
+        let epoch = Epoch { guest, policy, pause_gate, subscription, disks, file: to };
+        let taken = Snapshot { epoch, protection, times, staging }.take()?;
+        self.changed.extend(taken.changed);
+        self.pause = taken.pause;
+        Ok(())
+    }
+}
+
+/// A memory file, and the state that goes with it.
+struct FlatOutput<'o> {
+    file: &'o dyn StoreFile,
+    request: &'o SnapshotRequest,
+    layout: &'o MemoryFileLayout,
+    /// Frames written.
+    frames: u64,
+    sections: Vec<Section>,
+}
+
+impl FlatOutput<'_> {
+    /// Writes whole frames to `offset`, and lets the disk begin.
+    fn put(&mut self, contents: &[u8], offset: u64) -> Result<(), StoreError> {
+        let written = self.file.write_all_at(contents, offset);
+        written.map_err(|e| self.request.memory.io("writing", e))?;
+        self.frames += contents.len() as u64 / PAGE_SIZE;
+        self.file.begin_writeback(offset, contents.len() as u64);
+        Ok(())
+    }
+}
+
+impl EpochOutput for FlatOutput<'_> {
+    fn write(
+        &mut self,
+        runs: &mut dyn Iterator<Item = FrameRun>,
+        mut contents: &[u8],
+        forget_zeros: bool,
+    ) -> Result<(), StoreError> {
+        let layout = self.layout;
+        for (part, offset) in runs.flat_map(|run| layout.parts(run)) {
+            let (now, later) = contents.split_at(part.bytes() as usize);
+            contents = later;
+            if !forget_zeros {
+                self.put(now, offset)?;
+                continue;
+            }
+            // What is left out stays a hole.
+            let mut at = 0;
+            let frames: Vec<bool> = now.chunks(PAGE_BYTES).map(is_zero).collect();
+            for same in frames.chunk_by(|a, b| a == b) {
+                let bytes = same.len() * PAGE_BYTES;
+                if !same[0] {
+                    self.put(&now[at..at + bytes], offset + at as u64)?;
+                }
+                at += bytes;
+            }
+        }
+        Ok(())
+    }
+
+    fn zeros(&mut self, run: FrameRun) -> Result<(), StoreError> {
+        let frames =
+            |(part, offset): (FrameRun, u64)| (0..part.count).map(move |n| offset + n * PAGE_SIZE);
+        let layout = self.layout;
+        layout.parts(run).flat_map(frames).try_for_each(|offset| self.put(&[0; PAGE_BYTES], offset))
+    }
+
+    fn section(&mut self, section: &Section) -> Result<(), StoreError> {
+        self.sections.push(section.clone());
+        Ok(())
+    }
+}
+
+impl From<FailedStep> for SnapshotError {
+    fn from(failed: FailedStep) -> Self {
+        match failed.cause {
+            EpochFailure::Store(cause) => Self::File(cause),
+            EpochFailure::Guest(cause) => Self::Guest(cause),
+            cause => Self::Live { step: failed.phase, cause },
+        }
+    }
+}
