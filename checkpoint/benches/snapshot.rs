@@ -121,7 +121,8 @@ fn main() {
                 |name: &str| SnapshotFile::at(&dir.path().join(format!("{name}-{n}"))).unwrap();
             let (memory, state) = (at("memory"), at("state"));
             let kind = SnapshotKind::Diff;
-            let request = SnapshotRequest { kind, memory, state, backing: None, extra: Vec::new() };
+            let (backing, since_boot, extra) = (None, false, Vec::new());
+            let request = SnapshotRequest { kind, memory, state, backing, since_boot, extra };
             let report = create_snapshot(&*guest, Some(&mut changes), &request).unwrap();
             written.push(report.write_ms);
             all.push(report.time_ms);

@@ -88,16 +88,8 @@ impl Ready<'_> {
         let commit = commit_thread.commit(file.finish(), bounds);
         (chain.last, chain.since) = (Some(epoch), taken.resumed);
         self.planner.copied(&taken);
-        grow(staging, taken.staged);
+        staging.check_room(taken.staged);
+        staging.grow_to(taken.staged);
         Ok(CommittingEpoch { full, commit, changed, taken })
     }
-}
-
-/// Makes room for the next epoch after one that needed room for `frames` frames.
-fn grow(staging: &mut Staging, frames: u64) {
-    let room = staging.frames();
-    if frames > room {
-        tracing::warn!(frames, room, "pages were written to the store during the pause");
-    }
-    staging.grow_to(frames);
 }

@@ -31,6 +31,11 @@ impl ProtectionAvailability {
         self.epochs_to_skip == 0 && matches!(self.offer, ProtectionOffer::Open(_))
     }
 
+    /// Returns whether the next epochs do without it after a failure.
+    pub(crate) fn rests(&self) -> bool {
+        self.epochs_to_skip > 0
+    }
+
     /// Returns the write protection for an epoch. Asks the guest the first time, and again some
     /// epochs after a failure.
     pub(crate) fn next(

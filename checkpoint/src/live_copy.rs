@@ -1,6 +1,7 @@
 //! Copies memory while the guest runs: what a full epoch does before it pauses the guest.
 
 use driftline_dirty_tracker::{DirtySet, FrameRun, Subscription};
+use driftline_guest::{GuestError, RunState};
 
 use crate::copy_policy::CopyPolicy;
 use crate::epoch_output::EpochOutput;
@@ -52,6 +53,11 @@ impl LiveCopy<'_> {
     fn copy(&mut self, runs: &[FrameRun], forget_zeros: bool) -> Result<(), EpochFailure> {
         let batch_frames = self.policy.live_frames.min(self.staging.frames());
         for batch in batches(runs, batch_frames) {
+            // A long copy must not delay the end of the guest.
+            if self.guest.run_state() == RunState::Stopped {
+                let (request, state) = ("copy memory of", RunState::Stopped);
+                return Err(GuestError::State { request, state }.into());
+            }
             let contents = self.staging.copy(self.guest.ram(), batch.iter().copied())?;
             self.file.frames(batch.iter().copied(), contents, forget_zeros)?;
         }

@@ -50,6 +50,14 @@ impl Staging {
         self.pages.len() as u64
     }
 
+    /// Warns if an epoch needed room for `frames` frames, and there is less.
+    pub(crate) fn check_room(&self, frames: u64) {
+        let room = self.frames();
+        if frames > room {
+            tracing::warn!(frames, room, "pages were written to the disk during the pause");
+        }
+    }
+
     /// Makes room for an epoch of `frames` frames, as far as the limit and the host allow. Must not
     /// be called in the pause.
     pub(crate) fn grow_to(&mut self, frames: u64) {

@@ -10,18 +10,8 @@ use super::error::SnapshotError;
 use super::memory_output::{MemoryExtent, MemoryOutput, SnapshotMemory};
 use super::new_file::UnfinishedFile;
 use super::request::{SnapshotReport, SnapshotRequest};
+use super::writeback::{PIECE_FRAMES, Writeback};
 use crate::guest::Checkpointable;
-
-/// Frames written at a time: 1 MiB. Their writeback begins before the next ones are written.
-///
-/// Milliseconds until all is durable, by `cargo bench -p driftline-checkpoint --bench snapshot` on
-/// 2 processors and ext4 on a virtio disk, 26 November 2026. Two threads gain nothing over one.
-///
-/// | content | sync only | each 256 KiB | each MiB | each 8 MiB |
-/// | --- | ---: | ---: | ---: | ---: |
-/// | 64 MiB in runs of 64 KiB | 97 | 50 | 61 | 74 |
-/// | 256 MiB in one run | 211 | 117 | 109 | 115 |
-const PIECE_FRAMES: u64 = 256;
 
 /// Writes a snapshot of a guest that its operator has paused. `changes`, if the guest's writes are
 /// tracked for snapshots, is a subscription that is kept since before the guest was booted or
@@ -53,16 +43,16 @@ pub fn create_snapshot<G: Checkpointable + ?Sized>(
     let changed = changes.map(|changes| pause.paused.drain(changes)).transpose()?;
     let mut new_state = UnfinishedFile::new(&request.state)?;
     let state_bytes = request.write_state(guest, tracked, sections, &new_state)?;
-    let (changed_ref, runs) = (changed.as_ref(), Vec::new());
+    let (layout, changes) = (&layout, changed.as_ref());
     let mut writer =
-        PausedMemory { guest, layout: &layout, pause, request, changed: changed_ref, runs };
-    let output = MemoryOutput { request, layout: &layout, tracked, new_state: &new_state };
+        PausedMemory { guest, layout, pause, request, changed: changes, runs: Vec::new() };
+    let output = MemoryOutput { request, layout, tracked, new_state: &new_state };
     let written = output.write(&mut writer)?;
     new_state.publish()?;
     if let Some(changed) = changed {
         changed.commit();
     }
-    Ok(written.report(since, &layout, state_bytes))
+    Ok(written.report(since, layout, state_bytes))
 }
 
 /// A pause that was there before, and lasts at least until this is dropped.
@@ -116,7 +106,11 @@ impl<G: Checkpointable + ?Sized> SnapshotMemory for PausedMemory<'_, '_, G> {
         Ok(self.guest.fetch(&self.runs)?)
     }
 
-    fn write(&mut self, file: &dyn StoreFile) -> Result<u64, SnapshotError> {
+    fn has_state(&self) -> bool {
+        true
+    }
+
+    fn write(&mut self, _: MemoryExtent, file: &dyn StoreFile) -> Result<u64, SnapshotError> {
         let frames = write_runs(file, self.guest.ram(), self.layout, &self.runs)
             .map_err(|e| self.request.memory.io("writing", e))?;
         self.pause.check()?;
@@ -131,18 +125,14 @@ fn write_runs(
     layout: &MemoryFileLayout,
     runs: &[FrameRun],
 ) -> std::io::Result<u64> {
-    let (mut frames, mut unwritten, mut from) = (0, 0, 0);
+    let (mut frames, mut writeback) = (0, Writeback::new(file));
     for (part, offset) in runs.iter().flat_map(|run| layout.parts(*run)) {
         let mut at = offset;
         for piece in part.chunks(PIECE_FRAMES) {
             file.write_guest_at(ram, piece, at)?;
+            writeback.wrote(at, piece.count);
             at += piece.bytes();
             frames += piece.count;
-            unwritten += piece.count;
-            if unwritten >= PIECE_FRAMES {
-                file.begin_writeback(from, at - from);
-                (unwritten, from) = (0, at);
-            }
         }
     }
     Ok(frames)

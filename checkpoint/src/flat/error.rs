@@ -19,8 +19,8 @@ pub enum SnapshotError {
     Resumed,
     /// A guest that runs has a drive that it can write to.
     #[error(
-        "a live snapshot does not have drive \"{0}\", to which the guest goes on writing: pause \
-         the guest and leave out `live`, or take a checkpoint, which has its drives"
+        "no live snapshot: the guest can write to drive \"{0}\", whose file would be of a later \
+         moment; pause the guest and leave out `live`, or take a checkpoint, which has its drives"
     )]
     LiveDrive(String),
     /// Copying a guest that runs failed.

@@ -17,6 +17,7 @@ use super::error::SnapshotError;
 use super::memory_output::{MemoryExtent, MemoryOutput, SnapshotMemory};
 use super::new_file::UnfinishedFile;
 use super::request::{SnapshotReport, SnapshotRequest};
+use super::writeback::Writeback;
 use crate::copy_planner::CopyPlanner;
 use crate::disk_copy::DiskCopy;
 use crate::epoch_drives::{EpochDrives, drives_of};
@@ -25,21 +26,33 @@ use crate::guest::Checkpointable;
 use crate::live_copy::LiveCopy;
 use crate::pause::Epoch;
 use crate::report::{EpochFailure, EpochStep, FailedStep, step};
-use crate::snapshot::Snapshot;
+use crate::snapshot::{EpochCopy, Snapshot};
 use crate::staging::{Staging, StagingLimits};
 
 /// As [`create_snapshot`](super::create_snapshot), of a guest that may run. It is paused only for
 /// as long as for a checkpoint: see [`Checkpointer::take`](crate::Checkpointer::take). The snapshot
-/// is the guest in that pause. Needs up to 64 MiB of memory, and no more than the guest has.
+/// is the guest in that pause. Needs 64 MiB of memory, or up to 1 GiB if the guest writes more than
+/// that during one copy of what has changed; never more than the guest has.
 ///
 /// # Errors
 ///
-/// As for `create_snapshot`, but the guest runs again if it ran. A guest with a drive that it can
-/// write to is refused: the drive would be of a later moment than the snapshot.
+/// As for `create_snapshot`, but the guest runs again if it ran. An earlier snapshot whose memory
+/// file is changed in place is lost as well if the guest ends, or cannot be paused, meanwhile. A
+/// guest with a drive that it can write to is refused: the drive would be of a later moment than
+/// the snapshot.
 pub fn create_live_snapshot(
     guest: &dyn Checkpointable,
     changes: Option<&mut Subscription>,
     request: &SnapshotRequest,
+) -> Result<SnapshotReport, SnapshotError> {
+    live_snapshot(guest, changes, request, CopyPlanner::default())
+}
+
+pub(super) fn live_snapshot(
+    guest: &dyn Checkpointable,
+    changes: Option<&mut Subscription>,
+    request: &SnapshotRequest,
+    planner: CopyPlanner,
 ) -> Result<SnapshotReport, SnapshotError> {
     let since = Instant::now();
     let span = tracing::info_span!("snapshot", kind = ?request.kind, live = true);
@@ -62,7 +75,7 @@ pub fn create_live_snapshot(
         tracked,
         new_state: &new_state,
         subscription,
-        extent: MemoryExtent::All,
+        planner,
         changed: Vec::new(),
         state_bytes: 0,
         pause: Duration::ZERO,
@@ -85,7 +98,7 @@ struct LiveMemory<'l> {
     tracked: bool,
     new_state: &'l UnfinishedFile<'l>,
     subscription: &'l mut Subscription,
-    extent: MemoryExtent,
+    planner: CopyPlanner,
     /// What went into the file: committed once that is durable, or else given back.
     changed: Vec<DirtySet>,
     state_bytes: u64,
@@ -94,7 +107,6 @@ struct LiveMemory<'l> {
 
 impl SnapshotMemory for LiveMemory<'_> {
     fn prepare(&mut self, extent: MemoryExtent) -> Result<(), SnapshotError> {
-        self.extent = extent;
         // All memory that another process has: the guest gives frames back to the host and touches
         // others while it runs. A copy of all memory gets it by itself.
         if extent == MemoryExtent::Changes {
@@ -103,70 +115,120 @@ impl SnapshotMemory for LiveMemory<'_> {
         Ok(())
     }
 
-    fn write(&mut self, file: &dyn StoreFile) -> Result<u64, SnapshotError> {
-        let (request, layout) = (self.request, self.layout);
-        let mut to = FlatOutput { file, request, layout, frames: 0, sections: Vec::new() };
-        self.copy(&mut to)?;
+    fn has_state(&self) -> bool {
+        false
+    }
+
+    fn write(&mut self, extent: MemoryExtent, file: &dyn StoreFile) -> Result<u64, SnapshotError> {
+        let mut to = FlatOutput::new(file, self.request, self.layout);
+        self.copy(extent, &mut to)?;
         let FlatOutput { frames, sections, .. } = to;
         self.state_bytes =
-            request.write_state(self.guest, self.tracked, sections, self.new_state)?;
+            self.request.write_state(self.guest, self.tracked, sections, self.new_state)?;
         Ok(frames)
     }
 }
 
 impl LiveMemory<'_> {
     /// Copies memory, and the state of one moment.
-    fn copy(&mut self, to: &mut FlatOutput<'_>) -> Result<(), FailedStep> {
-        let Self { guest, subscription, .. } = self;
-        let guest = *guest;
-        let most_bytes = guest.layout().frames() * PAGE_SIZE;
+    fn copy(&mut self, extent: MemoryExtent, to: &mut FlatOutput<'_>) -> Result<(), FailedStep> {
+        let most_bytes = (self.guest.layout().frames() * PAGE_SIZE).min(1 << 30);
         let limits = StagingLimits { most_bytes, ..StagingLimits::default() };
-        let mut staging = Staging::new(limits);
-        let mut planner = CopyPlanner::default();
-        let CopyPlanner { policy, protection, times, .. } = &mut planner;
-        let policy = &*policy;
-        let staging = &mut staging;
-        self.changed = step(EpochStep::CopyLive, || {
-            if self.extent == MemoryExtent::Changes {
-                return LiveCopy { guest, policy, subscription, staging, file: to }
-                    .catch_up(u64::MAX);
+        let staging = &mut Staging::new(limits);
+        let last = step(EpochStep::CopyLive, || self.copy_running(extent, staging, to))?;
+        // About as much is to be copied in the pause if nothing can be copied after it.
+        staging.grow_to(last);
+        let taken = match self.pause(staging, to) {
+            Err(failed) => {
+                self.planner.failed(failed.phase, &failed.cause);
+                if !self.planner.protection.rests() {
+                    return Err(failed);
+                }
+                // What has failed works without write protection. What was copied is dirty again.
+                to.sections.clear();
+                self.pause(staging, to)?
             }
-            // What changed before is in the copy of all memory.
-            guest.collect()?;
-            let before = subscription.drain();
-            let mut changed =
-                LiveCopy { guest, policy, subscription, staging, file: to }.copy_all()?;
-            changed.push(before);
-            Ok::<_, EpochFailure>(changed)
-        })?;
-        let drives = &mut step(EpochStep::Subscribe, || EpochDrives::track(guest, &[]))?;
-        let protection = protection.next(policy, guest);
-        let (disks, pause_gate) = (DiskCopy::new(drives, policy, true), &PauseGate::default());
-        let epoch = Epoch { guest, policy, pause_gate, subscription, disks, file: to };
-        let taken = Snapshot { epoch, protection, times, staging }.take()?;
+            Ok(taken) => taken,
+        };
+        staging.check_room(taken.staged);
         self.changed.extend(taken.changed);
         self.pause = taken.pause;
         Ok(())
     }
+
+    /// Copies memory while the guest runs. Returns the number of frames that were copied last.
+    fn copy_running(
+        &mut self,
+        extent: MemoryExtent,
+        staging: &mut Staging,
+        to: &mut FlatOutput<'_>,
+    ) -> Result<u64, EpochFailure> {
+        let (guest, policy) = (self.guest, &self.planner.policy);
+        let before = match extent {
+            MemoryExtent::Changes => None,
+            MemoryExtent::All => {
+                // What changed before is in the copy of all memory.
+                guest.collect()?;
+                Some(self.subscription.drain())
+            }
+        };
+        let subscription = &mut *self.subscription;
+        let mut live = LiveCopy { guest, policy, subscription, staging, file: to };
+        self.changed = match extent {
+            MemoryExtent::Changes => live.catch_up(u64::MAX)?,
+            MemoryExtent::All => live.copy_all()?,
+        };
+        let last = self.changed.last().map_or(0, DirtySet::frames);
+        self.changed.extend(before);
+        Ok(last)
+    }
+
+    /// Pauses the guest, and copies the rest.
+    fn pause(
+        &mut self,
+        staging: &mut Staging,
+        to: &mut FlatOutput<'_>,
+    ) -> Result<EpochCopy, FailedStep> {
+        let Self { guest, subscription, .. } = self;
+        let guest = *guest;
+        let CopyPlanner { policy, protection, times, .. } = &mut self.planner;
+        let (policy, pause_gate) = (&*policy, &PauseGate::default());
+        let drives = &mut EpochDrives(Vec::new());
+        let disks = DiskCopy::new(drives, policy, true);
+        let protection = protection.next(policy, guest);
+        let epoch = Epoch { guest, policy, pause_gate, subscription, disks, file: to };
+        Snapshot { epoch, protection, times, staging }.take()
+    }
 }
 
 /// A memory file, and the state that goes with it.
-struct FlatOutput<'o> {
+pub(super) struct FlatOutput<'o> {
     file: &'o dyn StoreFile,
+    writeback: Writeback<'o>,
     request: &'o SnapshotRequest,
     layout: &'o MemoryFileLayout,
-    /// Frames written.
-    frames: u64,
+    /// Number of frames written.
+    pub(super) frames: u64,
     sections: Vec<Section>,
 }
 
-impl FlatOutput<'_> {
+impl<'o> FlatOutput<'o> {
+    pub(super) fn new(
+        file: &'o dyn StoreFile,
+        request: &'o SnapshotRequest,
+        layout: &'o MemoryFileLayout,
+    ) -> Self {
+        let (writeback, sections) = (Writeback::new(file), Vec::new());
+        Self { file, writeback, request, layout, frames: 0, sections }
+    }
+
     /// Writes whole frames to `offset`, and lets the disk begin.
     fn put(&mut self, contents: &[u8], offset: u64) -> Result<(), StoreError> {
         let written = self.file.write_all_at(contents, offset);
         written.map_err(|e| self.request.memory.io("writing", e))?;
-        self.frames += contents.len() as u64 / PAGE_SIZE;
-        self.file.begin_writeback(offset, contents.len() as u64);
+        let frames = contents.len() as u64 / PAGE_SIZE;
+        self.frames += frames;
+        self.writeback.wrote(offset, frames);
         Ok(())
     }
 }
@@ -186,7 +248,7 @@ impl EpochOutput for FlatOutput<'_> {
                 self.put(now, offset)?;
                 continue;
             }
-            // What is left out stays a hole.
+            // Skipped frames are holes.
             let mut at = 0;
             let frames: Vec<bool> = now.chunks(PAGE_BYTES).map(is_zero).collect();
             for same in frames.chunk_by(|a, b| a == b) {

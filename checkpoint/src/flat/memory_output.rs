@@ -22,9 +22,12 @@ pub(super) trait SnapshotMemory {
     /// Makes sure that the frames of `extent` can be read. No file has been changed yet.
     fn prepare(&mut self, extent: MemoryExtent) -> Result<(), SnapshotError>;
 
+    /// Returns whether the state file has its content before memory is written.
+    fn has_state(&self) -> bool;
+
     /// Writes these frames to their places, and nothing else, so that the rest of a new file is a
     /// hole. Returns how many. When this returns, the state file has its content, too.
-    fn write(&mut self, file: &dyn StoreFile) -> Result<u64, SnapshotError>;
+    fn write(&mut self, extent: MemoryExtent, file: &dyn StoreFile) -> Result<u64, SnapshotError>;
 }
 
 /// A memory file that is complete and durable, as the state file is.
@@ -80,9 +83,13 @@ impl<'o> MemoryOutput<'o, '_> {
         &self,
         writer: &mut dyn SnapshotMemory,
     ) -> Result<WrittenMemory<'o>, SnapshotError> {
-        let SnapshotRequest { kind, memory, backing, .. } = self.request;
+        let SnapshotRequest { kind, memory, backing, since_boot, .. } = self.request;
         if !self.tracked || *kind == SnapshotKind::Full {
             return self.replace(MemoryExtent::All, writer);
+        }
+        if *since_boot {
+            // All that the guest has. A file that is there is of another guest.
+            return self.replace(MemoryExtent::Changes, writer);
         }
         let Some(file) = memory.open()? else {
             return self.replace(MemoryExtent::Changes, writer);
@@ -113,8 +120,11 @@ impl<'o> MemoryOutput<'o, '_> {
         }
         // Before anything is withdrawn: it may fail.
         writer.prepare(MemoryExtent::Changes)?;
+        if writer.has_state() {
+            self.new_state.sync()?;
+        }
         let earlier = WithdrawnFile::new(&self.request.state)?;
-        let (frames, write) = self.fill(writer, file)?;
+        let (frames, write) = self.fill(MemoryExtent::Changes, writer, file)?;
         let sync = self.sync(file)?;
         Ok(WrittenMemory { frames, merged: true, write, sync, earlier })
     }
@@ -127,11 +137,10 @@ impl<'o> MemoryOutput<'o, '_> {
     ) -> Result<WrittenMemory<'o>, SnapshotError> {
         let SnapshotRequest { memory, state, .. } = self.request;
         writer.prepare(extent)?;
-        let is_first = memory.open()?.is_none() && state.open()?.is_none();
         let mut new = UnfinishedFile::new(memory)?;
         new.file.truncate(self.layout.bytes()).map_err(|e| memory.io("growing", e))?;
-        let (frames, write) = self.fill(writer, &*new.file)?;
-        if is_first {
+        let (frames, write) = self.fill(extent, writer, &*new.file)?;
+        if !memory.exists()? && !state.exists()? {
             // Nothing is replaced, and a memory file alone is no snapshot. So the sync of the file
             // may make its name durable, too: file systems with a journal do.
             new.take_name()?;
@@ -153,11 +162,12 @@ impl<'o> MemoryOutput<'o, '_> {
     /// Writes the frames. Returns their number and the time that it took.
     fn fill(
         &self,
+        extent: MemoryExtent,
         writer: &mut dyn SnapshotMemory,
         file: &dyn StoreFile,
     ) -> Result<(u64, Duration), SnapshotError> {
         let since = Instant::now();
-        Ok((writer.write(file)?, since.elapsed()))
+        Ok((writer.write(extent, file)?, since.elapsed()))
     }
 
     /// Makes both files durable: the state after memory, so that one commit of the file system's

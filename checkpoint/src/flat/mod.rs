@@ -18,6 +18,7 @@ mod new_file;
 mod request;
 #[cfg(test)]
 mod tests;
+mod writeback;
 
 pub use create::create_snapshot;
 pub use error::SnapshotError;

@@ -55,6 +55,14 @@ impl SnapshotFile {
         self.backend.location().join(&self.name)
     }
 
+    /// Returns whether it exists.
+    pub(super) fn exists(&self) -> Result<bool, StoreError> {
+        match self.backend.open(&self.name) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(false),
+            other => other.map(|_| true).map_err(|e| self.io("opening", e)),
+        }
+    }
+
     /// Opens it for writing, if it exists.
     pub(super) fn open(&self) -> Result<Option<Box<dyn StoreFile>>, StoreError> {
         match self.backend.open_for_writing(&self.name) {
@@ -160,7 +168,7 @@ pub(super) struct WithdrawnFile<'t> {
 impl<'t> WithdrawnFile<'t> {
     /// Takes the name from `target`, durably, if there is such a file.
     pub(super) fn new(target: &'t SnapshotFile) -> Result<Self, StoreError> {
-        if target.open()?.is_none() {
+        if !target.exists()? {
             return Ok(Self { target, name: None });
         }
         let name = unfinished_name();

@@ -34,6 +34,9 @@ pub struct SnapshotRequest {
     /// [`StoreFile::identity`] returns it. This file is never changed in place, because other
     /// guests may be mapped from it, too: it is replaced with a full memory file.
     pub backing: Option<(u64, u64)>,
+    /// Whether this guest was booted and has had no snapshot yet. Its first [`SnapshotKind::Diff`]
+    /// has all its memory, and replaces a file that was left by another guest.
+    pub since_boot: bool,
     /// Sections of the caller's own, which follow those of the guest in the state file.
     pub extra: Vec<Section>,
 }
@@ -53,7 +56,7 @@ pub struct SnapshotReport {
     pub pause_us: u64,
     /// Time until memory was written, in milliseconds.
     pub write_ms: f64,
-    /// Time from then until memory was durable, in milliseconds.
+    /// Time from then until both files were durable, in milliseconds.
     pub sync_ms: f64,
     /// Duration in milliseconds.
     pub time_ms: f64,

@@ -155,6 +155,7 @@ fn write_the_golden_snapshot() {
         memory: at("memory"),
         state: at("state"),
         backing: None,
+        since_boot: false,
         extra: Vec::new(),
     };
     create_snapshot(&*guest, Some(&mut changes), &request).unwrap();

@@ -7,53 +7,17 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, Op, TestDisk};
+use driftline_guest::testing::{MemoryConfig, MemoryGuest, Op};
 use driftline_guest::{
-    Clock, DirtyLog, GuestContents, GuestError, GuestFactory, GuestIdentity, Lifecycle, PAGE_BYTES,
-    RunState, SavedState, Stateful, VcpuPauses, VmId,
+    DirtyLog, GuestContents, GuestError, GuestIdentity, Lifecycle, PAGE_BYTES, RunState,
+    SavedState, Stateful, VcpuPauses,
 };
 use driftline_store::{Damage, StoreError};
-use vm_memory::{Bytes, GuestAddress};
 
-use super::{fill, image, snapshot_of, still};
+use super::{await_writes, fill, image, loaded, request, snapshot_of, still};
 use crate::flat::{
-    SnapshotError, SnapshotFile, SnapshotKind, SnapshotRequest, create_live_snapshot,
-    create_snapshot, open_snapshot,
+    SnapshotError, SnapshotFile, SnapshotKind, SnapshotRequest, create_snapshot, open_snapshot,
 };
-
-fn request(dir: &Path, kind: SnapshotKind) -> SnapshotRequest {
-    let at = |name: &str| SnapshotFile::at(&dir.join(name)).unwrap();
-    SnapshotRequest {
-        kind,
-        memory: at("memory"),
-        state: at("state"),
-        backing: None,
-        extra: Vec::new(),
-    }
-}
-
-/// Returns the guest of the state file in `dir`, with the memory file `memory`.
-fn loaded(dir: &Path, memory: &str) -> Arc<MemoryGuest> {
-    let opened = open_snapshot(&dir.join("state"), &dir.join(memory)).unwrap();
-    let copy = MemoryGuestFactory::default();
-    let copy = copy.create(opened.state.vm_id, &opened.state.config).unwrap();
-    assert_eq!(*copy.layout(), opened.state.layout);
-    let memory = fs::read(dir.join(memory)).unwrap();
-    for place in opened.layout.slots() {
-        let run = place.slot.run();
-        let from = &memory[place.offset as usize..][..run.bytes() as usize];
-        copy.ram().write_slice(from, GuestAddress(run.start.gpa())).unwrap();
-    }
-    copy.restore_state(&opened.state.sections, Clock::Continue).unwrap();
-    copy
-}
-
-fn await_writes(guest: &MemoryGuest, more: u64) {
-    let until = guest.writes() + more;
-    while guest.writes() < until {
-        std::thread::yield_now();
-    }
-}
 
 #[test]
 fn loaded_snapshot_is_the_guest() {
@@ -67,41 +31,6 @@ fn loaded_snapshot_is_the_guest() {
     let copy = loaded(dir.path(), "memory");
     copy.verify().unwrap();
     assert_eq!((copy.vm_id(), copy.writes()), (guest.vm_id(), guest.writes()));
-}
-
-#[test]
-fn live_snapshot_is_a_moment_of_the_guest() {
-    for tracked in [true, false] {
-        let guest = MemoryGuest::start(MemoryConfig::small()).unwrap();
-        let mut changes = tracked.then(|| guest.subscribe("snapshots").unwrap());
-        let dir = tempfile::tempdir().unwrap();
-        for (n, kind) in [SnapshotKind::Full, SnapshotKind::Diff].repeat(4).into_iter().enumerate()
-        {
-            await_writes(&guest, 300);
-            let before = guest.writes();
-            let request = request(dir.path(), kind);
-            let report = create_live_snapshot(&*guest, changes.as_mut(), &request).unwrap();
-            assert_eq!(report.merged, tracked && kind == SnapshotKind::Diff, "{n}");
-            assert!(report.pause_us > 0, "{report:?}");
-            assert_eq!(guest.run_state(), RunState::Running, "{n}");
-            let copy = loaded(dir.path(), "memory");
-            copy.verify().unwrap();
-            assert!((before..=guest.writes()).contains(&copy.writes()), "{n}");
-        }
-        guest.verify().unwrap();
-    }
-}
-
-#[test]
-fn live_snapshot_needs_drives_that_do_not_change() {
-    let disk = TestDisk::new("root", 1 << 20).unwrap();
-    let guest = MemoryGuest::with_disks(VmId::random(), MemoryConfig::still(), vec![disk]).unwrap();
-    let dir = tempfile::tempdir().unwrap();
-    let request = request(dir.path(), SnapshotKind::Full);
-    let e = create_live_snapshot(&*guest, None, &request).unwrap_err();
-    assert!(matches!(&e, SnapshotError::LiveDrive(id) if id == "root"), "{e}");
-    assert!(e.to_string().contains("drive \"root\""), "{e}");
-    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
 }
 
 #[test]
@@ -263,6 +192,7 @@ fn names_of_no_regular_file_are_refused() {
         memory: at("one"),
         state: at("one"),
         backing: None,
+        since_boot: false,
         extra: Vec::new(),
     };
     let e = create_snapshot(&*still([8, 8]), None, &same).unwrap_err();
@@ -329,4 +259,21 @@ fn snapshot_whose_files_do_not_fit_is_refused() {
     let e = open_snapshot(&state, &memory).unwrap_err();
     let SnapshotError::File(StoreError::Damaged { damage, .. }) = e else { panic!("{e}") };
     assert!(matches!(damage, Damage::EndsEarly { .. }), "{damage}");
+}
+
+#[test]
+fn first_diff_since_boot_replaces_another_guests_memory() {
+    let dir = tempfile::tempdir().unwrap();
+    let other = still([8, 8]);
+    fill(&other, 7, 7);
+    create_snapshot(&*other, None, &request(dir.path(), SnapshotKind::Full)).unwrap();
+    for live in [false, true] {
+        let guest = still([8, 8]);
+        let mut changes = guest.subscribe("snapshots").unwrap();
+        fill(&guest, 2, 2);
+        let diff = request(dir.path(), SnapshotKind::Diff);
+        let first = SnapshotRequest { since_boot: true, ..diff };
+        assert!(!snapshot_of(&guest, live, Some(&mut changes), &first).unwrap().merged);
+        assert!(fs::read(dir.path().join("memory")).unwrap() == image(&guest));
+    }
 }

@@ -2,18 +2,24 @@
 
 mod faults;
 mod files;
+mod live;
 mod model;
 
+use std::fs;
+use std::path::Path;
 use std::sync::Arc;
 
 use driftline_dirty_tracker::{Gfn, Slot, SlotId, Subscription};
-use driftline_guest::testing::{MemoryConfig, MemoryGuest};
-use driftline_guest::{GuestContents, GuestIdentity, PAGE_BYTES, VmId};
+use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
+use driftline_guest::{
+    Clock, GuestContents, GuestFactory, GuestIdentity, PAGE_BYTES, Stateful, VmId,
+};
 use driftline_store::MemoryFileLayout;
 use vm_memory::{Bytes, GuestAddress};
 
 use crate::flat::{
-    SnapshotError, SnapshotReport, SnapshotRequest, create_live_snapshot, create_snapshot,
+    SnapshotError, SnapshotFile, SnapshotKind, SnapshotReport, SnapshotRequest,
+    create_live_snapshot, create_snapshot, open_snapshot,
 };
 
 /// Returns a paused guest that only the test writes to: two slots of these numbers of frames, with
@@ -61,4 +67,40 @@ fn image(guest: &MemoryGuest) -> Vec<u8> {
         guest.ram().read_slice(to, GuestAddress(run.start.gpa())).unwrap();
     }
     all
+}
+
+/// Returns a request for a snapshot in the files `memory` and `state` of `dir`.
+fn request(dir: &Path, kind: SnapshotKind) -> SnapshotRequest {
+    let at = |name: &str| SnapshotFile::at(&dir.join(name)).unwrap();
+    SnapshotRequest {
+        kind,
+        memory: at("memory"),
+        state: at("state"),
+        backing: None,
+        since_boot: false,
+        extra: Vec::new(),
+    }
+}
+
+/// Returns the guest of the state file in `dir`, with the memory file `memory`.
+fn loaded(dir: &Path, memory: &str) -> Arc<MemoryGuest> {
+    let opened = open_snapshot(&dir.join("state"), &dir.join(memory)).unwrap();
+    let copy = MemoryGuestFactory::default();
+    let copy = copy.create(opened.state.vm_id, &opened.state.config).unwrap();
+    assert_eq!(*copy.layout(), opened.state.layout);
+    let memory = fs::read(dir.join(memory)).unwrap();
+    for place in opened.layout.slots() {
+        let run = place.slot.run();
+        let from = &memory[place.offset as usize..][..run.bytes() as usize];
+        copy.ram().write_slice(from, GuestAddress(run.start.gpa())).unwrap();
+    }
+    copy.restore_state(&opened.state.sections, Clock::Continue).unwrap();
+    copy
+}
+
+fn await_writes(guest: &MemoryGuest, more: u64) {
+    let until = guest.writes() + more;
+    while guest.writes() < until {
+        std::thread::yield_now();
+    }
 }

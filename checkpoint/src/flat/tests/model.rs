@@ -14,7 +14,7 @@ use proptest::prelude::*;
 use rustix::fs::{SeekFrom, seek};
 use rustix::io::Errno;
 
-use super::{fill, image, snapshot_of, still};
+use super::{fill, image, request, snapshot_of, still};
 use crate::flat::{SnapshotFile, SnapshotKind, SnapshotReport, SnapshotRequest, open_snapshot};
 
 #[derive(Clone, Debug)]
@@ -58,17 +58,6 @@ fn rebase(base: &Path, diff: &Path) {
     }
 }
 
-fn request(dir: &Path, kind: SnapshotKind, memory: &str) -> SnapshotRequest {
-    let at = |name: &str| SnapshotFile::at(&dir.join(name)).unwrap();
-    SnapshotRequest {
-        kind,
-        memory: at(memory),
-        state: at("state"),
-        backing: None,
-        extra: Vec::new(),
-    }
-}
-
 struct Run {
     guest: std::sync::Arc<MemoryGuest>,
     /// Whether snapshots are taken as of a guest that runs.
@@ -81,7 +70,8 @@ struct Run {
 
 impl Run {
     fn take(&mut self, kind: SnapshotKind, memory: &str) -> SnapshotReport {
-        let request = request(self.dir.path(), kind, memory);
+        let memory = SnapshotFile::at(&self.dir.path().join(memory)).unwrap();
+        let request = SnapshotRequest { memory, ..request(self.dir.path(), kind) };
         snapshot_of(&self.guest, self.live, self.changes.as_mut(), &request).unwrap()
     }
 

@@ -170,18 +170,28 @@ impl PauseControl {
     /// guest meanwhile.
     pub(super) fn keep_paused(&self) -> Result<KeptPause<'_>, OperatorError> {
         let mut state = self.lock();
-        if state.migrating {
-            return Err(OperatorError::Migrating("take a snapshot of"));
-        }
         if state.snapshotting {
             return Err(OperatorError::Snapshotting("take a snapshot of"));
         }
-        let wanted = if state.jobs > 0 { state.wanted } else { self.vm.run_state() };
+        let wanted = self.wanted_for_snapshot(&state)?;
         if wanted != RunState::Paused {
             return Err(OperatorError::NotPaused(wanted));
         }
         state.snapshotting = true;
         Ok(KeptPause(self))
+    }
+
+    /// Returns whether the operator lets the guest run, of which a snapshot is to be taken.
+    pub(super) fn runs_for_snapshot(&self) -> Result<bool, OperatorError> {
+        Ok(self.wanted_for_snapshot(&self.lock())? == RunState::Running)
+    }
+
+    fn wanted_for_snapshot(&self, state: &PauseState) -> Result<RunState, OperatorError> {
+        match state.migrating {
+            true => Err(OperatorError::Migrating("take a snapshot of")),
+            false if state.jobs > 0 => Ok(state.wanted),
+            false => Ok(self.vm.run_state()),
+        }
     }
 
     /// Marks the start of a migration.
@@ -421,6 +431,8 @@ mod tests {
         assert_eq!(migration.pause().unwrap(), Paused, "the guest stays paused at the destination");
         let e = pauses.operator_resume().unwrap_err().to_string();
         assert!(e.starts_with("cannot resume a guest that is being migrated"), "{e}");
+        let e = pauses.runs_for_snapshot().unwrap_err().to_string();
+        assert!(e.starts_with("cannot take a snapshot of a guest that is being migrated"), "{e}");
         let checkpoint = pauses.guest_for(JobRole::Checkpoint);
         checkpoint.pause().unwrap();
         checkpoint.resume().unwrap();

@@ -10,7 +10,7 @@ use driftline_checkpoint::{
     create_live_snapshot, create_snapshot,
 };
 use driftline_dirty_tracker::Subscription;
-use driftline_guest::{GuestError, RunState, Section};
+use driftline_guest::{GuestError, Section};
 use driftline_machine::sandbox::{self, NotAllowed};
 use driftline_machine::vm::{SharedVm, Vm};
 use driftline_store::StoreError;
@@ -30,6 +30,8 @@ pub struct SnapshotBase {
     pub changes: Option<Subscription>,
     /// Identity of the file that the guest's memory is mapped from, if any: device and inode.
     pub backing: Option<(u64, u64)>,
+    /// Whether the guest was booted and has had no snapshot yet.
+    pub since_boot: bool,
 }
 
 impl SnapshotBase {
@@ -44,7 +46,7 @@ impl SnapshotBase {
         if tracked {
             mark_resident(&**vm)?;
         }
-        Ok(Self { changes, backing: None })
+        Ok(Self { changes, backing: None, since_boot: true })
     }
 
     /// Returns the base of a guest whose memory is mapped from the file with the identity
@@ -59,7 +61,7 @@ impl SnapshotBase {
         backing: Option<(u64, u64)>,
     ) -> Result<Self, GuestError> {
         let changes = tracked.then(|| track(vm)).transpose()?;
-        Ok(Self { changes, backing })
+        Ok(Self { changes, backing, since_boot: false })
     }
 }
 
@@ -91,8 +93,7 @@ pub(crate) struct SnapshotOrder<'o> {
     pub(crate) state: &'o Path,
     /// The memory file.
     pub(crate) memory: &'o Path,
-    /// Whether a guest that runs is not refused, and is paused only for as long as for a
-    /// checkpoint.
+    /// Whether a guest that runs is accepted, and is paused only for as long as for a checkpoint.
     pub(crate) live: bool,
     /// The configuration of the API.
     pub(crate) api: Section,
@@ -135,7 +136,7 @@ pub(super) fn take(
     base: &mut SnapshotBase,
     order: SnapshotOrder<'_>,
 ) -> Result<SnapshotReport, SnapshotFailure> {
-    let live = order.live && pauses.operator_state() == RunState::Running;
+    let live = order.live && pauses.runs_for_snapshot().map_err(SnapshotFailure::Paused)?;
     let _kept = match live {
         true => None,
         false => Some(pauses.keep_paused().map_err(SnapshotFailure::Paused)?),
@@ -151,6 +152,7 @@ pub(super) fn take(
         memory: file(order.memory, true)?,
         state: file(order.state, false)?,
         backing: base.backing,
+        since_boot: base.since_boot,
         extra: vec![order.api],
     };
     let memory = request.memory.path();
@@ -162,6 +164,7 @@ pub(super) fn take(
         flush(vm)?;
         create_snapshot(vm, base.changes.as_mut(), &request)
     };
+    base.since_boot &= taken.is_err();
     taken.map_err(|e| failure(e, |path| path == memory))
 }
 

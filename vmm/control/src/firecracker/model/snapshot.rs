@@ -25,8 +25,8 @@ pub struct CreateSnapshotParams {
     pub snapshot_path: PathBuf,
     /// File that receives the guest's memory.
     pub mem_file_path: PathBuf,
-    /// Driftline's own: whether a guest that runs is not refused, and goes on running after the
-    /// pause of a checkpoint.
+    /// Driftline's own: whether a guest that runs is accepted. It is paused for as long as for a
+    /// checkpoint, and resumes.
     #[serde(default)]
     pub live: bool,
 }
