@@ -11,7 +11,7 @@ use driftline_checkpoint::{Checkpointer, EpochReport, restore};
 use driftline_guest::{Clock, HandOver, Lifecycle};
 use driftline_machine::config::{BalloonConfig, Boot, DeviceConfig, MachineConfig};
 use driftline_machine::machine::{KvmMachine, MachineFactory};
-use driftline_machine::testing::{kvm_or_skip, linux_guest, skip};
+use driftline_machine::testing::{linux_guest, skip};
 use driftline_machine::vm::Vm;
 use driftline_store::Store;
 use tempfile::TempDir;

@@ -2,7 +2,7 @@
 
 use driftline_guest::Lifecycle;
 use driftline_machine::config::{Boot, MachineConfig};
-use driftline_machine::testing::{CODE_AT, Elf, kvm_or_skip, note};
+use driftline_machine::testing::{CODE_AT, Elf, note};
 use driftline_machine::vm::{EndReason, Vm};
 
 use crate::harness::*;

@@ -12,7 +12,7 @@ use driftline_images::PayloadMessage;
 use driftline_machine::config::{DEFAULT_RING_ENTRIES, HostConfig, MachineConfig};
 use driftline_machine::machine::KvmMachine;
 use driftline_machine::memory::{Backing, HugePages, MemoryOptions};
-use driftline_machine::testing::{full, kvm_or_skip};
+use driftline_machine::testing::full;
 use driftline_machine::tracking::TrackingMode;
 use driftline_machine::vm::Vm;
 use vm_memory::{Bytes, GuestAddress};

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use driftline_guest::testing::threads;
 use driftline_guest::{DirtyLog, GuestError, HandOver, Lifecycle, RunState, Stateful};
 use driftline_machine::config::{HostConfig, MachineConfig, SerialSink};
-use driftline_machine::testing::{kvm_or_skip, run_in_child};
+use driftline_machine::testing::run_in_child;
 use driftline_machine::vm::{EndReason, Vm};
 
 use crate::harness::*;

@@ -13,7 +13,7 @@ use driftline_machine::config::{
 };
 use driftline_machine::devices::DeviceStats;
 use driftline_machine::machine::{KvmMachine, MachineFactory};
-use driftline_machine::testing::{Elf, TestTap, disk, full, kvm_or_skip, skip};
+use driftline_machine::testing::{Elf, TestTap, disk, full, skip};
 use driftline_machine::vm::Vm;
 use tempfile::{NamedTempFile, TempDir};
 

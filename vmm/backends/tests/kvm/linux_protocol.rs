@@ -2,7 +2,7 @@
 //! bzImages.
 
 use driftline_machine::config::{Boot, MachineConfig};
-use driftline_machine::testing::{Elf, kvm_or_skip, note};
+use driftline_machine::testing::{Elf, note};
 use driftline_machine::vm::{EndReason, Vm};
 
 use driftline_guest::Lifecycle;

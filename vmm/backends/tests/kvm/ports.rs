@@ -1,7 +1,7 @@
 //! Port accesses that are wider than a register, and port accesses of string instructions.
 
 use driftline_guest::Lifecycle;
-use driftline_machine::testing::{CODE_AT, Elf, kvm_or_skip};
+use driftline_machine::testing::{CODE_AT, Elf};
 
 use crate::harness::*;
 

@@ -6,7 +6,7 @@ use driftline_machine::config::{
     Boot, CpuConfig, CpuidWord, HostConfig, MachineConfig, MsrWord, SerialSink,
 };
 use driftline_machine::machine::MachineFactory;
-use driftline_machine::testing::{Elf, kvm_or_skip, skip};
+use driftline_machine::testing::{Elf, skip};
 use driftline_machine::vm::Vm;
 
 use crate::harness::*;

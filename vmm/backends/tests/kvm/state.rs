@@ -11,7 +11,7 @@ use driftline_guest::{
 use driftline_images::PayloadReport;
 use driftline_machine::config::{DEFAULT_RING_ENTRIES, HostConfig, MachineConfig};
 use driftline_machine::machine::{KvmMachine, MachineFactory};
-use driftline_machine::testing::{full, kvm_or_skip};
+use driftline_machine::testing::full;
 use driftline_machine::tracking::TrackingMode;
 use driftline_machine::vm::Vm;
 use vm_memory::{Bytes, GuestAddress};

@@ -6,7 +6,7 @@ use driftline_machine::config::{
     ChangedBits, CpuTemplate, CpuidChange, HostConfig, MachineConfig, MsrChange, SerialSink,
 };
 use driftline_machine::machine::{HostLack, MachineError, MachineFactory, TemplateLack};
-use driftline_machine::testing::{Elf, kvm_or_skip, skip};
+use driftline_machine::testing::{Elf, skip};
 use driftline_machine::vm::Vm;
 use kvm_bindings::{KVM_MAX_CPUID_ENTRIES, Msrs, kvm_msr_entry};
 use kvm_ioctls::Kvm;

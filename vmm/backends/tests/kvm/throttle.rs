@@ -6,7 +6,6 @@ use driftline_dirty_tracker::{FrameSet, Gfn, PAGE_SIZE, Subscription};
 use driftline_guest::{DirtyLog, GuestContents, Lifecycle, Paused, VcpuWrites, WriteThrottle};
 use driftline_machine::config::MachineConfig;
 use driftline_machine::machine::KvmMachine;
-use driftline_machine::testing::kvm_or_skip;
 use driftline_machine::vm::Vm;
 use vm_memory::{Bytes, GuestAddress};
 

@@ -8,7 +8,7 @@ use driftline_dirty_tracker::{Gfn, SlotId, Subscription};
 use driftline_guest::{DirtyLog, GuestContents, GuestError, Lifecycle, Paused};
 use driftline_machine::config::{HostConfig, MachineConfig, SerialSink};
 use driftline_machine::machine::KvmMachine;
-use driftline_machine::testing::{Elf, kvm_or_skip};
+use driftline_machine::testing::Elf;
 use driftline_machine::tracking::TrackingMode;
 use driftline_machine::vm::Vm;
 use vm_memory::{Bytes, GuestAddress};

@@ -9,7 +9,7 @@ use std::time::Duration;
 use driftline_guest::{Clock, GuestContents, GuestFactory, GuestIdentity, Lifecycle, Stateful};
 use driftline_machine::config::MachineConfig;
 use driftline_machine::machine::MachineFactory;
-use driftline_machine::testing::{kvm_or_skip, run_in_child, skip};
+use driftline_machine::testing::{run_in_child, skip};
 use kvm_bindings::{KVM_VCPU_TSC_CTRL, KVM_VCPU_TSC_OFFSET, KVMIO, kvm_device_attr};
 use vmm_sys_util::ioctl::ioctl_with_ref;
 use vmm_sys_util::ioctl_iow_nr;

@@ -310,6 +310,8 @@ fn threads_make_only_allowed_calls() {
     me.args(["devices::", "collector::"]).env(EVERYWHERE, "1");
     // The test harness starts threads before this process could set it by itself.
     me.env("MALLOC_ARENA_MAX", "1");
+    // Most of these tests wait, and no others run beside them at the end.
+    me.env("RUST_TEST_THREADS", "16");
     let out = me.output().unwrap();
     let output = [out.stdout, out.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
     assert!(out.status.success(), "{} {}", out.status, output.concat());

@@ -153,7 +153,7 @@ fn token_of_a_living_stream_is_skipped() {
 
 /// Duration of an attack.
 fn attack() -> Duration {
-    Duration::from_secs(if crate::testing::full() { 60 } else { 6 })
+    Duration::from_secs(if crate::testing::full() { 60 } else { 3 })
 }
 
 #[test]
