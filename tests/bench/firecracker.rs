@@ -302,6 +302,10 @@ fn snapshots(contenders: &[Contender]) -> Vec<Samples> {
                 for file in ["state-writing", "memory-writing"] {
                     fs::remove_file(contender.file(file)).unwrap();
                 }
+                // A file system that discards what is removed would do so during the next snapshot,
+                // of the other program.
+                rustix::fs::sync();
+                std::thread::sleep(Duration::from_millis(500));
             }
         }
     }
