@@ -31,11 +31,6 @@ impl ProtectionAvailability {
         self.epochs_to_skip == 0 && matches!(self.offer, ProtectionOffer::Open(_))
     }
 
-    /// Returns whether the next epochs do without it after a failure.
-    pub(crate) fn rests(&self) -> bool {
-        self.epochs_to_skip > 0
-    }
-
     /// Returns the write protection for an epoch. Asks the guest the first time, and again some
     /// epochs after a failure.
     pub(crate) fn next(
@@ -60,11 +55,17 @@ impl ProtectionAvailability {
         }
     }
 
-    /// Records that an epoch failed for `cause`.
-    pub(crate) fn failed(&mut self, policy: &CopyPolicy, phase: EpochStep, cause: &EpochFailure) {
+    /// Records that an epoch failed for `cause`. Returns whether the next ones do without it
+    /// because of that.
+    pub(crate) fn failed(
+        &mut self,
+        policy: &CopyPolicy,
+        phase: EpochStep,
+        cause: &EpochFailure,
+    ) -> bool {
         match (phase, cause) {
             // Failures of drives do not concern it.
-            (EpochStep::CopyDrives, _) => {}
+            (EpochStep::CopyDrives, _) => return false,
             (
                 EpochStep::Protect | EpochStep::CopyInBackground,
                 EpochFailure::Guest(_)
@@ -75,8 +76,9 @@ impl ProtectionAvailability {
                 self.skip(policy.rest_after_failure, cause);
             }
             (_, EpochFailure::Stalled(_)) => self.skip(policy.rest_after_stall, cause),
-            _ => {}
+            _ => return false,
         }
+        true
     }
 
     fn skip(&mut self, epochs: u32, why: &dyn fmt::Display) {

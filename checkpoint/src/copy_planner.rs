@@ -49,9 +49,10 @@ impl CopyPlanner {
         }
     }
 
-    /// Records that an epoch failed for `cause` before it was handed over.
-    pub(crate) fn failed(&mut self, phase: EpochStep, cause: &EpochFailure) {
-        self.protection.failed(&self.policy, phase, cause);
+    /// Records that an epoch failed for `cause` before it was handed over. Returns whether the next
+    /// epochs are copied in the pause because of that.
+    pub(crate) fn failed(&mut self, phase: EpochStep, cause: &EpochFailure) -> bool {
         self.write_waits.failed(&self.policy, phase, cause);
+        self.protection.failed(&self.policy, phase, cause)
     }
 }

@@ -20,7 +20,7 @@ use super::request::{SnapshotReport, SnapshotRequest};
 use super::writeback::Writeback;
 use crate::copy_planner::CopyPlanner;
 use crate::disk_copy::DiskCopy;
-use crate::epoch_drives::{EpochDrives, drives_of};
+use crate::epoch_drives::{EpochDrives, drives_of, unread};
 use crate::epoch_output::EpochOutput;
 use crate::guest::Checkpointable;
 use crate::live_copy::LiveCopy;
@@ -37,8 +37,8 @@ use crate::staging::{Staging, StagingLimits};
 /// # Errors
 ///
 /// As for `create_snapshot`, but the guest runs again if it ran. An earlier snapshot whose memory
-/// file is changed in place is lost as well if the guest ends, or cannot be paused, meanwhile. A
-/// guest with a drive that it can write to is refused: the drive would be of a later moment than
+/// file is changed in place is lost as well if the guest ends meanwhile, or its pause or the save of
+/// its state fails. A guest with a drive that it can write to is refused: the drive would be of a later moment than
 /// the snapshot.
 pub fn create_live_snapshot(
     guest: &dyn Checkpointable,
@@ -61,6 +61,7 @@ pub(super) fn live_snapshot(
     if let Some(drive) = drives_of(guest).into_iter().next() {
         return Err(SnapshotError::LiveDrive(drive.id));
     }
+    step(EpochStep::Save, || can_save_drives(guest))?;
     let (layout, tracked) = (MemoryFileLayout::new(guest.layout()), changes.is_some());
     let mut own = None;
     let subscription = match changes {
@@ -88,6 +89,15 @@ pub(super) fn live_snapshot(
     let pause_us = pause.as_micros() as u64;
     tracing::info!(pause_us, "the guest ran on");
     Ok(SnapshotReport { pause_us, ..written.report(since, &layout, state_bytes) })
+}
+
+/// Fails if the state of a drive cannot be saved because the drive has another file than at first.
+/// The save would fail as well, when an earlier snapshot may be gone already.
+fn can_save_drives(guest: &dyn Checkpointable) -> Result<(), EpochFailure> {
+    guest
+        .drives()
+        .iter()
+        .try_for_each(|drive| drive.open().map(drop).map_err(unread(&drive.head().id)))
 }
 
 /// The memory of a running guest on its way into a file.
@@ -140,12 +150,13 @@ impl LiveMemory<'_> {
         staging.grow_to(last);
         let taken = match self.pause(staging, to) {
             Err(failed) => {
-                self.planner.failed(failed.phase, &failed.cause);
-                if !self.planner.protection.rests() {
+                if !self.planner.failed(failed.phase, &failed.cause) {
                     return Err(failed);
                 }
-                // What has failed works without write protection. What was copied is dirty again.
+                // Write protection has failed. What was copied with it is dirty again.
                 to.sections.clear();
+                let last = step(EpochStep::CopyLive, || self.catch_up(staging, to))?;
+                staging.grow_to(last);
                 self.pause(staging, to)?
             }
             Ok(taken) => taken,
@@ -164,22 +175,32 @@ impl LiveMemory<'_> {
         to: &mut FlatOutput<'_>,
     ) -> Result<u64, EpochFailure> {
         let (guest, policy) = (self.guest, &self.planner.policy);
-        let before = match extent {
-            MemoryExtent::Changes => None,
-            MemoryExtent::All => {
-                // What changed before is in the copy of all memory.
-                guest.collect()?;
-                Some(self.subscription.drain())
-            }
-        };
+        if extent == MemoryExtent::Changes {
+            return self.catch_up(staging, to);
+        }
+        // What changed before is in the copy of all memory.
+        guest.collect()?;
+        let before = self.subscription.drain();
+        let subscription = &mut *self.subscription;
+        self.changed = LiveCopy { guest, policy, subscription, staging, file: to }.copy_all()?;
+        let last = self.changed.last().map_or(0, DirtySet::frames);
+        self.changed.push(before);
+        Ok(last)
+    }
+
+    /// Copies what has changed while the guest runs. Returns the number of frames that were copied
+    /// last.
+    fn catch_up(
+        &mut self,
+        staging: &mut Staging,
+        to: &mut FlatOutput<'_>,
+    ) -> Result<u64, EpochFailure> {
+        let (guest, policy) = (self.guest, &self.planner.policy);
         let subscription = &mut *self.subscription;
         let mut live = LiveCopy { guest, policy, subscription, staging, file: to };
-        self.changed = match extent {
-            MemoryExtent::Changes => live.catch_up(u64::MAX)?,
-            MemoryExtent::All => live.copy_all()?,
-        };
-        let last = self.changed.last().map_or(0, DirtySet::frames);
-        self.changed.extend(before);
+        let passes = live.catch_up(u64::MAX)?;
+        let last = passes.last().map_or(0, DirtySet::frames);
+        self.changed.extend(passes);
         Ok(last)
     }
 

@@ -140,11 +140,6 @@ impl<'o> MemoryOutput<'o, '_> {
         let mut new = UnfinishedFile::new(memory)?;
         new.file.truncate(self.layout.bytes()).map_err(|e| memory.io("growing", e))?;
         let (frames, write) = self.fill(extent, writer, &*new.file)?;
-        if !memory.exists()? && !state.exists()? {
-            // Nothing is replaced, and a memory file alone is no snapshot. So the sync of the file
-            // may make its name durable, too: file systems with a journal do.
-            new.take_name()?;
-        }
         let sync = self.sync(&*new.file)?;
         // No moment has the new memory file beside an earlier snapshot's state.
         let earlier = WithdrawnFile::new(state)?;

@@ -120,20 +120,11 @@ impl<'t> UnfinishedFile<'t> {
         self.file.sync().map_err(|e| self.target.io("syncing", e))
     }
 
-    /// Gives it the name of its target while it is not durable. If it is not published after that,
-    /// no file has the name.
-    pub(super) fn take_name(&mut self) -> Result<(), StoreError> {
-        let Some(name) = &mut self.name else { return Ok(()) };
-        if *name != self.target.name {
-            self.target.rename(name, &self.target.name)?;
-            name.clone_from(&self.target.name);
-        }
-        Ok(())
-    }
-
     /// Gives it the name of its target, durably, in place of the file that had the name.
     pub(super) fn publish(&mut self) -> Result<(), StoreError> {
-        self.take_name()?;
+        if let Some(name) = &self.name {
+            self.target.rename(name, &self.target.name)?;
+        }
         self.name = None;
         self.target.sync_dir()
     }

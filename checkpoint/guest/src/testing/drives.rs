@@ -25,6 +25,7 @@ pub struct TestDisk {
     paused: Mutex<bool>,
     resumed: Condvar,
     unreadable: AtomicBool,
+    exchanged: AtomicBool,
     writes_left: AtomicU64,
 }
 
@@ -35,11 +36,26 @@ impl TestDisk {
     ///
     /// The size is 0 or more than 4 PiB, or the host refuses the file.
     pub fn new(id: &str, bytes: u64) -> io::Result<Arc<Self>> {
+        Self::with_head(DriveHead { id: id.to_owned(), bytes, readonly: false })
+    }
+
+    /// Creates a drive of `bytes` zeros that the guest cannot write to.
+    ///
+    /// # Errors
+    ///
+    /// As for [`new`](Self::new).
+    pub fn read_only(id: &str, bytes: u64) -> io::Result<Arc<Self>> {
+        Self::with_head(DriveHead { id: id.to_owned(), bytes, readonly: true })
+    }
+
+    fn with_head(head: DriveHead) -> io::Result<Arc<Self>> {
+        let DriveHead { id, bytes, .. } = &head;
+        let (id, bytes) = (id.as_str(), *bytes);
         let file = File::from(memfd_create(id, MemfdFlags::CLOEXEC)?);
         file.set_len(bytes)?;
         let tracker = Arc::new(Tracker::new(block_layout(bytes).map_err(io::Error::other)?));
-        let head = DriveHead { id: id.to_owned(), bytes, readonly: false };
-        let (copy_before_write, paused, resumed, unreadable) = Default::default();
+        let (copy_before_write, paused, resumed) = Default::default();
+        let (unreadable, exchanged) = Default::default();
         let writes_left = AtomicU64::new(u64::MAX);
         Ok(Arc::new(Self {
             head,
@@ -49,6 +65,7 @@ impl TestDisk {
             paused,
             resumed,
             unreadable,
+            exchanged,
             writes_left,
         }))
     }
@@ -124,6 +141,11 @@ impl TestDisk {
         self.unreadable.store(fail, SeqCst);
     }
 
+    /// Makes it fail to open, as a drive that has another file than at first.
+    pub fn exchange(&self) {
+        self.exchanged.store(true, SeqCst);
+    }
+
     /// Truncates its file to `bytes` without the guest noticing: bytes beyond cannot be read.
     /// Truncating it to its size again restores that part as zeros.
     ///
@@ -166,6 +188,9 @@ impl GuestDrive for TestDiskHandle {
     }
 
     fn open(&self) -> io::Result<File> {
+        if self.0.exchanged.load(SeqCst) {
+            return Err(io::Error::other("it has another file"));
+        }
         match self.0.unreadable.load(SeqCst) {
             // Nothing is mapped at address 0.
             true => File::open("/proc/self/mem"),

@@ -114,6 +114,22 @@ fn live_snapshot_needs_drives_that_do_not_change() {
 }
 
 #[test]
+fn drive_with_another_file_spares_the_earlier_snapshot() {
+    let disk = TestDisk::read_only("root", 1 << 20).unwrap();
+    let disks = vec![disk.clone()];
+    let guest = MemoryGuest::with_disks(VmId::random(), MemoryConfig::still(), disks).unwrap();
+    let mut changes = guest.subscribe("snapshots").unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let mut live =
+        |kind| create_live_snapshot(&*guest, Some(&mut changes), &request(dir.path(), kind));
+    live(SnapshotKind::Full).unwrap();
+    disk.exchange();
+    let e = live(SnapshotKind::Diff).unwrap_err().to_string();
+    assert!(e.starts_with("saving the guest's state failed: disk \"root\" cannot be read"), "{e}");
+    loaded(dir.path(), "memory").verify().unwrap();
+}
+
+#[test]
 fn zeros_are_skipped_only_in_new_files() {
     // Zeros and data in turn, across the border of two slots.
     let guest = still([4, 4]);
