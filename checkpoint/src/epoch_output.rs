@@ -24,7 +24,7 @@ pub(crate) trait EpochOutput {
 }
 
 impl dyn EpochOutput + '_ {
-    /// [Writes](Self::write) the frames of any iterator.
+    /// [Writes](EpochOutput::write) the frames of any iterator.
     pub(crate) fn frames(
         &mut self,
         mut runs: impl Iterator<Item = FrameRun>,

@@ -89,7 +89,9 @@ impl Contender {
         // Without a file of its own the log is on the console.
         let log = self.file("log");
         File::create(&log).unwrap();
-        command.args(["--level", "Error", "--log-path", &log]);
+        // The pause of a live snapshot is in the log of level "Info".
+        let level = if name == "standing" { "Info" } else { "Error" };
+        command.args(["--level", level, "--log-path", &log]);
         command.env_remove("RUST_LOG").stdin(Stdio::null()).stdout(stdout);
         let mut child = command.stderr(Stdio::null()).spawn().expect("it starts");
         let connection = loop {
@@ -101,6 +103,14 @@ impl Contender {
             assert!(ended.is_none(), "{} ended: {ended:?}", self.name);
         };
         ApiServer { child, connection }
+    }
+
+    /// Returns the length in ms of the pause of the last live snapshot, by the log.
+    fn last_pause(&self) -> f64 {
+        let log = fs::read_to_string(self.file("log")).unwrap();
+        let (_, after) = log.rsplit_once("pause_us=").expect("the log has it");
+        let digits = after.split(|c: char| !c.is_ascii_digit()).next().unwrap();
+        digits.parse::<f64>().unwrap() / 1e3
     }
 
     /// Starts a guest whose console is a file.
@@ -240,6 +250,7 @@ fn main() {
     for samples in snapshots(&contenders) {
         samples.print();
     }
+    pauses(&contenders).print();
     Samples::take("loaded: start of the process to the guest running, ms", &contenders, |c| {
         let since = Instant::now();
         let server = c.load("load");
@@ -302,14 +313,61 @@ fn snapshots(contenders: &[Contender]) -> Vec<Samples> {
                 for file in ["state-writing", "memory-writing"] {
                     fs::remove_file(contender.file(file)).unwrap();
                 }
-                // A file system that discards what is removed would do so during the next snapshot,
-                // of the other program.
-                rustix::fs::sync();
-                std::thread::sleep(Duration::from_millis(500));
+                await_discards();
             }
         }
     }
     all.into()
+}
+
+/// Measures how long a guest stands that writes 64 MiB again and again: in the pause of a live
+/// snapshot, or from the request for a pause to the guest running again.
+fn pauses(contenders: &[Contender]) -> Samples {
+    let mut guests: Vec<_> = contenders
+        .iter()
+        .map(|contender| {
+            let (mut server, console) = contender.start_guest("standing", AfterWrites::WriteAgain);
+            server.pause(true);
+            (contender, server, console)
+        })
+        .collect();
+    let of = vec![Vec::new(); contenders.len()];
+    let mut all = Samples { name: "guest stands for a `Diff` snapshot of 64 MiB, ms", of };
+    for _ in 0..ROUNDS {
+        for (number, (contender, server, console)) in guests.iter_mut().enumerate() {
+            server.pause(false);
+            let passes = passes(console);
+            await_passes(console, passes + 2);
+            let mut create = contender.create("Diff", "-standing");
+            let sample = if contender.name == "Driftline" {
+                create["live"] = json!(true);
+                server.done("PUT", "/snapshot/create", &create);
+                server.pause(true);
+                contender.last_pause()
+            } else {
+                let since = Instant::now();
+                server.pause(true);
+                server.done("PUT", "/snapshot/create", &create);
+                server.pause(false);
+                let sample = ms(since);
+                server.pause(true);
+                sample
+            };
+            all.of[number].push(sample);
+            for file in ["state-standing", "memory-standing"] {
+                fs::remove_file(contender.file(file)).unwrap();
+            }
+            await_discards();
+        }
+    }
+    all
+}
+
+/// A file system that discards what is removed would do so during the next snapshot, of the other
+/// program.
+fn await_discards() {
+    rustix::fs::sync();
+    std::thread::sleep(Duration::from_millis(500));
 }
 
 fn clones(contenders: &[Contender]) -> [Samples; 2] {

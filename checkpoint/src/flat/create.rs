@@ -15,9 +15,10 @@ use crate::guest::Checkpointable;
 
 /// Writes a snapshot of a guest that its operator has paused. `changes`, if the guest's writes are
 /// tracked for snapshots, is a subscription that is kept since before the guest was booted or
-/// loaded; it is empty afterwards. Without it, a [`SnapshotKind::Diff`] is a [`SnapshotKind::Full`]
-/// one: it has all pages that the host has memory for, and replaces any file. Rebased, it leaves
-/// those pages as they were that the guest has given back to the host since.
+/// loaded; it is empty afterwards. Without it, a [`Diff`](super::SnapshotKind::Diff) is a
+/// [`Full`](super::SnapshotKind::Full) one: it has all pages that the host has memory for, and
+/// replaces any file. Rebased, it leaves those pages as they were that the guest has given back to
+/// the host since.
 ///
 /// On return the snapshot is durable. Drives are not in it: the caller makes the guest's writes to
 /// them durable. Memory is written from where it is, without a copy of it.

@@ -37,9 +37,9 @@ use crate::staging::{Staging, StagingLimits};
 /// # Errors
 ///
 /// As for `create_snapshot`, but the guest runs again if it ran. An earlier snapshot whose memory
-/// file is changed in place is lost as well if the guest ends meanwhile, or its pause or the save of
-/// its state fails. A guest with a drive that it can write to is refused: the drive would be of a later moment than
-/// the snapshot.
+/// file is changed in place is lost as well if the guest ends meanwhile, or its pause or the save
+/// of its state fails. A guest with a drive that it can write to is refused: the drive would be of
+/// a later moment than the snapshot.
 pub fn create_live_snapshot(
     guest: &dyn Checkpointable,
     changes: Option<&mut Subscription>,

@@ -31,9 +31,9 @@ pub struct SnapshotRequest {
     pub memory: SnapshotFile,
     /// The state file, which is replaced.
     pub state: SnapshotFile,
-    /// Identity of the file that the guest's memory is mapped from, if any, as
-    /// [`StoreFile::identity`] returns it. This file is never changed in place, because other
-    /// guests may be mapped from it, too: it is replaced with a full memory file.
+    /// Identity of the file that the guest's memory is mapped from, if any, as its
+    /// [`identity`](driftline_store::StoreFile::identity). This file is never changed in place,
+    /// because other guests may be mapped from it, too: it is replaced with a full memory file.
     pub backing: Option<(u64, u64)>,
     /// Whether this guest was booted and has had no snapshot yet. Its first [`SnapshotKind::Diff`]
     /// has all its memory, and replaces a file that was left by another guest.
