@@ -90,7 +90,7 @@ impl Contender {
         let log = self.file("log");
         File::create(&log).unwrap();
         // The pause of a live snapshot is in the log of level "Info".
-        let level = if name == "standing" { "Info" } else { "Error" };
+        let level = if name == "running" { "Info" } else { "Error" };
         command.args(["--level", level, "--log-path", &log]);
         command.env_remove("RUST_LOG").stdin(Stdio::null()).stdout(stdout);
         let mut child = command.stderr(Stdio::null()).spawn().expect("it starts");
@@ -320,25 +320,25 @@ fn snapshots(contenders: &[Contender]) -> Vec<Samples> {
     all.into()
 }
 
-/// Measures how long a guest stands that writes 64 MiB again and again: in the pause of a live
-/// snapshot, or from the request for a pause to the guest running again.
+/// Measures how long a guest is paused that writes 64 MiB again and again: by a live snapshot, or
+/// from the request for a pause until it is resumed.
 fn pauses(contenders: &[Contender]) -> Samples {
     let mut guests: Vec<_> = contenders
         .iter()
         .map(|contender| {
-            let (mut server, console) = contender.start_guest("standing", AfterWrites::WriteAgain);
+            let (mut server, console) = contender.start_guest("running", AfterWrites::WriteAgain);
             server.pause(true);
             (contender, server, console)
         })
         .collect();
     let of = vec![Vec::new(); contenders.len()];
-    let mut all = Samples { name: "guest stands for a `Diff` snapshot of 64 MiB, ms", of };
+    let mut all = Samples { name: "pause of the guest for a `Diff` snapshot of 64 MiB, ms", of };
     for _ in 0..ROUNDS {
         for (number, (contender, server, console)) in guests.iter_mut().enumerate() {
             server.pause(false);
             let passes = passes(console);
             await_passes(console, passes + 2);
-            let mut create = contender.create("Diff", "-standing");
+            let mut create = contender.create("Diff", "-running");
             let sample = if contender.name == "Driftline" {
                 create["live"] = json!(true);
                 server.done("PUT", "/snapshot/create", &create);
@@ -354,7 +354,7 @@ fn pauses(contenders: &[Contender]) -> Samples {
                 sample
             };
             all.of[number].push(sample);
-            for file in ["state-standing", "memory-standing"] {
+            for file in ["state-running", "memory-running"] {
                 fs::remove_file(contender.file(file)).unwrap();
             }
             await_discards();
