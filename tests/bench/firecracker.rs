@@ -82,6 +82,16 @@ impl Contender {
         self.scratch.path(name).to_str().unwrap().to_owned()
     }
 
+    /// Removes the files of a snapshot. A file system that discards what is removed would do so
+    /// during the next snapshot, of the other program.
+    fn remove_snapshot(&self, suffix: &str) {
+        for file in ["state", "memory"] {
+            fs::remove_file(self.file(&format!("{file}{suffix}"))).unwrap();
+        }
+        rustix::fs::sync();
+        std::thread::sleep(Duration::from_millis(500));
+    }
+
     fn start(&self, name: &str, stdout: Stdio) -> ApiServer {
         let socket = self.scratch.path(&format!("{name}.sock"));
         let mut command = Command::new(&self.program);
@@ -282,17 +292,24 @@ fn first_byte(contender: &Contender) -> f64 {
     taken
 }
 
+/// Starts a guest of each contender that writes 64 MiB again and again, and pauses it. Returns it
+/// with its console.
+fn writing_guests<'c>(
+    contenders: &'c [Contender],
+    name: &str,
+) -> Vec<(&'c Contender, ApiServer, PathBuf)> {
+    let paused = |contender: &'c Contender| {
+        let (mut server, console) = contender.start_guest(name, AfterWrites::WriteAgain);
+        server.pause(true);
+        (contender, server, console)
+    };
+    contenders.iter().map(paused).collect()
+}
+
 /// Measures snapshots of a guest that writes 64 MiB again and again. While one guest is measured,
 /// the others are paused.
 fn snapshots(contenders: &[Contender]) -> Vec<Samples> {
-    let mut guests: Vec<_> = contenders
-        .iter()
-        .map(|contender| {
-            let (mut server, console) = contender.start_guest("writing", AfterWrites::WriteAgain);
-            server.pause(true);
-            (contender, server, console)
-        })
-        .collect();
+    let mut guests = writing_guests(contenders, "writing");
     let kinds = [
         ("Full", "`Full` snapshot of a paused guest, ms"),
         ("Diff", "`Diff` snapshot of 64 MiB of a paused guest, ms"),
@@ -310,10 +327,7 @@ fn snapshots(contenders: &[Contender]) -> Vec<Samples> {
                 let since = Instant::now();
                 server.done("PUT", "/snapshot/create", &create);
                 samples.of[number].push(ms(since));
-                for file in ["state-writing", "memory-writing"] {
-                    fs::remove_file(contender.file(file)).unwrap();
-                }
-                await_discards();
+                contender.remove_snapshot("-writing");
             }
         }
     }
@@ -323,14 +337,7 @@ fn snapshots(contenders: &[Contender]) -> Vec<Samples> {
 /// Measures how long a guest is paused that writes 64 MiB again and again: by a live snapshot, or
 /// from the request for a pause until it is resumed.
 fn pauses(contenders: &[Contender]) -> Samples {
-    let mut guests: Vec<_> = contenders
-        .iter()
-        .map(|contender| {
-            let (mut server, console) = contender.start_guest("running", AfterWrites::WriteAgain);
-            server.pause(true);
-            (contender, server, console)
-        })
-        .collect();
+    let mut guests = writing_guests(contenders, "running");
     let of = vec![Vec::new(); contenders.len()];
     let mut all = Samples { name: "pause of the guest for a `Diff` snapshot of 64 MiB, ms", of };
     for _ in 0..ROUNDS {
@@ -354,20 +361,10 @@ fn pauses(contenders: &[Contender]) -> Samples {
                 sample
             };
             all.of[number].push(sample);
-            for file in ["state-running", "memory-running"] {
-                fs::remove_file(contender.file(file)).unwrap();
-            }
-            await_discards();
+            contender.remove_snapshot("-running");
         }
     }
     all
-}
-
-/// A file system that discards what is removed would do so during the next snapshot, of the other
-/// program.
-fn await_discards() {
-    rustix::fs::sync();
-    std::thread::sleep(Duration::from_millis(500));
 }
 
 fn clones(contenders: &[Contender]) -> [Samples; 2] {

@@ -87,7 +87,7 @@ pub(super) fn live_snapshot(
     new_state.publish()?;
     changed.into_iter().for_each(DirtySet::commit);
     let pause_us = pause.as_micros() as u64;
-    tracing::info!(pause_us, "the guest ran on");
+    tracing::info!(pause_us, "the guest was paused");
     Ok(SnapshotReport { pause_us, ..written.report(since, &layout, state_bytes) })
 }
 
@@ -117,8 +117,8 @@ struct LiveMemory<'l> {
 
 impl SnapshotMemory for LiveMemory<'_> {
     fn prepare(&mut self, extent: MemoryExtent) -> Result<(), SnapshotError> {
-        // All memory that another process has: the guest gives frames back to the host and touches
-        // others while it runs. A copy of all memory gets it by itself.
+        // Fetches all memory that another process still has: a guest that runs may write any of it
+        // until the pause. A copy of all memory fetches it first.
         if extent == MemoryExtent::Changes {
             self.guest.resident()?;
         }
@@ -155,7 +155,8 @@ impl LiveMemory<'_> {
                 }
                 // Write protection has failed. What was copied with it is dirty again.
                 to.sections.clear();
-                let last = step(EpochStep::CopyLive, || self.catch_up(staging, to))?;
+                let changes = MemoryExtent::Changes;
+                let last = step(EpochStep::CopyLive, || self.copy_running(changes, staging, to))?;
                 staging.grow_to(last);
                 self.pause(staging, to)?
             }
@@ -175,32 +176,20 @@ impl LiveMemory<'_> {
         to: &mut FlatOutput<'_>,
     ) -> Result<u64, EpochFailure> {
         let (guest, policy) = (self.guest, &self.planner.policy);
-        if extent == MemoryExtent::Changes {
-            return self.catch_up(staging, to);
+        let mut before = None;
+        if extent == MemoryExtent::All {
+            // What changed before is in the copy of all memory.
+            guest.collect()?;
+            before = Some(self.subscription.drain());
         }
-        // What changed before is in the copy of all memory.
-        guest.collect()?;
-        let before = self.subscription.drain();
-        let subscription = &mut *self.subscription;
-        self.changed = LiveCopy { guest, policy, subscription, staging, file: to }.copy_all()?;
-        let last = self.changed.last().map_or(0, DirtySet::frames);
-        self.changed.push(before);
-        Ok(last)
-    }
-
-    /// Copies what has changed while the guest runs. Returns the number of frames that were copied
-    /// last.
-    fn catch_up(
-        &mut self,
-        staging: &mut Staging,
-        to: &mut FlatOutput<'_>,
-    ) -> Result<u64, EpochFailure> {
-        let (guest, policy) = (self.guest, &self.planner.policy);
         let subscription = &mut *self.subscription;
         let mut live = LiveCopy { guest, policy, subscription, staging, file: to };
-        let passes = live.catch_up(u64::MAX)?;
+        let passes = match extent {
+            MemoryExtent::Changes => live.catch_up(u64::MAX)?,
+            MemoryExtent::All => live.copy_all()?,
+        };
         let last = passes.last().map_or(0, DirtySet::frames);
-        self.changed.extend(passes);
+        self.changed.extend(passes.into_iter().chain(before));
         Ok(last)
     }
 
