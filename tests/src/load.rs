@@ -2,7 +2,7 @@
 
 use crate::{Driftline, SOON, ScratchDir};
 
-/// A guest of 2 vCPUs and 1 GiB that writes into 64 MiB.
+/// A guest of 2 vCPUs and 1 GiB that writes into 32 MiB.
 #[derive(Clone, Copy, Debug)]
 pub struct GuestLoad {
     tracking: &'static str,
@@ -22,7 +22,7 @@ impl GuestLoad {
 
     /// Starts the guest's process and waits until each vCPU has reported.
     pub fn start(&self, scratch: &ScratchDir, name: &str) -> Driftline {
-        let spec = format!("payload,ws=64M,{}", self.writes);
+        let spec = format!("payload,ws=32M,{}", self.writes);
         let args = ["--vcpus", "2", "--mem", "1G", "--tracking", self.tracking];
         let vm = Driftline::run(scratch, name, &spec, &args);
         vm.console().wait_reports(2, 1, SOON);

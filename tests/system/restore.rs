@@ -41,7 +41,7 @@ fn in_a_row(load: GuestLoad, times: usize) {
 // Restored from a guest that was booted, from one that was restored, and from a lazy one.
 tests::under_each_load!(in_a_row, 3, 50);
 
-/// Creates a store with one checkpoint of a guest that writes to 64 MiB as fast as it can, and
+/// Creates a store with one checkpoint of a guest that writes to 32 MiB as fast as it can, and
 /// kills the guest.
 fn one_checkpoint(scratch: &ScratchDir) -> String {
     let mut vm = GuestLoad::fastest("dirty-ring").start(scratch, "before");
@@ -61,7 +61,7 @@ fn lazy_guest_ends_at_a_damaged_page() {
     let store = one_checkpoint(&scratch);
     let path = scratch.path("store").join("pages-1");
     let pages = std::fs::File::options().read(true).write(true).open(path).expect("a page file");
-    // A byte of every hundredth page slot: some of them hold pages of the payload's 64 MiB.
+    // A byte of every hundredth page slot: some of them hold pages of the payload's 32 MiB.
     let slots = pages.metadata().expect("its length").len() / 4096;
     for slot in (50..slots).step_by(100) {
         let mut byte = [0];
@@ -111,7 +111,7 @@ fn ends_at_damage(scratch: &ScratchDir, store: &str, slot: u64) -> bool {
 /// guest.
 fn two_small_checkpoints(scratch: &ScratchDir) -> String {
     let args = ["--vcpus", "2", "--mem", "32M"];
-    let mut vm = Driftline::run(scratch, "before", "payload,ws=1M,rate=8M", &args);
+    let mut vm = Driftline::run(scratch, "before", "payload,ws=1M,rate=1M", &args);
     vm.console().wait_pass(2, SOON);
     let store = scratch.path("store").to_str().expect("UTF-8").to_owned();
     let taken = vm.cli("checkpoint", &["--store", &store, "--every", "20ms", "--count", "2"]);

@@ -9,7 +9,7 @@ use serde_json::Value;
 use tests::{Driftline, MigrationProxy, SOON, ScratchDir, driftline, json_of, wait_for};
 
 /// A guest that writes more in a second than the link carries, and leaves the host some time.
-const FAST: &str = "payload,ws=32M,rate=256M";
+const FAST: &str = "payload,ws=16M,rate=256M";
 const RATE: u64 = 40_000_000;
 const DELAY: Duration = Duration::from_millis(1);
 /// Time limit for reports of a throttled vCPU.
@@ -84,7 +84,7 @@ fn only_a_throttled_guest_converges_on_slow_link() {
         .iter()
         .filter_map(|p| p["frames"].as_u64())
         .collect();
-    let (whole, last) = (32 << 20 >> 12, frames[frames.len() - 1]);
+    let (whole, last) = (16 << 20 >> 12, frames[frames.len() - 1]);
     assert!(frames.iter().filter(|f| **f > whole * 9 / 10).count() >= 2, "{report}");
     assert!(last < whole / 2, "{report}");
     assert_eq!(source.wait_exit(SOON), 0);
@@ -101,7 +101,7 @@ fn only_writing_vcpu_is_throttled_until_cancel() {
     }
     let scratch = ScratchDir::new();
     // The second vCPU writes its share once and then only reads it.
-    let source = start(&scratch, "payload,ws=32M,rate=256M,writers=1", 2, "dirty-ring");
+    let source = start(&scratch, "payload,ws=16M,rate=256M,writers=1", 2, "dirty-ring");
     let (destination, address) = Driftline::receive(&scratch, "destination");
     // Slow enough for the migration to last until the end of the test.
     let link = MigrationProxy::slow(&address, DELAY, RATE / 3);

@@ -24,7 +24,7 @@ fn config() -> MemoryConfig {
 /// Starts a guest, and waits until it has runs long enough for FRAMES.
 fn start(hosts: &HostPair) -> Arc<MemoryGuest> {
     let guest = hosts.start(config());
-    within(LONG, "2,000 writes", || guest.writes() > 2000);
+    within(LONG, "1,000 writes", || guest.writes() > 1000);
     guest
 }
 

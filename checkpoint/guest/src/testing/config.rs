@@ -27,13 +27,13 @@ pub struct MemoryConfig {
 }
 
 impl MemoryConfig {
-    /// 4 MiB in two slots with a hole between, two writers on 2 MiB, 20,000 writes a second each.
+    /// 4 MiB in two slots with a hole between, two writers on 2 MiB, 5,000 writes a second each.
     pub fn small() -> Self {
         let slots = vec![
             Slot { id: SlotId(0), base: Gfn(0), frames: 300 },
             Slot { id: SlotId(1), base: Gfn(0x400), frames: 724 },
         ];
-        Self { slots, writers: 2, working_set: 512, writes_per_s: 20_000, seed: 1 }
+        Self { slots, writers: 2, working_set: 512, writes_per_s: 5_000, seed: 1 }
     }
 
     /// The same without writers.

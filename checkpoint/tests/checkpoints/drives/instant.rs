@@ -109,6 +109,7 @@ fn slow_store_stalls_the_drive_once() {
                 // The guest's pause stops this thread here.
                 guest.write(Gfn(5), &[n]).unwrap();
                 guest.disks()[0].write(0, &vec![n; BLOCKS as usize * BLOCK]).unwrap();
+                thread::sleep(Duration::from_millis(10));
             }
         });
         disk.slow_writes(Duration::from_millis(100));

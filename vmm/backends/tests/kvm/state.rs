@@ -76,7 +76,7 @@ fn writing_guest_continues_in_another_machine() {
     {
         // Overrun rings, where ring 0 is emulated; whole loops of the guest on every host.
         let ring = if ring_entries == smallest { 0 } else { 3 };
-        for (vcpus, ws, rate) in [(1, "4M", "320M"), (2, "16M", "max")] {
+        for (vcpus, ws, rate) in [(1, "4M", "320M"), (2, "8M", "max")] {
             let console = SerialLog::new();
             let spec = format!("payload,ws={ws},rate={rate},pattern=random,ring={ring}");
             let config = MachineConfig { vcpus, tracking, ring_entries, ..payload(&spec) };

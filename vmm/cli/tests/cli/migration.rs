@@ -86,7 +86,7 @@ fn kvm_guest_survives_its_killed_vmm() {
 fn killed_and_restored(mode: &str, how: &[&str]) {
     let tmp = TestDir::new();
     let store = tmp.text("store");
-    let guest = ["--guest", "payload,ws=16M,rate=32M,report=200", "--tracking", mode];
+    let guest = ["--guest", "payload,ws=4M,rate=8M,report=200", "--tracking", mode];
     let mut first = Vmm::run(&tmp, "first", &[KVM, &guest].concat());
     let before = first.await_progress(2, &[]);
     first.tell(&["checkpoint", "--store", &store, "--every", "50ms", "--count", "5"]);
@@ -143,10 +143,8 @@ fn not_begun(out: &std::process::Output, code: i32) -> Value {
 #[test]
 fn cancelled_migration_leaves_the_guest_running() {
     let tmp = TestDir::new();
-    // Large enough that the passes before the migration gives up leave time for all of the
-    // following.
-    let guest = ["--backend", "threads", "--vcpus", "2", "--mem", "1G"];
-    let guest = [&guest[..], &["--guest", "payload,ws=512M,rate=max"]].concat();
+    let guest = ["--backend", "threads", "--vcpus", "2", "--mem", "256M"];
+    let guest = [&guest[..], &["--guest", "payload,ws=64M,rate=max,fill=random"]].concat();
     let mut first = Vmm::run(&tmp, "first", &guest);
     // On a busy host, a guest that has just started writes nothing during a short pass, and would
     // migrate.
@@ -154,7 +152,9 @@ fn cancelled_migration_leaves_the_guest_running() {
     let (second, to) = receiver(&tmp, "second", &[]);
     let sender = std::thread::spawn({
         let (socket, to) = (first.socket(), to.clone());
-        move || output(&["send-migration", &to, "--downtime-ms", "0", "--api-sock", &socket])
+        // So slow that the passes leave time for all of the following.
+        let slow = ["--max-bandwidth", "20M", "--downtime-ms", "0"];
+        move || output(&[&["send-migration", &to, "--api-sock", &socket][..], &slow].concat())
     });
     wait_for("the migration", || (first.state() == "migrating").then_some(()));
     let stderr = first.refuse(4, &["send-migration", &to]);
@@ -259,7 +259,7 @@ fn guest_in_doubt_waits_for_the_operator() {
 #[test]
 fn second_interrupt_ends_send_migration() {
     let tmp = TestDir::new();
-    let vmm = Vmm::run(&tmp, "source", &[THREADS, &["--guest", "payload,ws=1M,rate=8M"]].concat());
+    let vmm = Vmm::run(&tmp, "source", &[THREADS, &["--guest", "payload,ws=1M,rate=1M"]].concat());
     let (_there, to) = receiver(&tmp, "there", &[]);
     let to = proxy_that_keeps_commit(&to, tmp.path("state"));
     let mut send = driftline(&["send-migration", &to, "--api-sock", &vmm.socket()])
@@ -282,7 +282,7 @@ fn second_interrupt_ends_send_migration() {
 #[test]
 fn unreachable_destination_is_4_and_bad_address_2() {
     let tmp = TestDir::new();
-    let guest = ["--guest", "payload,ws=1M,rate=8M"];
+    let guest = ["--guest", "payload,ws=1M,rate=1M"];
     let mut vmm = Vmm::run(&tmp, "a", &[THREADS, &guest].concat());
     let closed = ClosedAddress::new();
     let to = format!("tcp:{}", closed.address);

@@ -5,9 +5,9 @@ use crate::common::{TestDir, driftline, fail, output, text};
 use driftline_machine::testing::full;
 
 const GUEST: &[&str] = &["run", "--mem", "64M", "--vcpus", "2", "--serial", "null", "--guest"];
-const WORK: &str = "payload,ws=8M,rate=50M,pattern=random,seconds=1";
+const WORK: &str = "payload,ws=4M,rate=25M,pattern=random,seconds=1";
 /// Writes each page at most once, so that a lost frame stays missing.
-const WORK_ONCE: &str = "payload,ws=24M,rate=20M,seconds=1";
+const WORK_ONCE: &str = "payload,ws=12M,rate=10M,seconds=1";
 /// Writes each page at intervals longer than those between two checks, so that a lost frame is
 /// missing at the next check.
 const LONG_WORK: &str = "payload,ws=48M,rate=max,seconds=900";
