@@ -1,6 +1,6 @@
 //! The program in a jail as Firecracker's jailer makes it: a root of its own without /proc, and a
-//! user who owns only what is there. Libraries are there as well, because the program of these
-//! tests is not static.
+//! user who owns only what is there. Libraries are there as well, unless `DRIFTLINE_STATIC` names
+//! a static program, which is then started in place of the one of these tests.
 
 use std::fs::{self, File};
 use std::process::{Command, Stdio};
@@ -17,9 +17,11 @@ use crate::serve_guest::{AfterPrint, printing_kernel};
 const FURNISH: &str = "cd \"$1\" && mkdir dev lib lib64 && touch firecracker && \
      mknod dev/kvm c 10 232 && mknod dev/urandom c 1 9 && chown -R 65534:65534 . && \
      : <dev/urandom";
-/// Executes the program `$2` with the rest as its arguments, in the jail `$1`.
-const ENTER: &str = "cd \"$1\" && mount --bind --read-only /lib lib && \
-     mount --bind --read-only /lib64 lib64 && mount --bind --read-only \"$2\" firecracker && \
+/// Executes the program `$2` with the rest as its arguments, in the jail `$1`. `$LIBRARIES` are the
+/// folders of the libraries that it needs.
+const ENTER: &str = "cd \"$1\" && \
+     for folder in $LIBRARIES; do mount --bind --read-only /$folder $folder || exit; done && \
+     mount --bind --read-only \"$2\" firecracker && \
      shift 2 && exec chroot --userspec=65534:65534 . /firecracker \"$@\"";
 
 /// A jail, whose files are also here.
@@ -37,6 +39,8 @@ impl Jail {
         let jail = Self(dir);
         let works = |command: &mut Command| command.output().is_ok_and(|out| out.status.success());
         if !works(&mut furnish) || !works(jail.command().arg("--version")) {
+            let program = std::env::var("DRIFTLINE_STATIC");
+            assert!(program.is_err(), "{program:?} does not start in a jail");
             skip(test, "no jail can be made: that needs root, and a file system with devices");
             return None;
         }
@@ -47,7 +51,11 @@ impl Jail {
     fn command(&self) -> Command {
         let mut command = Command::new("unshare");
         command.args(["--mount", "--propagation", "private", "sh", "-c", ENTER, "sh"]);
-        command.arg(self.0.text("")).arg(env!("CARGO_BIN_EXE_driftline"));
+        let (program, libraries) = match std::env::var("DRIFTLINE_STATIC") {
+            Ok(program) => (program, ""),
+            Err(_) => (env!("CARGO_BIN_EXE_driftline").to_owned(), "lib lib64"),
+        };
+        command.arg(self.0.text("")).arg(program).env("LIBRARIES", libraries);
         command.env_remove("RUST_LOG").stdin(Stdio::null());
         command
     }
