@@ -20,7 +20,7 @@ use super::request::{SnapshotReport, SnapshotRequest};
 use super::writeback::Writeback;
 use crate::copy_planner::CopyPlanner;
 use crate::disk_copy::DiskCopy;
-use crate::epoch_drives::{EpochDrives, drives_of, unread};
+use crate::epoch_drives::{EpochDrives, drives_of};
 use crate::epoch_output::EpochOutput;
 use crate::guest::Checkpointable;
 use crate::live_copy::LiveCopy;
@@ -61,7 +61,6 @@ pub(super) fn live_snapshot(
     if let Some(drive) = drives_of(guest).into_iter().next() {
         return Err(SnapshotError::LiveDrive(drive.id));
     }
-    step(EpochStep::Save, || can_save_drives(guest))?;
     let (layout, tracked) = (MemoryFileLayout::new(guest.layout()), changes.is_some());
     let mut own = None;
     let subscription = match changes {
@@ -89,15 +88,6 @@ pub(super) fn live_snapshot(
     let pause_us = pause.as_micros() as u64;
     tracing::info!(pause_us, "the guest was paused");
     Ok(SnapshotReport { pause_us, ..written.report(since, &layout, state_bytes) })
-}
-
-/// Fails if the state of a drive cannot be saved because the drive has another file than at first.
-/// The save would fail as well, when an earlier snapshot may be gone already.
-fn can_save_drives(guest: &dyn Checkpointable) -> Result<(), EpochFailure> {
-    guest
-        .drives()
-        .iter()
-        .try_for_each(|drive| drive.open().map(drop).map_err(unread(&drive.head().id)))
 }
 
 /// The memory of a running guest on its way into a file.

@@ -114,7 +114,7 @@ fn live_snapshot_needs_drives_that_do_not_change() {
 }
 
 #[test]
-fn drive_with_another_file_spares_the_earlier_snapshot() {
+fn drive_with_another_file_is_snapshotted_live() {
     let disk = TestDisk::read_only("root", 1 << 20).unwrap();
     let disks = vec![disk.clone()];
     let guest = MemoryGuest::with_disks(VmId::random(), MemoryConfig::still(), disks).unwrap();
@@ -124,8 +124,8 @@ fn drive_with_another_file_spares_the_earlier_snapshot() {
         |kind| create_live_snapshot(&*guest, Some(&mut changes), &request(dir.path(), kind));
     live(SnapshotKind::Full).unwrap();
     disk.exchange();
-    let e = live(SnapshotKind::Diff).unwrap_err().to_string();
-    assert!(e.starts_with("saving the guest's state failed: disk \"root\" cannot be read"), "{e}");
+    // Its content is not in the snapshot, so it is not read.
+    live(SnapshotKind::Diff).unwrap();
     loaded(dir.path(), "memory").verify().unwrap();
 }
 

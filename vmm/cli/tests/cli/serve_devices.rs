@@ -264,9 +264,13 @@ fn drive_of_a_started_guest_gets_another_file() {
     wait_for("the old file's end", || {
         (!open_files(&vmm).contains(&tmp.path("disk"))).then_some(())
     });
-    // What describes the disk by its first file is refused, and the guest continues.
-    let message = fail(4, &["checkpoint", "--store", &store, "--api-sock", &vmm.socket]);
-    assert!(message.contains("another file or size than at the guest's start"), "{message}");
+    // What would copy the first file is refused, and the guest continues.
+    let nowhere = "tcp:127.0.0.1:1";
+    for job in [["checkpoint", "--store", &store].as_slice(), &["send-migration", nowhere]] {
+        let message = fail(4, &[job, &["--api-sock", &vmm.socket]].concat());
+        assert!(message.contains("another file or size than at the guest's start"), "{message}");
+        assert!(message.contains("drive \"1\"") && message.contains("snapshot"), "{message}");
+    }
     assert_eq!(vmm.get("/")["state"], "Running");
 }
 

@@ -189,6 +189,11 @@ fn loaded_guest_continues_where_it_was_paused() {
     let first = first.start();
     first.vmm.done("PATCH", "/balloon", r#"{"amount_mib": 2}"#);
     first.vmm.done("PATCH", "/balloon/statistics", r#"{"stats_polling_interval_s": 6}"#);
+    // The snapshot names the file that the drive has, which is larger than its first one.
+    File::create(tmp.path("new-disk")).unwrap().set_len(2 * MIB).unwrap();
+    let new = json!({ "drive_id": "data", "path_on_host": tmp.path("new-disk") });
+    first.vmm.done("PATCH", "/drives/data", &new.to_string());
+    fs::remove_file(tmp.path("disk")).unwrap();
     first.pause();
     let before = first.reports();
     first.create("Full", ("state", "memory"));
@@ -202,6 +207,7 @@ fn loaded_guest_continues_where_it_was_paused() {
     assert_eq!((&instance["id"], &instance["state"]), (&json!("second"), &json!("Paused")));
     assert_eq!(second.vmm.get("/vm/config"), shown);
     assert_eq!(shown["balloon"]["stats_polling_interval_s"], 6);
+    assert_eq!(shown["drives"][0]["path_on_host"], tmp.text("new-disk"));
     let statistics = second.vmm.get("/balloon/statistics");
     assert_eq!(statistics["target_mib"], 2, "{statistics}");
     assert_eq!(second.reports(), [], "it has not run");

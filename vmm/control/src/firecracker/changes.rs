@@ -9,7 +9,9 @@ use driftline_machine::devices::{DiskError, DiskFileControl, ExchangeError, Rate
 use super::answer::Answer;
 use super::config::MicroVmConfig;
 use super::fault::{ApiFault, DriveFault, NetFault};
-use super::model::{BlockDeviceUpdateConfig, NetworkInterfaceUpdateConfig, VmmConfig};
+use super::model::{
+    BlockDeviceConfig, BlockDeviceUpdateConfig, NetworkInterfaceUpdateConfig, VmmConfig,
+};
 use crate::jobs::{Jobs, KeptFile};
 use crate::model::RateLimiterConfig;
 
@@ -81,17 +83,25 @@ pub(super) fn show_changes(shown: &mut VmmConfig, config: &MicroVmConfig, jobs: 
         if let Some([limits]) = limits(jobs, &name, by).as_deref() {
             drive.rate_limiter = RateLimiterConfig::shown(limits);
         }
-        // The client gave it as text.
-        let path = disk_file(jobs, &name).and_then(DiskFileControl::exchanged_path);
-        if let Some(path) = path.and_then(|path| path.into_os_string().into_string().ok()) {
-            drive.path_on_host = Some(path);
-        }
     }
+    show_files(&mut shown.drives, config, jobs);
     for net in &mut shown.network_interfaces {
         let name = config.interface_name(&net.iface_id);
         if let Some([receive, transmit]) = limits(jobs, &name, by).as_deref() {
             net.rx_rate_limiter = RateLimiterConfig::shown(receive);
             net.tx_rate_limiter = RateLimiterConfig::shown(transmit);
+        }
+    }
+}
+
+/// Puts the files that the drives have now into `shown`, the drives of `config`.
+pub(super) fn show_files(shown: &mut [BlockDeviceConfig], config: &MicroVmConfig, jobs: &Jobs) {
+    for drive in shown {
+        let file = disk_file(jobs, &config.drive_name(&drive.drive_id));
+        let path = file.and_then(DiskFileControl::exchanged_path);
+        // The client gave it as text.
+        if let Some(path) = path.and_then(|path| path.into_os_string().into_string().ok()) {
+            drive.path_on_host = Some(path);
         }
     }
 }

@@ -7,7 +7,7 @@ use driftline_machine::devices::KeyboardFull;
 
 use super::answer::Answer;
 use super::balloon;
-use super::changes::{patch_drive, patch_interface, show_changes};
+use super::changes::{patch_drive, patch_interface, show_changes, show_files};
 use super::fault::{ApiFault, CreateFault};
 use super::instance::{IMITATED_VERSION, InstanceName};
 use super::model::{CreateSnapshotParams, SnapshotType};
@@ -89,7 +89,10 @@ impl<C> MicroVm<C> {
             SnapshotType::Full => SnapshotKind::Full,
             SnapshotType::Diff => SnapshotKind::Diff,
         };
-        let api = to_section(self.config(), jobs.vm().balloon().map(balloon::balloon_shown))?;
+        // No other file can be given to a drive while this request is answered.
+        let mut config = self.config().clone();
+        show_files(&mut config.drives, self.config(), jobs);
+        let api = to_section(&config, jobs.vm().balloon().map(balloon::balloon_shown))?;
         let (state, memory) = (&params.snapshot_path, &params.mem_file_path);
         match jobs.take_snapshot(SnapshotOrder { kind, state, memory, live: params.live, api }) {
             Ok(_) => Ok(Answer::Done),

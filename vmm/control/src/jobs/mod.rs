@@ -216,6 +216,7 @@ impl Jobs {
         if let Some(job) = self.checkpoint_job().filter(|job| !job.is_over()) {
             return Err(job.under_way());
         }
+        self.require_first_files()?;
         let number = self.next_number();
         let totals = self.checkpoint_totals.clone();
         let job = CheckpointJob::start(number, &self.pauses, totals, request)?;
@@ -282,6 +283,7 @@ impl Jobs {
             let to = job.page().to;
             return Err(JobError::MigrationUnderWay { to });
         }
+        self.require_first_files()?;
         let number = self.next_number();
         let job = MigrationJob::start(number, &self.pauses, self.records.clone(), request)?;
         let mut earlier = self.earlier_migrations.lock();
@@ -408,6 +410,13 @@ impl Jobs {
 
     fn checkpoint_job(&self) -> Option<Arc<CheckpointJob>> {
         self.checkpoint.latest()
+    }
+
+    /// Refuses a guest with a drive that has another file or size than at its start. The caller
+    /// holds `starting`, which keeps drives from getting one.
+    fn require_first_files(&self) -> Result<(), JobError> {
+        let exchanged = self.vm.disk_files().iter().find(|drive| drive.is_exchanged());
+        exchanged.map_or(Ok(()), |drive| Err(JobError::DriveExchanged(drive.disk().to_owned())))
     }
 
     fn next_number(&self) -> u64 {

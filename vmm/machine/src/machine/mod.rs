@@ -41,6 +41,7 @@ mod tests;
 mod threads;
 mod vcpus;
 
+use std::borrow::Cow;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -55,7 +56,7 @@ use driftline_guest::{
 
 use crate::actor::Handle;
 use crate::collector::Collector;
-use crate::config::MachineConfig;
+use crate::config::{MachineConfig, disks_mut};
 use crate::devices::{
     BalloonControl, DiskError, DiskFileControl, Drive, DriveSource, RateLimitControl, SerialInput,
     SerialOutputThread, StatsHandle,
@@ -152,6 +153,17 @@ impl KvmMachine {
         self.collector.as_ref().ok_or(GuestError::NotTracked)
     }
 
+    /// Returns the configuration with the files that the disks have now.
+    fn current_config(&self) -> Cow<'_, MachineConfig> {
+        let mut config = Cow::Borrowed(&self.config);
+        for disk in self.disk_files.iter().filter_map(DiskFileControl::exchanged_config) {
+            let devices = &mut config.to_mut().devices;
+            let same = disks_mut(devices).find(|other| other.id == disk.id);
+            same.into_iter().for_each(|same| *same = disk.clone());
+        }
+        config
+    }
+
     /// Returns what ends the guest if a frame of its memory is lost.
     fn memory_owner(&self) -> MachineRestoreOwner {
         let (status, supervisor) = (self.status.clone(), self.supervisor.clone());
@@ -176,7 +188,7 @@ impl GuestIdentity for KvmMachine {
     }
 
     fn config(&self) -> Vec<u8> {
-        self.config.encode()
+        self.current_config().encode()
     }
 
     fn layout(&self) -> &Layout {

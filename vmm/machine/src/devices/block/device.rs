@@ -119,7 +119,6 @@ impl Device for BlockDevice {
     }
 
     fn save(&self) -> Result<Vec<u8>, DeviceError> {
-        self.require_first_file()?;
         let lost = self.file.flusher().lost().is_some();
         Ok(encode_state(&BlockState { lost, ..self.state })?)
     }
@@ -161,7 +160,7 @@ impl Device for BlockDevice {
 }
 
 impl BlockDevice {
-    /// Refuses a disk that another host would find with its first file or size.
+    /// Refuses a disk that another host may have with its first file or size.
     fn require_first_file(&self) -> Result<(), StateError> {
         if !self.is_exchanged.load(Ordering::Acquire) {
             return Ok(());
@@ -169,7 +168,7 @@ impl BlockDevice {
         let id = &self.disk.id;
         Err(StateError::Misfit(format!(
             "disk \"{id}\" has another file or size than at the guest's start, so the guest \
-             cannot be saved or moved"
+             cannot be moved"
         )))
     }
 

@@ -8,10 +8,10 @@
 //! The device's thread can neither open files nor create rings (see
 //! [`sandbox`](crate::sandbox)), so the caller does both.
 //!
-//! Checkpoints and migrations describe a disk by the file and the size that it had at the guest's
-//! start. A device whose file was exchanged therefore refuses to save its state and to release its
-//! file to another host (I7), and an epoch that still copies the old file ends with an error. The
-//! caller makes sure that none is under way.
+//! Checkpoints and migrations track and copy the file that a disk had at the guest's start. So a
+//! device whose file was exchanged refuses to release its file to another host (I7), it cannot be
+//! copied, and an epoch that still copies the old file ends with an error. The caller makes sure
+//! that none is under way. A snapshot only names the disk's file: the new one from then on.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -41,6 +41,9 @@ use crate::sandbox::check_allowed;
 struct CurrentDisk {
     config: DiskConfig,
     file: FileIdentity,
+    /// The path that was given last, as it was given; `None` before the first exchange.
+    given: Option<PathBuf>,
+    /// Whether the file or the size is another one than at the guest's start.
     is_exchanged: bool,
 }
 
@@ -92,7 +95,8 @@ impl ExchangeParts {
     pub(in crate::devices) fn served_by(self, device: BackendCaller) -> DiskFileControl {
         let Self { disk, file, holder, engine, queues, slot } = self;
         let id = disk.id.clone();
-        let current = Mutex::new(CurrentDisk { config: disk, file, is_exchanged: false });
+        let current =
+            Mutex::new(CurrentDisk { config: disk, file, given: None, is_exchanged: false });
         let state = ControlState { id, holder, engine, queues, slot, device, current };
         DiskFileControl(Arc::new(state))
     }
@@ -107,8 +111,19 @@ impl DiskFileControl {
     /// Returns the path of the file that the disk has been given last, or `None` if it still has
     /// the one of the guest's start.
     pub fn exchanged_path(&self) -> Option<PathBuf> {
+        self.0.current.lock().given.clone()
+    }
+
+    /// Returns whether the disk has another file or size than at the guest's start, which
+    /// checkpoints and migrations would copy.
+    pub fn is_exchanged(&self) -> bool {
+        self.0.current.lock().is_exchanged
+    }
+
+    /// Returns the disk as it is now, or `None` if no other file was given since the guest's start.
+    pub(crate) fn exchanged_config(&self) -> Option<DiskConfig> {
         let current = self.0.current.lock();
-        current.is_exchanged.then(|| current.config.path.clone())
+        current.given.is_some().then(|| current.config.clone())
     }
 
     /// Gives the disk the file at `path`, and tells the driver of the new size. If the disk has
@@ -133,7 +148,9 @@ impl DiskFileControl {
                 return Err(DiskError::Busy { id: state.id.clone() }.into());
             }
         }
-        *current = CurrentDisk { config, file, is_exchanged: true };
+        let is_other = file != current.file || config.bytes != current.config.bytes;
+        let is_exchanged = current.is_exchanged || is_other;
+        *current = CurrentDisk { config, file, given: Some(path.to_owned()), is_exchanged };
         Ok(())
     }
 }
@@ -159,8 +176,9 @@ impl ControlState {
         };
         let serial = file::file_serial(&file).map_err(failed)?;
         let identity = identity_of(&file).map_err(failed)?;
-        let disk =
-            DiskConfig { path: path.to_owned(), bytes, serial, identity: None, ..old.clone() };
+        // A process that loads a snapshot of the guest may have another working directory.
+        let absolute = std::path::absolute(path).map_err(failed)?;
+        let disk = DiskConfig { path: absolute, bytes, serial, identity: None, ..old.clone() };
         let opened = match identity == current.file {
             true => None,
             false => {

@@ -101,7 +101,7 @@ fn same_file_has_its_new_size() {
         let mut running = RunningDisk::new(with);
         let path = running.disk.file.path().to_owned();
         running.exchange(&path).unwrap();
-        assert!(!running.was_told(), "nothing has changed");
+        assert!(!running.was_told() && !running.control.is_exchanged(), "nothing has changed");
         running.driver.quiesce();
         running.driver.transport.save().unwrap();
         running.disk.file.as_file().set_len(2 * BYTES).unwrap();
@@ -115,15 +115,18 @@ fn same_file_has_its_new_size() {
 }
 
 #[test]
-fn exchanged_disk_is_neither_saved_nor_copied() {
+fn exchanged_disk_is_saved_and_not_copied() {
     let running = RunningDisk::new(EngineKind::Sync);
     let copy_before_write = running.source.copy_before_write.clone();
     drop(GuestDrive::open(&running.source).unwrap());
-    let new = file(&[], BYTES);
+    assert!(running.control.exchanged_config().is_none());
+    let new = file(&[], 2 * BYTES);
     running.exchange(new.path()).unwrap();
+    assert!(running.control.is_exchanged());
+    let named = running.control.exchanged_config().unwrap();
+    assert_eq!((named.path.as_path(), named.bytes), (new.path(), 2 * BYTES));
     running.driver.quiesce();
-    let why = running.driver.transport.save().unwrap_err().to_string();
-    assert!(why.contains("disk \"d\" has another file or size"), "{why}");
+    running.driver.transport.save().unwrap();
     assert!(GuestDrive::open(&running.source).is_err());
     let old = Arc::new(running.disk.file.reopen().unwrap());
     let blocks = [FrameRun { start: Gfn(0), count: 1 }].into_iter().collect();
