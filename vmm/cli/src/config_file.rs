@@ -115,9 +115,6 @@ fn fill_boot(args: &mut RunArgs, boot: BootSource) -> Result<(), Failure> {
 
 fn fill_machine(args: &mut RunArgs, machine: MachineSettings) -> Result<(), Failure> {
     let within = |name: &str| format!("machine-config.{name}");
-    if machine.smt {
-        return Err(wrong(within("smt"), "no two vCPUs are threads of one core: write false"));
-    }
     if let Some(vcpus) = machine.vcpu_count {
         values::vcpus(&vcpus.to_string()).map_err(|e| wrong(within("vcpu_count"), e))?;
     }
@@ -142,6 +139,15 @@ fn fill_machine(args: &mut RunArgs, machine: MachineSettings) -> Result<(), Fail
     args.ring_entries = args.ring_entries.or(machine.ring_entries);
     args.backend = args.backend.or(machine.backend);
     args.cpu = args.cpu.take().or(machine.cpu);
+    if machine.smt {
+        let vcpus = args.vcpus.unwrap_or(1);
+        if vcpus > 1 && !vcpus.is_multiple_of(2) {
+            let why =
+                format!("each core has two threads: {vcpus} vCPUs must be 1 or an even number");
+            return Err(wrong(within("smt"), why));
+        }
+        args.cpu.get_or_insert_default().smt = true;
+    }
     Ok(())
 }
 

@@ -188,6 +188,7 @@ fn check_shown(shown: &MicroVmConfig, config: &MachineConfig) -> Result<(), Load
     let mem_bytes = (machine.mem_size_mib as u64).checked_mul(1 << 20);
     let fits = mem_bytes == Some(config.mem_bytes)
         && machine.vcpu_count == config.vcpus
+        && machine.smt == config.cpu.smt
         && is_metadata_shown(shown, config);
     match fits && named == expected {
         true => Ok(()),

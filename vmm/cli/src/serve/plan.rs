@@ -71,6 +71,7 @@ pub(super) fn plan(
         boot: Boot::Kernel { kernel, initrd, cmdline, bare: true },
         cpu: CpuConfig {
             template: config.cpu_template.as_ref().map_or_else(CpuTemplate::default, Into::into),
+            smt: machine.smt,
             ..CpuConfig::default()
         },
         devices,

@@ -86,6 +86,7 @@ fn configuration_of_a_kvm_guest_restarts_it() {
     assert_eq!(first["boot-source"]["boot_args"], "root=/dev/vda quiet");
     assert_eq!(first["balloon"]["target_bytes"], 1028 << 10);
     assert_eq!(first["machine-config"]["cpu"].as_str(), Some("host,-cx16"));
+    first["machine-config"]["smt"] = json!(true);
     let bucket =
         |size: u64, ms: u64| json!({ "size": size, "one_time_burst": null, "refill_time": ms });
     let limits = json!({ "bandwidth": bucket(1 << 20, 125), "ops": bucket(7, 1000) });
@@ -193,7 +194,7 @@ fn wrong_machine_is_refused_by_its_field() {
         (json!({ "mem_size_mib": 8 }), "machine-config.mem_size_mib: a guest has from 16M"),
         (json!({ "mem_size_mib": u64::MAX }), "MiB is too much"),
         (json!({ "mem_size_mib": 64, "mem_bytes": 1 << 20 }), "leave one out"),
-        (json!({ "smt": true }), "machine-config.smt: no two vCPUs"),
+        (json!({ "smt": true, "vcpu_count": 3 }), "machine-config.smt: each core has two threads"),
         (json!({ "ring_entries": 1000 }), "machine-config.ring_entries: it must be a power"),
         (json!({ "cpu": "host,-warp" }), "machine-config.cpu: unknown processor feature"),
         (

@@ -107,7 +107,11 @@ fn what_is_not_built_is_refused_by_name() {
     std::fs::write(&image, [0; 512]).unwrap();
     for (path, body, name) in [
         ("/pmem/a", json!({ "id": "a", "path_on_host": &image }), "Driftline has no pmem devices"),
-        ("/machine-config", json!({ "vcpu_count": 2, "mem_size_mib": 8, "smt": true }), "smt"),
+        (
+            "/machine-config",
+            json!({ "vcpu_count": 2, "mem_size_mib": 8, "cpu_template": "T2" }),
+            "static CPU templates",
+        ),
     ] {
         let text = vmm.refusal("PUT", path, &body.to_string());
         assert!(text.starts_with(NOT_SUPPORTED) && text.contains(name), "PUT {path}: {text}");

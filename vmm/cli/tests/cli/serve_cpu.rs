@@ -9,12 +9,15 @@ use crate::serve_guest::{AfterPrint, configure};
 
 const START: &str = r#"{"action_type": "InstanceStart"}"#;
 
-/// Prints the lowest byte of ECX of CPUID leaf 0x8000_0001 and the fifth byte of the revision of
-/// the microcode (MSR 0x8b), again and again.
+/// Prints the lowest byte of ECX of CPUID leaf 0x8000_0001, the number of threads of a core (leaf
+/// 0xb EBX) and the fifth byte of the revision of the microcode (MSR 0x8b), again and again.
 fn reads_processor() -> Vec<u8> {
     let out = [0x66, 0xba, 0xf8, 0x03, 0xee]; // mov dx, 0x3f8; out dx, al
     let mut code = vec![0xb8, 1, 0, 0, 0x80, 0x31, 0xc9, 0x0f, 0xa2]; // mov eax, 0x80000001; cpuid
     code.extend([0x88, 0xc8]); // mov al, cl
+    code.extend(out);
+    code.extend([0xb8, 0xb, 0, 0, 0, 0x31, 0xc9, 0x0f, 0xa2]); // mov eax, 0xb; cpuid
+    code.extend([0x88, 0xd8]); // mov al, bl
     code.extend(out);
     code.extend([0xb9, 0x8b, 0, 0, 0, 0x0f, 0x32, 0x88, 0xd0]); // mov ecx, 0x8b; rdmsr; mov al, dl
     code.extend(out);
@@ -34,13 +37,13 @@ fn serve(tmp: &TestDir, name: &str) -> ServeProcess {
 
 /// Waits for three records of the guest, and returns them.
 fn await_records(tmp: &TestDir, name: &str) -> Vec<u8> {
-    let print = || std::fs::read(tmp.path(name)).ok().filter(|bytes| bytes.len() >= 6);
-    wait_for("what the guest reads", print)[..6].to_vec()
+    let print = || std::fs::read(tmp.path(name)).ok().filter(|bytes| bytes.len() >= 9);
+    wait_for("what the guest reads", print)[..9].to_vec()
 }
 
 #[test]
-fn guest_sees_its_template_after_a_load() {
-    if !kvm_or_skip("guest_sees_its_template_after_a_load") {
+fn guest_sees_its_processor_after_a_load() {
+    if !kvm_or_skip("guest_sees_its_processor_after_a_load") {
         return;
     }
     let tmp = TestDir::new();
@@ -48,7 +51,8 @@ fn guest_sees_its_template_after_a_load() {
     let first = serve(&tmp, "first");
     let source = json!({ "kernel_image_path": tmp.text("kernel") });
     first.done("PUT", "/boot-source", &source.to_string());
-    first.done("PUT", "/machine-config", r#"{"vcpu_count": 1, "mem_size_mib": 32}"#);
+    let machine = r#"{"vcpu_count": 2, "mem_size_mib": 32, "smt": true}"#;
+    first.done("PUT", "/machine-config", machine);
     let template = json!({
         "kvm_capabilities": ["0", "!56"],
         "cpuid_modifiers": [
@@ -61,7 +65,7 @@ fn guest_sees_its_template_after_a_load() {
     });
     first.done("PUT", "/cpu-config", &template.to_string());
     first.done("PUT", "/actions", START);
-    let expected = [0xa1, 0xa5].repeat(3);
+    let expected = [0xa1, 2, 0xa5].repeat(3);
     assert_eq!(await_records(&tmp, "first"), expected);
     assert_eq!(first.get("/vm/config")["cpu-config"], json!(null));
     first.done("PATCH", "/vm", r#"{"state": "Paused"}"#);
@@ -74,7 +78,9 @@ fn guest_sees_its_template_after_a_load() {
     second.done("PUT", "/snapshot/load", &files.to_string());
     let seen = await_records(&tmp, "second");
     // The snapshot may be of the middle of a record.
-    assert!(seen == expected || seen[..5] == expected[1..], "{seen:x?}");
+    let is_rest = |from: usize| seen[..9 - from] == expected[from..];
+    assert!((0..3).any(is_rest), "{seen:x?}");
+    assert_eq!(second.get("/machine-config")["smt"], true);
 }
 
 #[test]

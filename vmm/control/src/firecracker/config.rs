@@ -97,9 +97,6 @@ impl MicroVmConfig {
                 ));
             }
         }
-        if updated.smt {
-            return Err(ApiFault::NotInDriftline("smt: each vCPU is a core"));
-        }
         if update.cpu_template.is_some() {
             self.cpu_template = None;
         }

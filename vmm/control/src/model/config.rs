@@ -68,7 +68,7 @@ pub struct MachineSettings {
     pub vcpu_count: Option<u8>,
     /// Size of guest memory, in MiB, rounded down.
     pub mem_size_mib: Option<u64>,
-    /// Always false: no two vCPUs are threads of one core.
+    /// Whether two vCPUs are the threads of one core.
     pub smt: bool,
     /// Whether writes are tracked.
     pub track_dirty_pages: Option<bool>,
@@ -229,7 +229,7 @@ impl From<&MachineConfig> for MachineSettings {
         Self {
             vcpu_count: Some(config.vcpus),
             mem_size_mib: Some(config.mem_bytes >> 20),
-            smt: false,
+            smt: config.cpu.smt,
             track_dirty_pages: Some(config.tracking != TrackingMode::None),
             mem_bytes: Some(config.mem_bytes),
             tracking: Some(config.tracking),

@@ -33,6 +33,9 @@ pub struct CpuConfig {
     pub model: CpuModel,
     /// Names of the features that are removed.
     pub without: Vec<String>,
+    /// Whether two vCPUs with successive ids are the threads of one core. Otherwise each vCPU is a
+    /// core.
+    pub smt: bool,
     /// Changes of the rest, bit by bit.
     pub template: CpuTemplate,
     /// The CPUID words that the guest has seen since its first start, recorded when the machine is

@@ -62,6 +62,10 @@ impl MachineConfig {
             initrd.as_deref().map_or(Ok(()), utf8)?;
         }
         self.cpu.check()?;
+        if self.cpu.smt && vcpus > 1 && !vcpus.is_multiple_of(2) {
+            let wanted = "1 or an even number, because each core has two threads (smt)";
+            return size("a guest", vcpus.into(), "vCPUs", wanted);
+        }
         self.identity.name.as_ref().map_or(Ok(()), GuestName::check)?;
         if self.backend != BackendKind::Kvm && !self.devices.is_empty() {
             let (backend, count) = (self.backend.name(), self.devices.len());
@@ -169,7 +173,7 @@ mod tests {
         [
             b"\x01\x80\x80\x80\x20\x02",
             &[tracking][..],
-            b"\x80\x80\x01\x00\x00\x07payload\x00\x00\x00\x00\x00\x00\x00\x00",
+            b"\x80\x80\x01\x00\x00\x07payload\x00\x00\x00\x00\x00\x00\x00\x00\x00",
         ]
         .concat()
     }
@@ -189,6 +193,7 @@ mod tests {
         CpuConfig {
             model: CpuModel::Baseline,
             without: vec!["cx16".to_owned()],
+            smt: true,
             template: template(),
             shown: vec![CpuidWord { function: 7, index: 1, registers: [0x80, 1, 0, u32::MAX] }],
             shown_msrs: vec![MsrWord { index: 0x10a, value: 0x8b }],
@@ -247,7 +252,7 @@ mod tests {
             (
                 MachineConfig { cpu, identity: plain.clone(), ..kernel(OsStr::new("/k")) },
                 b"\x01\x80\x80\x80\x20\x02\x02\x80\x80\x01\x01\x01\x02/k\x00\x05quiet\x01\x01\x01\
-                  \x04cx16\x01\xab\x01\x01\x07\x01\x02\x00\x00\x00\x00\x80\x01\x00\x00\x00\
+                  \x04cx16\x01\x01\xab\x01\x01\x07\x01\x02\x00\x00\x00\x00\x80\x01\x00\x00\x00\
                   \x01\x8a\x02\x05\x04\
                   \x01\x07\x01\x80\x01\x01\x00\xff\xff\xff\xff\x0f\x01\x8a\x02\x8b\x01\x01\
                   \x80\x89\x7a\x00"
@@ -410,6 +415,12 @@ mod tests {
         };
         assert!(refused(MachineConfig { vcpus: 0, ..payload() }).contains("0 vCPUs"));
         assert!(refused(MachineConfig { vcpus: 33, ..payload() }).contains("33 vCPUs"));
+        let cpu = CpuConfig { smt: true, ..CpuConfig::default() };
+        let odd = MachineConfig { vcpus: 3, cpu: cpu.clone(), ..payload() };
+        assert!(refused(odd).contains("3 vCPUs"));
+        for vcpus in [1, 2, 32] {
+            MachineConfig { vcpus, cpu: cpu.clone(), ..payload() }.check().unwrap();
+        }
         assert!(refused(MachineConfig { mem_bytes: 1 << 60, ..payload() }).contains("bytes of"));
         let odd = MachineConfig { mem_bytes: (64 << 20) + 1, ..payload() };
         assert!(refused(odd).contains("whole pages"));

@@ -30,6 +30,7 @@ use crate::devices::{
 use crate::kvm::{Capabilities, KvmVm, register_kick_handler};
 use crate::measure::MeasureOptions;
 use crate::memory::{Memory, PageHandlerSocket, PrivateFile};
+use crate::vcpu::cpuid::Topology;
 use crate::vcpu::{StateContext, TemplateLack, cpu_compat, cpuid, msrs, template, tsc};
 
 /// The first contents of a machine's memory.
@@ -296,12 +297,13 @@ fn create_vcpus(
     }
     let tsc_deadline =
         capabilities.has(KVM_CAP_TSC_DEADLINE_TIMER) && cpuid::may_have_tsc_deadline(&config.cpu);
+    let topology = Topology { vcpus: config.vcpus, smt: config.cpu.smt };
     let mut vcpus = Vec::new();
     for id in 0..config.vcpus {
         step("KVM_CREATE_VCPU")?;
         let fd = vm.fd().create_vcpu(id.into());
         let fd = fd.map_err(MachineError::system("KVM_CREATE_VCPU"))?;
-        let cpuid = cpuid::for_vcpu(offered, id, config.vcpus, tsc_deadline);
+        let cpuid = cpuid::for_vcpu(offered, id, topology, tsc_deadline);
         fd.set_cpuid2(&cpuid).map_err(MachineError::system("KVM_SET_CPUID2"))?;
         vcpus.push((fd, cpuid));
     }

@@ -49,40 +49,81 @@ pub fn may_have_tsc_deadline(cpu: &CpuConfig) -> bool {
     cpu.model == CpuModel::Host && !cpu.without.iter().any(|name| name == "tsc_deadline_timer")
 }
 
-/// Returns the CPUID table of vCPU `id` of `vcpus`, made from the result of [`narrow`].
+/// The places of a guest's vCPUs in its one package.
+#[derive(Clone, Copy, Debug)]
+pub struct Topology {
+    /// Number of vCPUs.
+    pub vcpus: u8,
+    /// Whether two vCPUs with successive ids are the threads of one core. Otherwise each vCPU is a
+    /// core.
+    pub smt: bool,
+}
+
+impl Topology {
+    fn count(self) -> u32 {
+        self.vcpus.into()
+    }
+
+    /// Returns the number of APIC id bits that distinguish the threads of a core.
+    fn thread_bits(self) -> u32 {
+        u32::from(self.smt && self.vcpus > 1)
+    }
+
+    fn threads_per_core(self) -> u32 {
+        1 << self.thread_bits()
+    }
+
+    /// Returns the number of APIC id bits that distinguish the vCPUs.
+    fn package_bits(self) -> u32 {
+        self.count().next_power_of_two().trailing_zeros()
+    }
+
+    /// Returns the largest number of the ids that distinguish the cores.
+    fn last_core_id(self) -> u32 {
+        (1 << (self.package_bits() - self.thread_bits())) - 1
+    }
+
+    /// Returns the number of vCPUs beside one that share its cache of this level.
+    fn sharers(self, level: u32) -> u32 {
+        if level >= 3 { self.count() - 1 } else { self.threads_per_core() - 1 }
+    }
+
+    /// Returns the registers of a topology leaf for the vCPU `id`.
+    fn level(self, level: u32, id: u32) -> [u32; 4] {
+        match level {
+            0 => [self.thread_bits(), self.threads_per_core(), 1 << 8, id],
+            1 => [self.package_bits(), self.count(), 2 << 8 | 1, id],
+            _ => [0, 0, level & 0xff, id],
+        }
+    }
+}
+
+/// Returns the CPUID table of vCPU `id`, made from the result of [`narrow`].
 ///
-/// Each vCPU is a core of its own in one package. Nested virtualization and shadow stacks are
-/// hidden: their state is not part of a checkpoint.
-pub fn for_vcpu(supported: &CpuId, id: u8, vcpus: u8, tsc_deadline: bool) -> CpuId {
+/// All vCPUs are in one package. Nested virtualization and shadow stacks are hidden: their state is
+/// not part of a checkpoint.
+pub fn for_vcpu(supported: &CpuId, id: u8, topology: Topology, tsc_deadline: bool) -> CpuId {
     let mut cpuid = supported.clone();
-    let (id, count) = (u32::from(id), u32::from(vcpus));
-    // Number of APIC id bits that distinguish cores.
-    let core_bits = count.next_power_of_two().trailing_zeros();
+    let (id, count) = (u32::from(id), topology.count());
     let amd = AMD_VENDORS.contains(&find(supported.as_slice(), LEAF_BASE, 0)[1]);
     for e in cpuid.as_mut_slice() {
         match (e.function, e.index) {
             (LEAF_FEATURES, _) => {
                 // A power of two: guests take this for the number of addressable ids.
-                e.ebx = (e.ebx & 0xffff) | id << 24 | count.next_power_of_two() << 16;
+                e.ebx = (e.ebx & 0xffff) | id << 24 | 1 << topology.package_bits() << 16;
                 e.ecx = (e.ecx | HYPERVISOR) & !VMX;
                 set_bit(&mut e.ecx, TSC_DEADLINE, tsc_deadline);
                 set_bit(&mut e.edx, HTT, count > 1);
             }
-            // EAX 4..=0 is the cache's type: 0 ends the list. No cache is shared below level 3.
+            // EAX 4..=0 is the cache's type: 0 ends the list. Below level 3, only the threads of a
+            // core share a cache.
             (LEAF_CACHES, _) if e.eax & 0x1f != 0 => {
-                let level = e.eax >> 5 & 7;
-                let sharing = if level >= 3 { count - 1 } else { 0 };
-                let cores = (1 << core_bits) - 1;
-                e.eax = e.eax & 0x3fff | (sharing & 0xfff) << 14 | (cores & 0x3f) << 26;
-            }
-            (LEAF_TOPOLOGY | LEAF_TOPOLOGY_V2, 0) => {
-                (e.eax, e.ebx, e.ecx, e.edx) = (0, 1, 1 << 8, id);
-            }
-            (LEAF_TOPOLOGY | LEAF_TOPOLOGY_V2, 1) => {
-                (e.eax, e.ebx, e.ecx, e.edx) = (core_bits, count, 2 << 8 | 1, id);
+                let sharers = topology.sharers(e.eax >> 5 & 7);
+                let last_core = topology.last_core_id() & 0x3f;
+                e.eax = e.eax & 0x3fff | (sharers & 0xfff) << 14 | last_core << 26;
             }
             (LEAF_TOPOLOGY | LEAF_TOPOLOGY_V2, level) => {
-                (e.eax, e.ebx, e.ecx, e.edx) = (0, 0, level & 0xff, id);
+                [e.eax, e.ebx, e.ecx, e.edx] = topology.level(level, id);
             }
             (LEAF_EXTENDED_FEATURES, 0) => e.ecx &= !SHSTK,
             (LEAF_SVM, _) => (e.eax, e.ebx, e.ecx, e.edx) = (0, 0, 0, 0),
@@ -92,40 +133,45 @@ pub fn for_vcpu(supported: &CpuId, id: u8, vcpus: u8, tsc_deadline: bool) -> Cpu
                     e.ecx &= !AMD_LEGACY_CMP;
                 }
             }
-            // On AMD: cores minus one, and the number of bits that distinguish them. Intel reserves
+            // On AMD: vCPUs minus one, and the number of bits that distinguish them. Intel reserves
             // ECX.
-            (LEAF_SIZES, _) if amd => e.ecx = core_bits << 12 | (count - 1),
+            (LEAF_SIZES, _) if amd => e.ecx = topology.package_bits() << 12 | (count - 1),
             (LEAF_AMD_CACHES, _) if e.eax & 0x1f != 0 => {
-                let sharing = if e.eax >> 5 & 7 >= 3 { count - 1 } else { 0 };
-                e.eax = e.eax & 0x3fff | (sharing & 0xfff) << 14;
+                let sharers = topology.sharers(e.eax >> 5 & 7);
+                e.eax = e.eax & 0x3fff | (sharers & 0xfff) << 14;
             }
-            (LEAF_AMD_TOPOLOGY, _) if e.eax | e.ebx | e.ecx != 0 => {
-                (e.eax, e.ebx, e.ecx) = (id, id & 0xff, 0);
+            // Zeros are no topology. Then only a guest with two threads a core needs one here.
+            (LEAF_AMD_TOPOLOGY, _)
+                if e.eax | e.ebx | e.ecx != 0 || topology.threads_per_core() > 1 =>
+            {
+                let core = id >> topology.thread_bits() & 0xff;
+                (e.eax, e.ebx, e.ecx) = (id, (topology.threads_per_core() - 1) << 8 | core, 0);
             }
             _ => {}
         }
     }
-    add_topology(&mut cpuid, id, count, core_bits);
+    add_topology(&mut cpuid, id, topology);
     cpuid
 }
 
 /// Adds the second level of a topology leaf, which guests need and which KVM does not list on some
 /// hosts.
-fn add_topology(cpuid: &mut CpuId, id: u32, count: u32, core_bits: u32) {
+fn add_topology(cpuid: &mut CpuId, id: u32, topology: Topology) {
     for function in [LEAF_TOPOLOGY, LEAF_TOPOLOGY_V2] {
         let has =
             |index| cpuid.as_slice().iter().any(|e| e.function == function && e.index == index);
         if !has(0) || has(1) {
             continue;
         }
+        let [eax, ebx, ecx, edx] = topology.level(1, id);
         let level = kvm_cpuid_entry2 {
             function,
             index: 1,
             flags: KVM_CPUID_FLAG_SIGNIFCANT_INDEX,
-            eax: core_bits,
-            ebx: count,
-            ecx: 2 << 8 | 1,
-            edx: id,
+            eax,
+            ebx,
+            ecx,
+            edx,
             ..Default::default()
         };
         // A full table has no room for it; the guest then sees one level.
@@ -159,7 +205,7 @@ mod tests {
             entry(0x8000_0001, 0, [0, 0, SVM, 0]),
         ];
         let host = CpuId::from_entries(&host).unwrap();
-        let guest = for_vcpu(&host, 2, 3, true);
+        let guest = for_vcpu(&host, 2, Topology { vcpus: 3, smt: false }, true);
         let at = |f, i| find(guest.as_slice(), f, i);
         assert_eq!(at(1, 0), [0, 0x0204_0800, HYPERVISOR | TSC_DEADLINE, HTT]);
         assert_eq!(at(0xb, 0), [0, 1, 0x100, 2]);
@@ -178,23 +224,32 @@ mod tests {
         assert_eq!(lacking(&running, &[]), None, "these bits follow the guest");
     }
 
-    #[test]
-    fn topology_is_right_for_every_number_of_vcpus() {
+    /// Returns an AMD host that also has Intel's leaves about the topology.
+    fn host_of_every_topology() -> CpuId {
         let vendor = u32::from_le_bytes(*b"Auth");
         let host = [
             entry(0, 0, [0x1f, vendor, 0, 0]),
             entry(1, 0, [0; 4]),
+            entry(4, 0, [1 << 5 | 1, 0, 0, 0]),
             entry(4, 3, [3 << 5 | 3, 0, 0, 0]),
             entry(0xb, 0, [0; 4]),
             entry(0x1f, 0, [0; 4]),
             entry(0x8000_0008, 0, [48, 0, 0, 0]),
+            entry(0x8000_001d, 2, [2 << 5 | 3, 0, 0, 0]),
+            entry(0x8000_001d, 3, [3 << 5 | 3, 0, 0, 0]),
             entry(0x8000_001e, 0, [1, 0x100, 0, 0]),
         ];
-        let host = CpuId::from_entries(&host).unwrap();
+        CpuId::from_entries(&host).unwrap()
+    }
+
+    #[test]
+    fn topology_is_right_for_every_number_of_vcpus() {
+        let host = host_of_every_topology();
         for count in 1..=32u8 {
+            let topology = Topology { vcpus: count, smt: false };
             let mut seen = std::collections::HashSet::new();
             for id in 0..count {
-                let guest = for_vcpu(&host, id, count, true);
+                let guest = for_vcpu(&host, id, topology, true);
                 let at = |f, i| find(guest.as_slice(), f, i);
                 let bits = at(0xb, 1)[0];
                 assert!(1 << bits >= count && (count == 1 || 1 << (bits - 1) < count));
@@ -211,6 +266,33 @@ mod tests {
                 assert!(seen.insert(at(0xb, 0)[3]));
             }
         }
+    }
+
+    #[test]
+    fn two_threads_share_a_core_with_smt() {
+        let host = host_of_every_topology();
+        for count in (2..=32u8).step_by(2) {
+            for id in 0..count {
+                let guest = for_vcpu(&host, id, Topology { vcpus: count, smt: true }, true);
+                let at = |f, i| find(guest.as_slice(), f, i);
+                let (bits, core) = (at(0xb, 1)[0], u32::from(id) >> 1);
+                assert!(1 << bits >= count && 1 << (bits - 1) < count);
+                for leaf in [0xb, 0x1f] {
+                    assert_eq!(at(leaf, 0), [1, 2, 0x100, id.into()]);
+                    assert_eq!(at(leaf, 1), [bits, count.into(), 0x201, id.into()]);
+                }
+                assert_eq!(at(1, 0)[1] >> 16, u32::from(id) << 8 | 1 << bits);
+                assert_eq!(at(4, 3)[0] >> 26, (1 << (bits - 1)) - 1, "ids of cores");
+                for leaf in [4, 0x8000_001d] {
+                    assert_eq!(at(leaf, 3)[0] >> 14 & 0xfff, u32::from(count) - 1, "sharers");
+                }
+                assert_eq!((at(4, 0)[0] >> 14 & 0xfff, at(0x8000_001d, 2)[0] >> 14), (1, 1));
+                assert_eq!(at(0x8000_0008, 0)[2], bits << 12 | (u32::from(count) - 1));
+                assert_eq!(at(0x8000_001e, 0)[..3], [id.into(), 1 << 8 | core, 0]);
+            }
+        }
+        let one = |smt| for_vcpu(&host, 0, Topology { vcpus: 1, smt }, true);
+        assert_eq!(one(true).as_slice(), one(false).as_slice(), "a lone vCPU is a core");
     }
 
     fn all_of(leaves: &[u32]) -> CpuId {
