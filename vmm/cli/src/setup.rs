@@ -5,6 +5,7 @@ use std::fmt::Display;
 use std::fs::{File, OpenOptions};
 use std::io::{self, IsTerminal};
 use std::net::{SocketAddr, TcpListener};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
 
 use driftline_control::api::Listeners;
@@ -16,6 +17,7 @@ use driftline_machine::pm_qos;
 use driftline_machine::sandbox;
 use driftline_machine::socket::ListeningSocket;
 use driftline_machine::vm::Vm;
+use rustix::fs::OFlags;
 
 use super::args::{DeviceArgs, HostArgs};
 use super::failure::Failure;
@@ -186,8 +188,9 @@ fn restrictions(host: &HostArgs, named: NamedFiles) -> Result<sandbox::SandboxOp
     sockets.extend(host.api_sock.clone());
     // The sandbox can allow only paths that exist.
     if let SerialSink::File(path) = &host.serial {
-        // An error is reported where the file is opened for use.
-        let _ = OpenOptions::new().create(true).append(true).open(path);
+        // An error is reported where the file is opened for use. A FIFO may have no reader.
+        let flags = (OFlags::NONBLOCK | OFlags::NOCTTY).bits().cast_signed();
+        let _ = OpenOptions::new().create(true).append(true).custom_flags(flags).open(path);
         write.push(path.clone());
     }
     if !host.allow_path.is_empty() {

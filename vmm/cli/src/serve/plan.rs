@@ -2,6 +2,7 @@
 
 use std::fs::{FileType, OpenOptions};
 use std::io;
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
 use driftline_control::firecracker::{
@@ -70,8 +71,8 @@ pub(super) fn plan(
         backend: BackendKind::Kvm,
         boot: Boot::Kernel { kernel, initrd, cmdline, bare: true },
         cpu: CpuConfig {
-            template: config.cpu_template.as_ref().map_or_else(CpuTemplate::default, Into::into),
             smt: machine.smt,
+            template: config.cpu_template.as_ref().map_or_else(CpuTemplate::default, Into::into),
             ..CpuConfig::default()
         },
         devices,
@@ -208,9 +209,13 @@ fn sink(path: &Path) -> Result<SerialSink, ApiFault> {
     let failed = |e: io::Error| machine_fault(format!("the serial port's output: {e}"));
     // The sandbox can allow only paths that exist.
     let options = OpenOptions::new().read(true).append(true).create(true).clone();
-    match open_kind(path, &options, FileType::is_file).map_err(failed)? {
+    let is_output = |kind: &FileType| kind.is_file() || kind.is_fifo() || kind.is_char_device();
+    match open_kind(path, &options, is_output).map_err(failed)? {
         Some(_) => Ok(SerialSink::File(std::path::absolute(path).map_err(failed)?)),
-        None => Err(ApiFault::NotBuilt("serial_out_path of PUT /serial that is not a file")),
+        None => {
+            let why = "it is neither a regular file nor a FIFO nor a character device";
+            Err(failed(io::Error::other(why)))
+        }
     }
 }
 

@@ -1,12 +1,14 @@
 //! `driftline serve` with a guest: its start, the requests that a started guest answers, and its
 //! end.
 
+use std::io::Read;
+
 use driftline_machine::testing::{Elf, kvm_or_skip, skip};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use crate::common::serving::ServeProcess;
-use crate::common::{TestDir, fail, succeed, wait_for};
+use crate::common::{TestDir, fail, open_both_ends, succeed, text, wait_for};
 
 const START: &str = r#"{"action_type": "InstanceStart"}"#;
 
@@ -390,7 +392,16 @@ fn signal_ends_a_configured_guest() {
     let tmp = TestDir::new();
     let mut vmm = ServeProcess::start(&tmp, &[]);
     configure(&vmm, &tmp, AfterPrint::Wait);
+    // Its output goes to a FIFO that has no reader before the guest has printed.
+    let fifo = tmp.fifo("fifo");
+    vmm.done("PUT", "/serial", &json!({ "serial_out_path": fifo }).to_string());
     vmm.done("PUT", "/actions", START);
+    let mut line = Vec::new();
+    wait_for("the guest's line", || {
+        let _ = open_both_ends(&fifo).read_to_end(&mut line);
+        line.ends_with(b"\n").then_some(())
+    });
+    assert!(text(&line).starts_with("quiet "), "{line:?}");
     vmm.signal(Signal::TERM);
     let (code, stderr) = vmm.wait();
     assert_eq!(code, Some(0), "{stderr}");

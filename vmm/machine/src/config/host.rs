@@ -24,7 +24,8 @@ pub enum SerialSink {
     Stdio,
     /// The output is discarded.
     Null,
-    /// The output is appended to a file, which is created if it does not exist.
+    /// The output is appended to a file, which is created if it does not exist. It may be a FIFO or
+    /// a character device, whose reader is not waited for.
     File(PathBuf),
 }
 

@@ -29,6 +29,7 @@ mod power;
 mod rate_limit;
 mod rng;
 mod serial;
+mod serial_file;
 mod serial_input;
 mod serial_output;
 mod set;

@@ -5,7 +5,6 @@
 //! Lines are written whole. An unfinished line, such as a prompt, is written after
 //! [`LINE_TIMEOUT`].
 
-use std::fs::OpenOptions;
 use std::io::{self, Write};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -15,6 +14,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::rate_limit::DeviceRateLimiter;
+use super::serial_file::SerialFile;
 use crate::config::{RateLimit, RateLimits, SerialSink};
 use crate::sandbox::{self, Class};
 
@@ -161,7 +161,7 @@ pub fn open(
         SerialSink::Null => Box::new(io::sink()),
         SerialSink::File(path) => {
             let failed = |cause| SerialOutputError::Open { path: path.clone(), cause };
-            Box::new(OpenOptions::new().create(true).append(true).open(path).map_err(failed)?)
+            Box::new(SerialFile::open(path).map_err(failed)?)
         }
     };
     let shared = Arc::new(OutputBuffer::default());
