@@ -7,7 +7,9 @@ use driftline_guest::{Guest, GuestError, RunState, VmId};
 use serde::{Deserialize, Serialize};
 
 use crate::config::{GuestName, Lineage, MachineConfig};
-use crate::devices::{BalloonControl, DeviceStats, DiskFileControl, RateLimitControl};
+use crate::devices::{
+    BalloonControl, DeviceStats, DiskFileControl, MachineCounts, RateLimitControl,
+};
 pub use crate::end_reason::EndReason;
 use crate::histogram::Distribution;
 use crate::memory::RestoreFigures;
@@ -102,6 +104,9 @@ pub trait Vm: Guest {
 
     /// Returns the handles by which the guest's disks get other files.
     fn disk_files(&self) -> &[DiskFileControl];
+
+    /// Returns what the parts have done that [`info`](Self::info) does not show.
+    fn counts(&self) -> MachineCounts;
 
     /// Returns the guest's balloon, if it has one.
     fn balloon(&self) -> Option<&BalloonControl>;

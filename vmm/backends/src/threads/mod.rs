@@ -33,8 +33,8 @@ use driftline_images::workload::{WorkingSetPlacement, ready_line};
 use driftline_machine::actor::{self, Handle};
 use driftline_machine::config::{Boot, HostConfig, MachineConfig};
 use driftline_machine::devices::{
-    BalloonControl, DiskFileControl, RateLimitControl, SerialOutputThread, SerialWriter,
-    open_serial_output,
+    BalloonControl, DiskFileControl, MachineCounts, RateLimitControl, SerialOutputThread,
+    SerialWriter, open_serial_output,
 };
 use driftline_machine::machine::MachineError;
 use driftline_machine::memory::Memory;
@@ -455,6 +455,10 @@ impl Vm for ThreadMachine {
 
     fn disk_files(&self) -> &[DiskFileControl] {
         &[]
+    }
+
+    fn counts(&self) -> MachineCounts {
+        MachineCounts::default()
     }
 
     fn balloon(&self) -> Option<&BalloonControl> {

@@ -10,7 +10,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use driftline_control::firecracker::{
-    ApiCounts, ApiFault, FirecrackerMetrics, MetricsConfig, MetricsFault, UnwrittenLines,
+    ApiCounts, ApiFault, FirecrackerMetrics, GuestCounts, MetricsConfig, MetricsFault,
+    UnwrittenLines,
 };
 use driftline_machine::log::{LineSink, LogOutput};
 use driftline_machine::log_thread;
@@ -168,8 +169,12 @@ impl MetricsWriter {
             suppressed: firecracker_log::suppressed_lines(),
             metrics: self.missed(),
         };
-        let balloon = self.vm.balloon().map(|balloon| balloon.stats().counts);
-        let line = self.metrics.line(&self.vm.info().devices, balloon, unwritten);
+        let guest = GuestCounts {
+            devices: self.vm.info().devices,
+            balloon: self.vm.balloon().map(|balloon| balloon.stats().counts),
+            machine: self.vm.counts(),
+        };
+        let line = self.metrics.line(&guest, unwritten);
         self.file.output.line(&line);
     }
 

@@ -29,7 +29,7 @@ pub use config_file::{ConfigFileFault, config_file_operations, config_file_text}
 pub use fault::{ApiFault, BootFault, DriveFault, LoadFault, MetricsFault, NetFault, StartFault};
 pub(crate) use guest::started_instance;
 pub use instance::{IMITATED_VERSION, InstanceName};
-pub use metrics::{ApiCounts, FirecrackerMetrics, UnwrittenLines};
+pub use metrics::{ApiCounts, FirecrackerMetrics, GuestCounts, UnwrittenLines};
 pub(crate) use metrics::{CountedCall, latency_names};
 pub use model::{
     BalloonDeviceConfig, BlockDeviceConfig, BootSourceConfig, CacheType, FileEngineType,

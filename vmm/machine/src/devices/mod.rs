@@ -17,6 +17,7 @@ mod balloon;
 mod block;
 mod boot_timer;
 mod bus;
+mod counts;
 mod error;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzz;
@@ -51,6 +52,8 @@ pub(crate) use bus::{
     Bus, COM1_PORTS, GENERATION_EVENT, KEYBOARD_COMMAND, KEYBOARD_RESET, PM1A_CONTROL, PM1A_EVENT,
     PVPANIC, SCI,
 };
+pub(crate) use counts::MachineCounters;
+pub use counts::{MachineCounts, RngCounts, SerialCounts, VsockCounts};
 pub use error::{DeviceError, StateError};
 pub(crate) use keyboard::Keyboard;
 pub use keyboard::KeyboardFull;

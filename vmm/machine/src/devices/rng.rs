@@ -1,11 +1,13 @@
 //! virtio-rng: random numbers from the host's kernel.
 
 use std::io;
+use std::sync::Arc;
 use std::time::Instant;
 
 use rustix::rand::{GetRandomFlags, getrandom};
 use vmm_sys_util::epoll::EventSet;
 
+use super::counts::RngCounters;
 use super::error::{DeviceError, StateError};
 use super::virtio::{Device, DeviceIo, DeviceKind, QuiesceError, Violation, Watcher};
 use crate::config::{RateLimits, RngConfig};
@@ -19,11 +21,17 @@ const MAX_BYTES_PER_CHAIN: u32 = 4096;
 #[derive(Debug, Default)]
 pub(super) struct Rng {
     limits: RateLimits,
+    counters: Arc<RngCounters>,
 }
 
 impl Rng {
     pub(super) fn new(config: &RngConfig) -> Self {
-        Self { limits: config.limits }
+        Self { limits: config.limits, counters: Arc::default() }
+    }
+
+    /// Returns the device's counters.
+    pub(super) fn counters(&self) -> &Arc<RngCounters> {
+        &self.counters
     }
 }
 
@@ -71,15 +79,18 @@ impl Device for Rng {
                 ring.unpop();
                 return Ok(());
             }
+            self.counters.requests.add(1);
             let given = match getrandom(&mut bytes[..wanted], GetRandomFlags::empty()) {
                 Ok(given) => given,
                 Err(e) => {
                     // The driver asks again. A kernel without randomness will soon have some.
                     tracing::warn!("the host has no randomness for the guest: {e}");
+                    self.counters.failures.add(1);
                     0
                 }
             };
             let written = chain.writable.write(io.ram, 0, &bytes[..given])?;
+            self.counters.bytes.add(written as u64);
             ring.push(io.ram, chain.head, written as u32)?;
         }
         Ok(())
@@ -155,7 +166,9 @@ mod tests {
 
     #[test]
     fn random_bytes_do_not_repeat() {
-        let mut driver = Driver::started(Box::new(Rng::default()));
+        let rng = Rng::default();
+        let counters = rng.counters().clone();
+        let mut driver = Driver::started(Box::new(rng));
         let mut seen = std::collections::HashSet::new();
         for _ in 0..50 {
             let piece = driver.writable(32);
@@ -164,5 +177,8 @@ mod tests {
         }
         let large = driver.writable(1 << 20);
         assert_eq!(driver.request(0, &[large]), MAX_BYTES_PER_CHAIN, "bounded");
+        let bytes = 50 * 32 + u64::from(MAX_BYTES_PER_CHAIN);
+        let (requests, failures) = (counters.requests.get(), counters.failures.get());
+        assert_eq!((requests, counters.bytes.get(), failures), (51, bytes, 0));
     }
 }

@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use vm_superio::Trigger;
 use vm_superio::serial::{Serial, SerialEvents, SerialState};
 
+use super::counts::SerialCounters;
 use super::error::StateError;
 use super::latched_event::LatchedEvent;
 use super::serial_output::SerialWriter;
@@ -34,20 +35,31 @@ impl Trigger for IrqPulse {
     }
 }
 
-/// Signals an event when the guest has read all input in the port.
+/// Counts bytes, and signals an event when the guest has read all input in the port.
 #[derive(Clone, Debug)]
-pub(crate) struct Drained(Arc<LatchedEvent>);
+pub(crate) struct PortEvents {
+    drained: Arc<LatchedEvent>,
+    counters: Arc<SerialCounters>,
+}
 
-impl SerialEvents for Drained {
-    fn buffer_read(&self) {}
-    fn out_byte(&self) {}
+impl SerialEvents for PortEvents {
+    fn buffer_read(&self) {
+        self.counters.read_bytes.add(1);
+    }
+
+    fn out_byte(&self) {
+        self.counters.written_bytes.add(1);
+    }
+
+    // The output's own thread counts these.
     fn tx_lost_byte(&self) {}
+
     fn in_buffer_empty(&self) {
-        self.0.signal();
+        self.drained.signal();
     }
 }
 
-type Uart = Serial<IrqPulse, Drained, SerialWriter>;
+type Uart = Serial<IrqPulse, PortEvents, SerialWriter>;
 
 /// The port, shared by the vCPUs.
 #[derive(Debug)]
@@ -55,7 +67,7 @@ pub(crate) struct Com1 {
     uart: Mutex<Uart>,
     vm: Arc<KvmVm>,
     sink: SerialWriter,
-    drained: Drained,
+    events: PortEvents,
     /// Whether input may enter the port. False while the guest is paused, because its state must
     /// not change then.
     takes_input: AtomicBool,
@@ -65,10 +77,16 @@ impl Com1 {
     /// Returns a port in its reset state that writes to `sink`. It takes no input before
     /// `take_input`.
     pub(crate) fn new(vm: Arc<KvmVm>, sink: SerialWriter) -> io::Result<Self> {
-        let drained = Drained(Arc::new(LatchedEvent::new()?));
-        let uart = Serial::with_events(IrqPulse(vm.clone()), drained.clone(), sink.clone());
+        let drained = Arc::new(LatchedEvent::new()?);
+        let events = PortEvents { drained, counters: sink.counters().clone() };
+        let uart = Serial::with_events(IrqPulse(vm.clone()), events.clone(), sink.clone());
         let takes_input = AtomicBool::new(false);
-        Ok(Self { uart: Mutex::new(uart), vm, sink, drained, takes_input })
+        Ok(Self { uart: Mutex::new(uart), vm, sink, events, takes_input })
+    }
+
+    /// Returns the port's counters.
+    pub(crate) fn counters(&self) -> &Arc<SerialCounters> {
+        &self.events.counters
     }
 
     /// Lets input in if `yes` is true, or stops it. After a stop has returned, no more input
@@ -77,7 +95,7 @@ impl Com1 {
         let _uart = self.uart();
         self.takes_input.store(yes, Ordering::Relaxed);
         if yes {
-            self.drained.in_buffer_empty();
+            self.events.in_buffer_empty();
         }
     }
 
@@ -93,7 +111,7 @@ impl Com1 {
         {
             return 0;
         }
-        // A full port is not an error: `Drained` reports when the guest has read everything.
+        // A full port is not an error: `PortEvents` reports when the guest has read everything.
         if uart.fifo_capacity() == 0 {
             return 0;
         }
@@ -105,7 +123,7 @@ impl Com1 {
 
     /// Returns the event that is signalled when the guest has read all its input.
     pub(super) fn drained(&self) -> &LatchedEvent {
-        &self.drained.0
+        &self.events.drained
     }
 
     fn uart(&self) -> MutexGuard<'_, Uart> {
@@ -123,6 +141,7 @@ impl Com1 {
 
     pub(super) fn write(&self, register: u8, value: u8) {
         if let Err(e) = self.uart().write(register, value) {
+            self.events.counters.errors.add(1);
             tracing::debug!("COM1 register {register}: {e}");
         }
     }
@@ -160,7 +179,7 @@ impl Com1 {
     /// Fails if `state` is not a valid state of a port.
     pub(crate) fn restore(&self, state: SerialPortState) -> Result<(), StateError> {
         let irq = IrqPulse(self.vm.clone());
-        let uart = Serial::from_state(&state.into(), irq, self.drained.clone(), self.sink.clone());
+        let uart = Serial::from_state(&state.into(), irq, self.events.clone(), self.sink.clone());
         *self.uart() = uart.map_err(|e| StateError::Misfit(e.to_string()))?;
         Ok(())
     }

@@ -7,11 +7,14 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind, Write};
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::io::Errno;
+
+use super::counts::SerialCounters;
 
 /// Longest wait for room in a FIFO or device that had some the last time. It is not waited for
 /// again before it has room.
@@ -26,6 +29,7 @@ pub(super) struct SerialFile {
     is_full: bool,
     /// Bytes that were lost since then.
     lost: u64,
+    counters: Arc<SerialCounters>,
 }
 
 impl SerialFile {
@@ -34,7 +38,7 @@ impl SerialFile {
     /// # Errors
     ///
     /// It cannot be opened, or is of another kind.
-    pub(super) fn open(path: &Path) -> io::Result<Self> {
+    pub(super) fn open(path: &Path, counters: Arc<SerialCounters>) -> io::Result<Self> {
         // A FIFO that is open in one direction only needs a reader, now and later.
         let is_fifo = fs::metadata(path).is_ok_and(|found| found.file_type().is_fifo());
         let flags = OFlags::NONBLOCK | OFlags::NOCTTY;
@@ -48,7 +52,7 @@ impl SerialFile {
             let why = "it is neither a regular file nor a FIFO nor a character device";
             return Err(io::Error::other(why));
         }
-        Ok(Self { path: path.to_owned(), file, is_full: false, lost: 0 })
+        Ok(Self { path: path.to_owned(), file, is_full: false, lost: 0, counters })
     }
 
     /// Waits until `until` at most. Returns whether a write finds room.
@@ -79,6 +83,7 @@ impl SerialFile {
             );
         }
         self.lost += bytes as u64;
+        self.counters.lost_bytes.add(bytes as u64);
     }
 }
 
@@ -116,19 +121,24 @@ mod tests {
 
     use super::*;
 
+    fn open(path: &Path) -> io::Result<SerialFile> {
+        SerialFile::open(path, Arc::default())
+    }
+
     #[test]
     fn fifo_without_reader_delays_nothing() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("fifo");
         mknodat(CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
-        let mut file = SerialFile::open(&path).unwrap();
+        let mut file = open(&path).unwrap();
         let begun = Instant::now();
         for line in 0..40_000u32 {
             writeln!(file, "{line:09}").unwrap();
         }
         assert!(begun.elapsed() < Duration::from_secs(10), "it waits for room once");
         assert!(file.is_full && file.lost > 300_000);
-        let mut reader = SerialFile::open(&path).unwrap().file;
+        assert_eq!(file.counters.lost_bytes.get(), file.lost);
+        let mut reader = open(&path).unwrap().file;
         let mut read = vec![0; 1 << 20];
         let bytes = reader.read(&mut read).unwrap();
         assert!(bytes < 100_000 && read.starts_with(b"000000000\n000000001\n"));
@@ -142,19 +152,19 @@ mod tests {
         let mut terminal = File::from(openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap());
         grantpt(&terminal).and_then(|()| unlockpt(&terminal)).unwrap();
         let path = ptsname(&terminal, Vec::new()).unwrap().into_string().unwrap();
-        SerialFile::open(Path::new(&path)).unwrap().write_all(b"login: ").unwrap();
+        open(Path::new(&path)).unwrap().write_all(b"login: ").unwrap();
         let mut read = [0; 7];
         terminal.read_exact(&mut read).unwrap();
         assert_eq!(&read, b"login: ");
-        SerialFile::open(Path::new("/dev/null")).unwrap().write_all(b"x").unwrap();
+        open(Path::new("/dev/null")).unwrap().write_all(b"x").unwrap();
     }
 
     #[test]
     fn other_kinds_of_files_are_refused() {
         let dir = tempfile::tempdir().unwrap();
-        assert!(SerialFile::open(dir.path()).is_err(), "a directory");
+        assert!(open(dir.path()).is_err(), "a directory");
         let path = dir.path().join("socket");
         let _socket = std::os::unix::net::UnixListener::bind(&path).unwrap();
-        assert!(SerialFile::open(&path).is_err(), "a socket");
+        assert!(open(&path).is_err(), "a socket");
     }
 }

@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
+use super::counts::SerialCounters;
 use super::rate_limit::DeviceRateLimiter;
 use super::serial_file::SerialFile;
 use crate::config::{RateLimit, RateLimits, SerialSink};
@@ -70,6 +71,7 @@ struct OutputState {
 struct OutputBuffer {
     state: Mutex<OutputState>,
     changed: Condvar,
+    counters: Arc<SerialCounters>,
 }
 
 impl OutputBuffer {
@@ -104,6 +106,11 @@ impl OutputLimiter {
 pub struct SerialWriter(Arc<OutputBuffer>);
 
 impl SerialWriter {
+    /// Returns the counters of the port whose output this is.
+    pub(super) fn counters(&self) -> &Arc<SerialCounters> {
+        &self.0.counters
+    }
+
     /// Waits until all output so far is written, for 100 ms at most. Another process may write
     /// the guest's next byte.
     pub fn drain(&self) {
@@ -121,9 +128,12 @@ impl Write for SerialWriter {
         let mut state = self.0.lock();
         let admitted = state.limiter.as_mut().map(|limiter| limiter.admitted(bytes));
         let output = admitted.as_deref().unwrap_or(bytes);
-        state.limited += (bytes.len() - output.len()) as u64;
+        let limited = (bytes.len() - output.len()) as u64;
+        state.limited += limited;
+        self.0.counters.limited_bytes.add(limited);
         if state.bytes.len() + output.len() > CAPACITY {
             state.dropped += output.len() as u64;
+            self.0.counters.lost_bytes.add(output.len() as u64);
             return Ok(bytes.len());
         }
         let wake = !output.is_empty() && (state.bytes.is_empty() || output.contains(&b'\n'));
@@ -156,15 +166,15 @@ pub fn open(
     sink: &SerialSink,
     limit: Option<RateLimit>,
 ) -> Result<(SerialWriter, SerialOutputThread), SerialOutputError> {
+    let shared = Arc::new(OutputBuffer::default());
     let to: Box<dyn Write + Send> = match sink {
         SerialSink::Stdio => Box::new(io::stdout()),
         SerialSink::Null => Box::new(io::sink()),
         SerialSink::File(path) => {
             let failed = |cause| SerialOutputError::Open { path: path.clone(), cause };
-            Box::new(SerialFile::open(path).map_err(failed)?)
+            Box::new(SerialFile::open(path, shared.counters.clone()).map_err(failed)?)
         }
     };
-    let shared = Arc::new(OutputBuffer::default());
     shared.lock().limiter = limit.map(OutputLimiter::new);
     let buffer = shared.clone();
     let run = move || {
@@ -190,7 +200,9 @@ fn write_out(shared: &OutputBuffer, mut to: Box<dyn Write + Send>) {
         if limited > 0 {
             tracing::debug!("{limited} bytes of serial output were dropped: they exceed its limit");
         }
-        if !broken && let Err(e) = to.write_all(&bytes).and_then(|()| to.flush()) {
+        if broken {
+            shared.counters.lost_bytes.add(bytes.len() as u64);
+        } else if let Err(e) = to.write_all(&bytes).and_then(|()| to.flush()) {
             tracing::warn!("serial output is lost from here on: {e}");
             broken = true;
         }
@@ -289,7 +301,9 @@ mod tests {
         }
         assert_eq!(shared.lock().bytes.len(), CAPACITY);
         assert_eq!(shared.lock().dropped, 100);
+        assert_eq!(shared.counters.lost_bytes.get(), 100);
     }
+
     #[test]
     fn output_beyond_the_limit_is_dropped() {
         let shared = Arc::new(OutputBuffer::default());
@@ -302,5 +316,6 @@ mod tests {
         let state = shared.lock();
         assert_eq!(state.bytes, b"abcde");
         assert_eq!((state.limited, state.dropped), (2, 0));
+        assert_eq!(shared.counters.limited_bytes.get(), 2);
     }
 }

@@ -199,6 +199,7 @@ impl KvmMachine {
             (devices.stats_handles().to_vec(), devices.balloon().cloned());
         let rate_limits = devices.rate_limits().to_vec();
         let disk_files = devices.disk_files().to_vec();
+        let device_counters = devices.counters().with_serial(com1.counters());
         let bus = Arc::new(Bus::new(com1, devices, host.boot_timer));
         // A restored guest's state says whether it has one.
         bus.set_keyboard(host.keyboard.then(Keyboard::default));
@@ -230,6 +231,7 @@ impl KvmMachine {
             stats_handles,
             rate_limits,
             disk_files,
+            device_counters,
             balloon,
             status,
             counters,

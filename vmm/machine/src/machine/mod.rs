@@ -58,8 +58,8 @@ use crate::actor::Handle;
 use crate::collector::Collector;
 use crate::config::{MachineConfig, disks_mut};
 use crate::devices::{
-    BalloonControl, DiskError, DiskFileControl, Drive, DriveSource, RateLimitControl, SerialInput,
-    SerialOutputThread, StatsHandle,
+    BalloonControl, DiskError, DiskFileControl, Drive, DriveSource, MachineCounters, MachineCounts,
+    RateLimitControl, SerialInput, SerialOutputThread, StatsHandle,
 };
 use crate::exit;
 use crate::memory::{self, Memory};
@@ -96,6 +96,7 @@ pub struct KvmMachine {
     stats_handles: Vec<StatsHandle>,
     rate_limits: Vec<RateLimitControl>,
     disk_files: Vec<DiskFileControl>,
+    device_counters: MachineCounters,
     balloon: Option<BalloonControl>,
     status: Arc<MachineStatus>,
     counters: Vec<Arc<Counters>>,
@@ -460,6 +461,12 @@ impl Vm for KvmMachine {
 
     fn disk_files(&self) -> &[DiskFileControl] {
         &self.disk_files
+    }
+
+    fn counts(&self) -> MachineCounts {
+        let of = |limits: &RateLimitControl| (limits.device().to_owned(), limits.throttles());
+        let throttles = self.rate_limits.iter().map(of).collect();
+        MachineCounts { throttles, ..self.device_counters.read() }
     }
 
     fn balloon(&self) -> Option<&BalloonControl> {

@@ -6,20 +6,41 @@
 
 mod calls;
 mod keys;
+mod machine;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use driftline_machine::devices::{BalloonCounts, DeviceStats};
+use driftline_machine::devices::{BalloonCounts, DeviceStats, MachineCounts};
 use driftline_machine::metadata::{MetadataCounts, MetadataStore};
 use serde_json::{Map, Value, json};
 
 pub use calls::ApiCounts;
 pub(crate) use calls::{CountedCall, latency_names};
 use keys::{BLOCK, GROUPS, MetricsGroup, NET};
+use machine::{rng_counts, serial_counts, vsock_counts};
 
 use super::model::MetricsConfig;
+
+/// What a guest's machine has counted since the start of the process.
+#[derive(Clone, PartialEq, Eq, Default, Debug)]
+pub struct GuestCounts {
+    /// Drives and interfaces.
+    pub devices: Vec<DeviceStats>,
+    /// The balloon, if there is one.
+    pub balloon: Option<BalloonCounts>,
+    /// Everything else.
+    pub machine: MachineCounts,
+}
+
+impl GuestCounts {
+    /// Returns how many times each rate limit of `device` has made a queue wait.
+    fn throttles(&self, device: &str) -> &[u64] {
+        let of = self.machine.throttles.iter().find(|(name, _)| name == device);
+        of.map_or(&[], |(_, throttles)| throttles)
+    }
+}
 
 /// What the process has not written, as counts since its start.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
@@ -63,15 +84,10 @@ impl FirecrackerMetrics {
     }
 
     /// Returns the next line, with its end.
-    pub fn line(
-        &mut self,
-        devices: &[DeviceStats],
-        balloon: Option<BalloonCounts>,
-        unwritten: UnwrittenLines,
-    ) -> Vec<u8> {
-        let mut line = MetricsLine(self.extra.clone());
+    pub fn line(&mut self, guest: &GuestCounts, unwritten: UnwrittenLines) -> Vec<u8> {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let now_ms = u64::try_from(now.as_millis()).unwrap_or(u64::MAX);
+        let mut line = MetricsLine(self.extra.clone());
         line.0.insert("utc_timestamp_ms".to_owned(), now_ms.into());
         GROUPS.iter().for_each(|group| line.add_group(group.name, group));
         for ((group, name), count) in self.calls.counts() {
@@ -89,16 +105,26 @@ impl FirecrackerMetrics {
             let new = self.new_events("logger".to_owned(), name, count);
             line.add("logger", name, new);
         }
-        for (name, count) in balloon.into_iter().flat_map(balloon_counts) {
-            let new = self.new_events("balloon".to_owned(), name, count);
-            line.add("balloon", name, new);
+        let metadata = self.metadata.counts();
+        let machine = &guest.machine;
+        let throttles = guest.throttles("rng").first().copied().unwrap_or(0);
+        for (group, counts) in [
+            (
+                "balloon",
+                guest.balloon.map_or_else(Vec::new, |counts| balloon_counts(counts).to_vec()),
+            ),
+            ("mmds", metadata_counts(metadata).to_vec()),
+            ("uart", serial_counts(machine.serial).to_vec()),
+            ("entropy", rng_counts(machine.rng, throttles).to_vec()),
+            ("vsock", vsock_counts(machine.vsock).to_vec()),
+        ] {
+            for (name, count) in counts {
+                let new = self.new_events(group.to_owned(), name, count);
+                line.add(group, name, new);
+            }
         }
-        for (name, count) in metadata_counts(self.metadata.counts()) {
-            let new = self.new_events("mmds".to_owned(), name, count);
-            line.add("mmds", name, new);
-        }
-        for device in devices {
-            let DeviceCounts { kind, id, counts } = DeviceCounts::of(device);
+        for device in &guest.devices {
+            let DeviceCounts { kind, id, counts } = DeviceCounts::of(device, guest);
             let group = format!("{}_{id}", kind.name);
             line.add_group(&group, kind);
             for (name, count) in counts {
@@ -107,9 +133,7 @@ impl FirecrackerMetrics {
                 line.add(kind.name, name, new);
             }
         }
-        let mut line = Value::Object(line.0).to_string().into_bytes();
-        line.push(b'\n');
-        line
+        line.text().into_bytes()
     }
 
     /// Returns how many events of `count` the last line did not have.
@@ -129,6 +153,11 @@ impl MetricsLine {
         let zero = || json!({ "min_us": 0, "max_us": 0, "sum_us": 0 });
         let times = group.times.iter().map(|&name| (name.to_owned(), zero()));
         self.0.insert(name.to_owned(), Value::Object(numbers.chain(times).collect()));
+    }
+
+    /// Returns the line with its end.
+    fn text(self) -> String {
+        format!("{}\n", Value::Object(self.0))
     }
 
     /// Adds to a number of a group.
@@ -183,7 +212,8 @@ struct DeviceCounts<'d> {
 }
 
 impl<'d> DeviceCounts<'d> {
-    fn of(device: &'d DeviceStats) -> Self {
+    fn of(device: &'d DeviceStats, guest: &GuestCounts) -> Self {
+        let throttles = |id: &str, i: usize| guest.throttles(id).get(i).copied().unwrap_or(0);
         match device {
             DeviceStats::Disk {
                 id,
@@ -205,6 +235,7 @@ impl<'d> DeviceCounts<'d> {
                     ("flush_count", *flushes),
                     ("execute_fails", *errors),
                     ("io_engine_throttled_events", *stalls),
+                    ("rate_limiter_throttled_events", throttles(id, 0)),
                 ],
             },
             DeviceStats::Net {
@@ -226,6 +257,8 @@ impl<'d> DeviceCounts<'d> {
                     ("tx_count", *sent_frames),
                     ("tx_bytes_count", *sent_bytes),
                     ("no_rx_avail_buffer", *stalls),
+                    ("rx_rate_limiter_throttled", throttles(id, 0)),
+                    ("tx_rate_limiter_throttled", throttles(id, 1)),
                 ],
             },
         }

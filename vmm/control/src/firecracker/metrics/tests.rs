@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use driftline_machine::devices::DiscardCounts;
+use driftline_machine::devices::{DiscardCounts, RngCounts, SerialCounts, VsockCounts};
 
 use super::calls::CountedCall;
 use super::*;
@@ -23,7 +23,8 @@ fn parsed(line: &[u8]) -> Value {
 }
 
 fn next(metrics: &mut FirecrackerMetrics, devices: &[DeviceStats]) -> Value {
-    parsed(&metrics.line(devices, None, UnwrittenLines::default()))
+    let guest = GuestCounts { devices: devices.to_vec(), ..GuestCounts::default() };
+    parsed(&metrics.line(&guest, UnwrittenLines::default()))
 }
 
 fn disk(id: &str, reads: u64) -> DeviceStats {
@@ -104,11 +105,12 @@ fn counts_are_those_since_the_last_line() {
         [2, 0, 2]
     );
     let unwritten = UnwrittenLines { log: 7, suppressed: 2, metrics: 1 };
-    let line = parsed(&metrics.line(&[], None, unwritten));
+    let line = parsed(&metrics.line(&GuestCounts::default(), unwritten));
     assert_eq!(line["logger"]["missed_log_count"], 7);
     assert_eq!(line["logger"]["missed_metrics_count"], 1);
     assert_eq!(line["logger"]["rate_limited_log_count"], 2);
-    assert_eq!(parsed(&metrics.line(&[], None, unwritten))["logger"]["missed_log_count"], 0);
+    let line = parsed(&metrics.line(&GuestCounts::default(), unwritten));
+    assert_eq!(line["logger"]["missed_log_count"], 0);
 }
 
 #[test]
@@ -123,7 +125,8 @@ fn balloon_is_counted_since_the_last_line() {
         hints: DiscardCounts { pieces: 8, bytes: 9, failures: 10 },
     };
     let mut next = |balloon| {
-        let line = parsed(&metrics.line(&[], Some(balloon), UnwrittenLines::default()));
+        let guest = GuestCounts { balloon: Some(balloon), ..GuestCounts::default() };
+        let line = parsed(&metrics.line(&guest, UnwrittenLines::default()));
         line["balloon"].clone()
     };
     let first = next(balloon);
@@ -134,6 +137,48 @@ fn balloon_is_counted_since_the_last_line() {
     assert_eq!(first, expected);
     let second = next(BalloonCounts { statistics: 5, ..balloon });
     assert_eq!((&second["stats_updates_count"], &second["inflate_count"]), (&json!(2), &json!(0)));
+}
+
+#[test]
+fn machine_is_counted_since_the_last_line() {
+    let mut metrics = metrics(&Arc::default());
+    let numbers = |line: &Value, group: &str| -> BTreeMap<String, u64> {
+        let group = line[group].as_object().unwrap();
+        let numbers = group.iter().filter_map(|(name, n)| Some((name.clone(), n.as_u64()?)));
+        numbers.filter(|(_, number)| *number > 0).collect()
+    };
+    let expected = |list: &[(&str, u64)]| -> BTreeMap<String, u64> {
+        list.iter().map(|(name, number)| ((*name).to_owned(), *number)).collect()
+    };
+    let throttled = |name: &str, counts: &[u64]| (name.to_owned(), counts.to_vec());
+    let machine = MachineCounts {
+        serial: SerialCounts {
+            read_bytes: 1,
+            written_bytes: 20,
+            limited_bytes: 3,
+            lost_bytes: 4,
+            errors: 5,
+        },
+        rng: RngCounts { requests: 6, bytes: 7, failures: 8 },
+        vsock: VsockCounts { connections_begun: 9, taken_bytes: 10, ..VsockCounts::default() },
+        throttles: vec![throttled("a", &[11]), throttled("rng", &[12])],
+    };
+    let guest = GuestCounts { devices: vec![disk("a", 0)], balloon: None, machine };
+    let line = parsed(&metrics.line(&guest, UnwrittenLines::default()));
+    let uart = [("error_count", 5), ("missed_write_count", 4), ("rate_limiter_dropped_bytes", 3)];
+    let uart = [&uart[..], &[("read_count", 1), ("write_count", 20)]].concat();
+    assert_eq!(numbers(&line, "uart"), expected(&uart));
+    let entropy = [("entropy_bytes", 7), ("entropy_event_count", 6), ("entropy_event_fails", 8)];
+    let more = [("entropy_rate_limiter_throttled", 12), ("host_rng_fails", 8)];
+    assert_eq!(numbers(&line, "entropy"), expected(&[&entropy[..], &more].concat()));
+    assert_eq!(numbers(&line, "vsock"), expected(&[("conns_added", 9), ("tx_bytes_count", 10)]));
+    for group in ["block", "block_a"] {
+        assert_eq!(numbers(&line, group), expected(&[("rate_limiter_throttled_events", 11)]));
+    }
+    let line = parsed(&metrics.line(&guest, UnwrittenLines::default()));
+    for group in ["uart", "entropy", "vsock", "block"] {
+        assert_eq!(numbers(&line, group), expected(&[]), "{group}: not counted again");
+    }
 }
 
 #[test]

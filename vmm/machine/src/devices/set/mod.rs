@@ -17,6 +17,7 @@ use super::block::{
     BlockDevice, CurrentFlusher, DiskError, DiskFileControl, DriveSource, ExchangeParts,
     FileIdentity, flush_all,
 };
+use super::counts::MachineCounters;
 use super::error::DeviceError;
 use super::net::Net;
 use super::opener::Opener;
@@ -82,6 +83,7 @@ pub(crate) struct DeviceSet {
     rate_limits: Vec<RateLimitControl>,
     disk_files: Vec<DiskFileControl>,
     balloon: Option<BalloonControl>,
+    counters: MachineCounters,
     opener: Option<Opener>,
     /// Frames that no device may change now.
     protected_frames: Arc<ProtectedFrames>,
@@ -125,6 +127,7 @@ impl DeviceSet {
             rate_limits: Vec::new(),
             disk_files: Vec::new(),
             balloon: None,
+            counters: MachineCounters::default(),
             opener: None,
             protected_frames: Arc::default(),
             limits: DeviceLimits::default(),
@@ -205,7 +208,11 @@ impl DeviceSet {
                 }
                 Box::new(block)
             }
-            DeviceConfig::Rng(config) => Box::new(Rng::new(config)),
+            DeviceConfig::Rng(config) => {
+                let rng = Rng::new(config);
+                self.counters.rng = rng.counters().clone();
+                Box::new(rng)
+            }
             DeviceConfig::Net(config) => {
                 let opened = host.opened.tap(&config.id);
                 let net = Net::open(
@@ -221,7 +228,9 @@ impl DeviceSet {
             }
             DeviceConfig::Vsock(vsock) => {
                 let opened = host.opened.vsock.as_ref();
-                Box::new(Vsock::open(vsock, opened, self.opener().map_err(system)?)?)
+                let vsock = Vsock::open(vsock, opened, self.opener().map_err(system)?)?;
+                self.counters.vsock = vsock.counters().clone();
+                Box::new(vsock)
             }
             DeviceConfig::Balloon(config) => {
                 let (balloon, control) =
@@ -290,6 +299,11 @@ impl DeviceSet {
     /// Returns the handles for reading device counters.
     pub(crate) fn stats_handles(&self) -> &[StatsHandle] {
         &self.stats_handles
+    }
+
+    /// Returns the handles for reading the counters of the other devices.
+    pub(crate) fn counters(&self) -> &MachineCounters {
+        &self.counters
     }
 
     /// Returns the handles for the rate limits of the devices that can have some.

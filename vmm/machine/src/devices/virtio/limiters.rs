@@ -6,7 +6,6 @@
 
 use std::collections::VecDeque;
 use std::io;
-#[cfg(test)]
 use std::sync::Arc;
 #[cfg(test)]
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -15,6 +14,7 @@ use std::time::{Duration, Instant};
 use crate::config::{LimitsChange, RateLimits};
 use crate::devices::error::StateError;
 use crate::devices::rate_limit::{DeviceRateLimiter, SavedLimiter};
+use crate::devices::stats::Counter;
 use crate::devices::timer::Timer;
 
 /// The clock of a device's limiters. It never goes backwards, and it is stopped while the device is
@@ -51,6 +51,8 @@ pub(crate) struct Limiters {
     clock: LimiterClock,
     /// Readable when the next turn is due. `None` if the device has no limiters.
     timer: Option<Timer>,
+    /// The number of times that each limiter has made a queue wait.
+    throttles: Arc<[Counter]>,
 }
 
 /// One limiter.
@@ -83,7 +85,13 @@ impl Limiters {
         let timer = if limits.is_empty() { None } else { Some(Timer::new()?) };
         let (limiters, clock) = (limits.iter().map(limiter).collect(), LimiterClock::default());
         let configured = limits.iter().any(|limits| !limits.is_none());
-        Ok(Self { limiters, configured, clock, timer })
+        let throttles = limits.iter().map(|_| Counter::default()).collect();
+        Ok(Self { limiters, configured, clock, timer, throttles })
+    }
+
+    /// Returns the counters of how many times each limiter has made a queue wait.
+    pub(super) fn throttles(&self) -> &Arc<[Counter]> {
+        &self.throttles
     }
 
     /// Returns the timer to watch.
@@ -106,6 +114,14 @@ impl Limiters {
     /// few, returns `false` and takes nothing: the device leaves the chain in the queue, and
     /// [`Device::process`](super::Device::process) is called again when there may be enough.
     pub(crate) fn admit(&mut self, limiter: usize, queue: usize, bytes: u64) -> bool {
+        let is_admitted = self.takes_tokens(limiter, queue, bytes);
+        if let Some(throttles) = self.throttles.get(limiter).filter(|_| !is_admitted) {
+            throttles.add(1);
+        }
+        is_admitted
+    }
+
+    fn takes_tokens(&mut self, limiter: usize, queue: usize, bytes: u64) -> bool {
         let Some(limiter) = self.limiters.get_mut(limiter).filter(|l| !l.rate.is_off()) else {
             return true;
         };

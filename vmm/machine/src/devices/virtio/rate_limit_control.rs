@@ -1,10 +1,12 @@
 //! The handle by which the rate limits of a device are read and changed.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use super::worker::DeviceWorker;
 use crate::actor::{CallError, Handle};
 use crate::config::{ConfigError, LimitsChange, RateLimits};
+use crate::devices::stats::Counter;
 
 /// Handle of a device that can have rate limits. A limit that is changed is part of the device's
 /// state from then on, and replaces that of the configuration after a restore or a migration.
@@ -14,6 +16,8 @@ pub struct RateLimitControl {
     /// Number of limiters that the device has.
     limiters: usize,
     worker: Handle<DeviceWorker>,
+    /// The number of times that each limiter has made a queue wait.
+    throttles: Arc<[Counter]>,
 }
 
 /// The reason why the rate limits of a device cannot be read or changed.
@@ -39,13 +43,24 @@ pub enum RateLimitError {
 }
 
 impl RateLimitControl {
-    pub(super) fn new(device: &str, limiters: usize, worker: Handle<DeviceWorker>) -> Self {
-        Self { device: device.to_owned(), limiters, worker }
+    pub(super) fn new(
+        device: &str,
+        limiters: usize,
+        worker: Handle<DeviceWorker>,
+        throttles: Arc<[Counter]>,
+    ) -> Self {
+        Self { device: device.to_owned(), limiters, worker, throttles }
     }
 
     /// Returns the device's name.
     pub fn device(&self) -> &str {
         &self.device
+    }
+
+    /// Returns how many times each limit has made a queue wait, in the order of
+    /// [`limits`](Self::limits). Does not wait for the device.
+    pub(crate) fn throttles(&self) -> Vec<u64> {
+        self.throttles.iter().map(Counter::get).collect()
     }
 
     /// Returns the limits that hold: one item, or receive and transmit of a network interface.

@@ -23,6 +23,7 @@ use super::worker::DeviceWorker;
 use super::{BackendCaller, Completion, Device, VirtioState};
 use crate::actor::{self, Handle, PendingCall};
 use crate::devices::latched_event::LatchedEvent;
+use crate::devices::stats::Counter;
 use crate::sandbox;
 #[cfg(test)]
 use crate::testing::soon;
@@ -38,6 +39,8 @@ pub(crate) const REPLY_GRACE: Duration = Duration::from_secs(1);
 pub(crate) struct Transport {
     mmio: MmioInterface,
     thread: WorkerThread,
+    /// The number of times that each rate limit of the device has made a queue wait.
+    throttles: Arc<[Counter]>,
 }
 
 /// The handle of a device's thread. Dropping it ends the thread.
@@ -101,6 +104,7 @@ impl Transport {
         let wake = Arc::new(LatchedEvent::new()?);
         let (handle, inbox) = actor::inbox(mmio.label());
         let worker = DeviceWorker::new(&mmio, device, ram, inbox, wake.clone())?;
+        let throttles = worker.throttles();
         let (end, ended) = mpsc::channel();
         // The kernel keeps 15 bytes of a thread's name.
         let thread = sandbox::spawn(class, format!("virtio-{id}"), move || {
@@ -113,7 +117,7 @@ impl Transport {
             quit_at: OnceLock::new(),
             thread: Some(thread),
         };
-        Ok(Self { mmio, thread })
+        Ok(Self { mmio, thread, throttles })
     }
 
     /// Returns the device's kind and name, for messages.
@@ -124,7 +128,8 @@ impl Transport {
     /// Returns the handle for the rate limits of the device, whose name is `id` and which has
     /// `limiters` limiters.
     pub(crate) fn rate_limits(&self, id: &str, limiters: usize) -> RateLimitControl {
-        RateLimitControl::new(id, limiters, self.thread.worker.clone())
+        let (worker, throttles) = (self.thread.worker.clone(), self.throttles.clone());
+        RateLimitControl::new(id, limiters, worker, throttles)
     }
 
     /// Returns the handle by which other threads call the device.

@@ -27,6 +27,7 @@ use super::{Device, DeviceIo, DeviceRing, Limiters, SharedDeviceState, Violation
 use crate::actor::{Inbox, Next};
 use crate::config::{LimitsChange, RateLimits};
 use crate::devices::latched_event::LatchedEvent;
+use crate::devices::stats::Counter;
 
 /// Everything that the thread owns.
 pub(super) struct DeviceWorker {
@@ -177,6 +178,11 @@ impl DeviceWorker {
             self.handle_events(events);
         }
         any
+    }
+
+    /// Returns the counters of how many times each rate limit has made a queue wait.
+    pub(super) fn throttles(&self) -> Arc<[Counter]> {
+        self.limiters.throttles().clone()
     }
 
     /// Returns the rate limits that hold.

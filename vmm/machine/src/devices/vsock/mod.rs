@@ -30,6 +30,7 @@ mod timeouts;
 use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 use std::time::Instant;
 
 use driftline_guest::GuestRam;
@@ -42,6 +43,7 @@ use self::connection::{Connection, ConnectionOutcome, Ports};
 pub use self::host::VsockError;
 use self::host::{Greeting, VsockListener};
 use self::packet::{HEADER, HOST_CID, PacketHeader, STREAM};
+use super::counts::VsockCounters;
 use super::opener::Opener;
 use super::timer::Timer;
 use super::virtio::{Chain, DeviceIo, Violation, Watcher};
@@ -99,6 +101,7 @@ pub(super) struct Vsock {
     stalled: bool,
     buffer: Box<[u8]>,
     state: VsockState,
+    counters: Arc<VsockCounters>,
 }
 
 /// State of the device that moves with the guest.
@@ -157,7 +160,13 @@ impl Vsock {
             stalled: false,
             buffer: vec![0; MAX_DATA].into(),
             state: VsockState::default(),
+            counters: Arc::default(),
         })
+    }
+
+    /// Returns the device's counters.
+    pub(super) fn counters(&self) -> &Arc<VsockCounters> {
+        &self.counters
     }
 
     /// Watches `stream` and returns its token.
@@ -182,6 +191,7 @@ impl Vsock {
     }
 
     fn insert(&mut self, token: u32, connection: Connection) {
+        self.counters.connections_begun.add(1);
         self.tokens.insert(connection.ports, token);
         self.connections.insert(token, connection);
         self.queue_for_sending(token);
@@ -215,6 +225,7 @@ impl Vsock {
             return self.queue_for_sending(token);
         }
         let Some(connection) = self.connections.remove(&token) else { return };
+        self.counters.connections_ended.add(1);
         self.tokens.remove(&connection.ports);
         // Remove its entries now, because a guest that takes no packets would never use them up.
         if connection.queued {
@@ -239,6 +250,7 @@ impl Vsock {
 
     /// Removes all connections. The guest learns it in other ways, or knows it already.
     fn clear(&mut self) {
+        self.counters.connections_ended.add(self.connections.len() as u64);
         self.connections.clear();
         self.tokens.clear();
         self.new_programs.clear();
@@ -259,6 +271,7 @@ impl Vsock {
             }
             let Some(chain) = ring.pop(io.ram)? else { return Ok(()) };
             let header = PacketHeader::read(&chain, TRANSMIT as u16, io.ram)?;
+            self.counters.taken_packets.add(1);
             self.process_packet(&header, &chain, io.ram, io.watcher)?;
             ring.push(io.ram, chain.head, 0)?;
         }
@@ -287,7 +300,10 @@ impl Vsock {
                 let Some(connection) = self.connections.get_mut(&token) else { return Ok(()) };
                 let outcome = match too_long {
                     true => ConnectionOutcome::Reset,
-                    false => connection.take(header, &self.buffer[..len]),
+                    false => {
+                        self.counters.taken_bytes.add(len as u64);
+                        connection.take(header, &self.buffer[..len])
+                    }
                 };
                 self.apply_outcome(token, outcome);
             }
@@ -381,6 +397,8 @@ impl Vsock {
             chain.writable.write(io.ram, 0, header.as_bytes())?;
             chain.writable.write(io.ram, HEADER as u32, &self.buffer[..len])?;
             ring.push(io.ram, chain.head, (HEADER + len) as u32)?;
+            self.counters.given_packets.add(1);
+            self.counters.given_bytes.add(len as u64);
         }
         Ok(())
     }

@@ -198,7 +198,9 @@ fn changed_limits_hold_immediately() {
     for _ in 0..6 {
         disk.post(0, VIRTIO_BLK_T_IN, 512);
     }
+    assert_eq!(control.throttles(), [0]);
     assert_eq!(disk.ended_at(0, [0]), [1]);
+    assert!(control.throttles()[0] > 0, "the second request had to wait");
     let bandwidth = LimitChange::Set(RateLimit { size: 1024, refill_ms: 1, one_time_burst: 512 });
     let change = LimitsChange { bandwidth, ..LimitsChange::default() };
     control.change(&[change], soon()).unwrap();

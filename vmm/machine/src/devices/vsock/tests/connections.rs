@@ -6,7 +6,10 @@ use super::*;
 fn guest_connects_to_a_host_program() {
     let sockets = TestSockets::new();
     let listener = sockets.listen(52);
-    let mut guest = sockets.guest();
+    let mut vsock = sockets.vsock();
+    vsock.acquire().unwrap();
+    let counters = vsock.counters().clone();
+    let mut guest = VsockGuest::new(Driver::started(Box::new(vsock)));
     let (ports, mut program) = guest.connect(&listener, 52);
     guest.send(op::RW, ports, b"a question");
     let mut bytes = [0; 10];
@@ -32,6 +35,11 @@ fn guest_connects_to_a_host_program() {
     let unknown = Ports { guest: 7, host: 53 };
     guest.send(op::REQUEST, unknown, &[]);
     guest.expect(op::RST, unknown);
+    // Two packets with data, and those that connect, shut down and are refused.
+    assert_eq!((counters.taken_packets.get(), counters.taken_bytes.get() >= 20), (5, true));
+    assert!(counters.given_packets.get() >= 5);
+    assert_eq!(counters.given_bytes.get(), 10_000);
+    assert_eq!((counters.connections_begun.get(), counters.connections_ended.get()), (1, 1));
 }
 
 #[test]
