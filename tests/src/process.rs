@@ -12,8 +12,8 @@ use tempfile::TempDir;
 
 use crate::{GuestConsole, Namespace, SOON, wait_for};
 
-/// Returns the path of the binary under test. Builds it first, because cargo builds the binaries of
-/// other packages only on request.
+/// Returns the path of the binary under test: a bench measures the program that users install.
+/// Builds it first, because cargo builds the binaries of other packages only on request.
 pub fn driftline() -> &'static Path {
     static PATH: OnceLock<PathBuf> = OnceLock::new();
     PATH.get_or_init(|| {
@@ -21,17 +21,21 @@ pub fn driftline() -> &'static Path {
         let test = std::env::current_exe().expect("the test knows its own path");
         let profile = test.parent().and_then(Path::parent).expect("a test lies in target/*/deps");
         let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-        let mut build = Command::new(cargo);
-        build.args(match cfg!(debug_assertions) {
+        let target = profile.parent().expect("target");
+        let (args, folder) = match cfg!(debug_assertions) {
             // With the features of `cargo test --workspace`, which has already built the binary for
             // its own package's tests. Other features would build it and its dependencies again.
-            true => ["test", "--no-run", "--workspace", "--test=cli"],
-            false => ["build", "--release", "--package=driftline-cli", "--bin=driftline"],
-        });
-        build.arg("--quiet").arg("--target-dir").arg(profile.parent().expect("target"));
+            true => (["test", "--no-run", "--workspace", "--test=cli"], profile.to_owned()),
+            false => {
+                let args = ["build", "--profile=product", "--package=driftline-cli", "--locked"];
+                (args, target.join("product"))
+            }
+        };
+        let mut build = Command::new(cargo);
+        build.args(args).arg("--quiet").arg("--target-dir").arg(target);
         build.current_dir(env!("CARGO_MANIFEST_DIR"));
         assert!(build.status().expect("cargo runs").success(), "driftline does not build");
-        profile.join("driftline")
+        folder.join("driftline")
     })
 }
 
