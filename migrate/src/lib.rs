@@ -1,5 +1,5 @@
-//! Live migration of a [`driftline_guest::Guest`] over TCP, with a hand-over that never lets both
-//! hosts run the guest.
+//! Live migration of a [`driftline_guest::Guest`] over TCP or unix sockets, with a hand-over
+//! that never lets both hosts run the guest.
 //!
 //! [`send`] moves a guest to the host where [`receive`] waits. It copies memory in passes while the
 //! guest runs, pauses the guest for the rest, and hands it over. At every moment at most one side
@@ -9,7 +9,7 @@
 //! ```text
 //! protocol     messages and their bytes, their order, the hand-over as two pure state machines
 //!              that are checked against each other; no I/O
-//! transport    records with checksums over TCP with limits; compression
+//! transport    records with checksums over sockets with limits; compression
 //! policy       pure functions of measured passes: when to stop copying, how far to throttle
 //! journal      durable records: the hand-over record, the decision
 //! source       send: connect, set up, pre-copy, switch over, hand over
@@ -20,17 +20,16 @@
 //! ```
 //!
 //! ```
-//! use std::net::TcpListener;
 //! use std::sync::Arc;
 //! use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
 //! use driftline_guest::{Lifecycle, RunState};
-//! use driftline_migrate::{ReceiveControl, ReceiveOptions, receive};
+//! use driftline_migrate::{Listener, ReceiveControl, ReceiveOptions, receive};
 //! use driftline_migrate::{SendControl, SendOptions, send};
 //!
 //! let records = tempfile::tempdir()?;
 //! let guest = MemoryGuest::start(MemoryConfig::small())?;
-//! let listener = TcpListener::bind("127.0.0.1:0")?;
-//! let to = listener.local_addr()?.to_string();
+//! let listener = Listener::bind("127.0.0.1:0")?;
+//! let to = listener.address().to_owned();
 //! let options = ReceiveOptions::new(records.path());
 //! let there = std::thread::spawn(move || {
 //!     receive(listener, Arc::new(MemoryGuestFactory::default()), &options, &ReceiveControl::new())
@@ -77,4 +76,6 @@ pub use protocol::limits::MAX_CONNECTIONS;
 pub use protocol::tag::Tag;
 pub use report::{PassReport, ReceiveReport, SendReport, SendStatus, VcpuThrottle};
 pub use source::{CopyDrives, InvalidDriveNames, MIN_BANDWIDTH, Migratable, SendOptions, send};
+pub use transport::address::{Address, InvalidAddress};
 pub use transport::compression::{Compression, UnknownCompression};
+pub use transport::listener::{DescriptorError, Listener};

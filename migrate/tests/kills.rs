@@ -15,7 +15,7 @@ use common::{
 };
 use driftline_guest::testing::{MemoryConfig, MemoryGuestFactory};
 use driftline_guest::{Lifecycle, RunState};
-use driftline_migrate::{Cause, Phase, ReceiveControl, ReceiveOptions, receive};
+use driftline_migrate::{Cause, Listener, Phase, ReceiveControl, ReceiveOptions, receive};
 
 const FROM_SOURCE: [&str; 9] = [
     "HELLO",
@@ -65,8 +65,8 @@ fn print_line(line: &str) {
 #[ignore = "a role for the other tests, not a test"]
 fn role_destination() {
     let Ok(records) = std::env::var("RECORDS") else { return };
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    print_line(&listener.local_addr().unwrap().to_string());
+    let listener = Listener::bind("127.0.0.1:0").unwrap();
+    print_line(listener.address().strip_prefix("tcp:").unwrap());
     let mut options = ReceiveOptions::new(records);
     options.commit_deadline = Duration::from_secs(2);
     let result = receive(

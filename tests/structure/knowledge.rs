@@ -1,4 +1,5 @@
-//! What only some files know: how KVM's device is opened, and the payload crate.
+//! What only some files know: how KVM's device is opened, the payload crate, and the sockets of
+//! migrations.
 //!
 //! The payload is one guest of many. In the command line only `--guest` and the demo know it.
 //! `crates` lists the crates that do.
@@ -124,4 +125,14 @@ fn knowledge_is_found_however_it_is_written() {
     ] {
         assert_eq!(knowledge(text), expected, "{text}");
     }
+}
+
+#[test]
+fn only_the_transport_names_tcp_sockets() {
+    let sources = files(&root().join("migrate/src"), &["rs"]);
+    assert!(sources.len() > 80, "only {} files were found", sources.len());
+    let names = |text: &str| ["TcpStream", "TcpListener"].iter().any(|name| text.contains(name));
+    let others = sources.iter().filter(|path| names(&fs::read_to_string(path).unwrap()));
+    let wrong: Vec<String> = others.map(|path| relative(path)).collect();
+    assert!(wrong.iter().all(|path| path.starts_with("migrate/src/transport/")), "{wrong:?}");
 }

@@ -15,6 +15,7 @@ use std::time::Duration;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::transport::link::{Closer, Link};
+use crate::transport::socket::PeerGroup;
 
 /// Upper bound on connections in each stage.
 pub(super) const MAX_PER_STAGE: usize = 16;
@@ -56,7 +57,7 @@ struct AdmissionTable {
 struct AdmittedConnection {
     id: u64,
     stage: Stage,
-    network: IpAddr,
+    peer: PeerGroup,
     closer: Closer,
     displaced: Arc<AtomicBool>,
 }
@@ -92,18 +93,12 @@ impl Admission {
     }
 
     /// Admits a new connection from `from`.
-    pub(super) fn admit(self: &Arc<Self>, link: &Link, from: IpAddr) -> io::Result<Admitted> {
+    pub(super) fn admit(self: &Arc<Self>, link: &Link, from: PeerGroup) -> io::Result<Admitted> {
         let (closer, displaced) = (link.closer()?, Arc::new(AtomicBool::new(false)));
         let mut entries = self.lock();
         entries.last_id += 1;
-        let (id, stage, network) = (entries.last_id, Stage::Undecided, network(from));
-        entries.enter(AdmittedConnection {
-            id,
-            stage,
-            network,
-            closer,
-            displaced: displaced.clone(),
-        });
+        let (id, stage, peer) = (entries.last_id, Stage::Undecided, counted(from));
+        entries.enter(AdmittedConnection { id, stage, peer, closer, displaced: displaced.clone() });
         Ok(Admitted { admission: self.clone(), id, displaced })
     }
 }
@@ -113,15 +108,14 @@ impl AdmissionTable {
     fn enter(&mut self, entry: AdmittedConnection) {
         let of_stage = |e: &&AdmittedConnection| e.stage == entry.stage;
         if self.all.iter().filter(of_stage).count() == MAX_PER_STAGE {
-            let same = |network: IpAddr| {
+            let same = |peer: PeerGroup| {
                 let others = self.all.iter().filter(of_stage);
-                others.filter(|e| e.network == network).count()
-                    + usize::from(entry.network == network)
+                others.filter(|e| e.peer == peer).count() + usize::from(entry.peer == peer)
             };
             // `position` below finds the oldest of several.
-            let most = self.all.iter().filter(of_stage).map(|e| same(e.network)).max();
+            let most = self.all.iter().filter(of_stage).map(|e| same(e.peer)).max();
             let is_displaced =
-                |e: &AdmittedConnection| e.stage == entry.stage && Some(same(e.network)) == most;
+                |e: &AdmittedConnection| e.stage == entry.stage && Some(same(e.peer)) == most;
             if let Some(at) = self.all.iter().position(is_displaced) {
                 let displaced = self.all.remove(at);
                 displaced.displaced.store(true, Ordering::SeqCst);
@@ -170,39 +164,38 @@ impl Drop for ServingThread {
     }
 }
 
-/// Returns the address under which connections are counted: for IPv6 the /64 network, within which
-/// a host can use any number of addresses.
-fn network(from: IpAddr) -> IpAddr {
-    match from.to_canonical() {
+/// Returns the group under which a peer's connections are counted: for IPv6 the /64 network, within
+/// which a host can use any number of addresses.
+fn counted(peer: PeerGroup) -> PeerGroup {
+    let PeerGroup::Host(address) = peer else { return peer };
+    PeerGroup::Host(match address.to_canonical() {
         IpAddr::V6(v6) => Ipv6Addr::from_bits(v6.to_bits() >> 64 << 64).into(),
         v4 => v4,
-    }
+    })
 }
 
 #[cfg(test)]
 mod tests {
-    use std::net::{TcpListener, TcpStream};
     use std::sync::mpsc;
 
     use super::*;
+    use crate::transport::socket::Socket;
 
     struct TestConnections {
-        listener: TcpListener,
         admission: Arc<Admission>,
         links: Vec<Link>,
     }
 
     impl TestConnections {
         fn new() -> Self {
-            let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-            Self { listener, admission: Arc::default(), links: Vec::new() }
+            Self { admission: Arc::default(), links: Vec::new() }
         }
 
         fn call(&mut self, from: &str) -> Admitted {
-            let _caller = TcpStream::connect(self.listener.local_addr().unwrap()).unwrap();
-            let (stream, _) = self.listener.accept().unwrap();
-            let link = Link::new(stream, Duration::from_secs(1), Arc::default()).unwrap();
-            let place = self.admission.admit(&link, from.parse().unwrap()).unwrap();
+            let (_caller, socket) = Socket::pair().unwrap();
+            let link = Link::new(socket, Duration::from_secs(1), Arc::default());
+            let peer = PeerGroup::Host(from.parse().unwrap());
+            let place = self.admission.admit(&link, peer).unwrap();
             self.links.push(link);
             place
         }
@@ -231,10 +224,8 @@ mod tests {
             (1..MAX_PER_STAGE).map(|n| connections.call(&format!("2001:db8:0:1::{n:x}"))).collect();
         let _more = connections.call("10.0.0.1");
         assert!(many[0].is_displaced() && !other.is_displaced());
-        assert_eq!(
-            network("::ffff:10.0.0.1".parse().unwrap()),
-            network("10.0.0.1".parse().unwrap())
-        );
+        let host = |address: &str| counted(PeerGroup::Host(address.parse().unwrap()));
+        assert_eq!(host("::ffff:10.0.0.1"), host("10.0.0.1"));
     }
 
     #[test]

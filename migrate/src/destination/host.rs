@@ -1,6 +1,5 @@
 //! State that all phases of a migration share at its destination, and the error of a phase.
 
-use std::net::TcpListener;
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 use std::time::Instant;
@@ -15,6 +14,7 @@ use crate::control::{Phase, ReceiveControl};
 use crate::error::Cause;
 use crate::journal::Records;
 use crate::report::ms;
+use crate::transport::listener::Listener;
 
 /// The failure of a phase, and whether PREPARED may have been sent.
 #[derive(Debug)]
@@ -41,7 +41,7 @@ pub(super) struct ReceiveHost<'a, F: GuestFactory + ?Sized> {
 
 /// Opens the records and starts the listener.
 pub(super) fn open<'a, F: GuestFactory + ?Sized + 'static>(
-    listener: TcpListener,
+    listener: Listener,
     factory: Arc<F>,
     options: &'a ReceiveOptions,
     control: &'a Arc<ReceiveControl>,

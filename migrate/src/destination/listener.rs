@@ -6,7 +6,6 @@
 //! migration: it answers questions until it is dropped.
 
 use std::io;
-use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread::JoinHandle;
@@ -15,7 +14,6 @@ use std::time::{Duration, Instant};
 use driftline_dirty_tracker::Layout;
 use driftline_format::{FormatError, Header};
 use driftline_guest::DriveHead;
-use socket2::SockRef;
 
 use super::admission::{Admission, Admitted, ServingThread, Stage, THREADS};
 use super::session::{Session, SessionRefusal};
@@ -28,6 +26,8 @@ use crate::protocol::ids::Token;
 use crate::protocol::message::{DriveMessage, Purpose, WireMessage};
 use crate::protocol::tag::Tag;
 use crate::transport::link::Link;
+use crate::transport::listener::Listener;
+use crate::transport::socket::Socket;
 use crate::transport::stop::StopFlag;
 use crate::transport::wait::SLICE;
 use crate::transport::wire::Wire;
@@ -69,15 +69,15 @@ struct GuestDescription {
 /// Answers QUERY in the background. Dropping it closes the listener.
 #[derive(Debug)]
 pub struct Responder {
-    address: SocketAddr,
+    address: String,
     stop: Arc<StopFlag>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Responder {
     /// Returns the address on which it listens.
-    pub fn address(&self) -> SocketAddr {
-        self.address
+    pub fn address(&self) -> &str {
+        &self.address
     }
 }
 
@@ -92,7 +92,7 @@ impl Drop for Responder {
 }
 
 /// State that the threads of all connections share.
-struct Listener {
+struct ListenerState {
     session: Arc<Session>,
     control: Arc<ReceiveControl>,
     incoming: Sender<Incoming>,
@@ -104,20 +104,18 @@ struct Listener {
 
 /// Starts the listening thread. Returns the receiving end of the connections that it passes on.
 pub(super) fn open(
-    listener: TcpListener,
+    listener: Listener,
     session: Arc<Session>,
     control: Arc<ReceiveControl>,
     progress_timeout: Duration,
     handshake: Duration,
 ) -> io::Result<(Responder, Receiver<Incoming>)> {
-    let address = listener.local_addr()?;
-    listener.set_nonblocking(false)?;
-    // accept(2) obeys the receive timeout, so the thread checks its stop flag every slice.
-    SockRef::from(&listener).set_read_timeout(Some(SLICE))?;
+    let address = listener.address().to_owned();
+    listener.prepare()?;
     let (incoming, received) = mpsc::channel();
     let stop = Arc::new(StopFlag::default());
     let admission = Arc::default();
-    let shared = Listener {
+    let shared = ListenerState {
         session,
         control,
         incoming,
@@ -132,7 +130,7 @@ pub(super) fn open(
     Ok((Responder { address, stop, thread: Some(thread) }, received))
 }
 
-fn accept(listener: &TcpListener, shared: &Arc<Listener>) {
+fn accept(listener: &Listener, shared: &Arc<ListenerState>) {
     while !shared.stop.is_cancelled() {
         // Callers wait in the kernel's queue while too many connections end.
         let Some(server) = shared.admission.serving_thread(SLICE) else {
@@ -141,7 +139,7 @@ fn accept(listener: &TcpListener, shared: &Arc<Listener>) {
             warn_limited(&LIMIT, why);
             continue;
         };
-        let (stream, from) = match listener.accept() {
+        let connection = match listener.accept() {
             Ok(accepted) => accepted,
             Err(e) if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => {
                 continue;
@@ -153,25 +151,21 @@ fn accept(listener: &TcpListener, shared: &Arc<Listener>) {
                 continue;
             }
         };
-        if let Err(e) = shared.receive(stream, from.ip(), server) {
+        let served = Socket::new(connection).and_then(|socket| shared.receive(socket, server));
+        if let Err(e) = served {
             static LIMIT: LogLimit = LogLimit::new();
-            warn_limited(&LIMIT, format_args!("a connection from {from} is not served: {e}"));
+            warn_limited(&LIMIT, format_args!("a connection is not served: {e}"));
         }
     }
 }
 
-impl Listener {
+impl ListenerState {
     /// Admits a connection and starts its thread.
-    fn receive(
-        self: &Arc<Self>,
-        stream: TcpStream,
-        from: IpAddr,
-        server: ServingThread,
-    ) -> io::Result<()> {
+    fn receive(self: &Arc<Self>, socket: Socket, server: ServingThread) -> io::Result<()> {
         let came = Instant::now();
-        let mut link = Link::new(stream, self.progress_timeout, self.stop.clone())?;
+        let mut link = Link::new(socket, self.progress_timeout, self.stop.clone());
         link.set_deadline(Some(came + self.handshake));
-        let place = self.admission.admit(&link, from)?;
+        let place = self.admission.admit(&link, link.peer_group())?;
         let shared = self.clone();
         std::thread::Builder::new().name("migrate-caller".into()).spawn(move || {
             let _server = server;

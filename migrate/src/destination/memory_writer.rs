@@ -142,7 +142,6 @@ const WRITING: &str = "writing guest memory";
 #[cfg(test)]
 mod tests {
     use std::io::Write;
-    use std::net::{TcpListener, TcpStream};
     use std::sync::Arc;
     use std::time::Duration;
 
@@ -156,6 +155,7 @@ mod tests {
     use super::*;
     use crate::protocol::message::{RawRun, WireMessage, runs_head};
     use crate::protocol::tag::Tag;
+    use crate::transport::socket::Socket;
 
     fn guest(frames: u64) -> Arc<MemoryGuest> {
         let slots = vec![Slot { id: SlotId(0), base: Gfn(0), frames }];
@@ -164,8 +164,7 @@ mod tests {
 
     /// Returns a wire with FRAMES of `run`, whose content ends after half a page.
     fn half_a_page(run: FrameRun) -> Wire<Link> {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let mut source = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (mut source, socket) = Socket::pair().unwrap();
         let raw = RawRun::from(run);
         let head = RecordHead {
             tag: Tag::Frames as u16,
@@ -178,8 +177,7 @@ mod tests {
         source.write_all(&head.to_bytes()).unwrap();
         source.write_all(raw.as_bytes()).unwrap();
         source.write_all(&[0x5a; PAGE_BYTES / 2]).unwrap();
-        let (stream, _) = listener.accept().unwrap();
-        Wire::new(Link::new(stream, Duration::from_secs(60), Arc::default()).unwrap())
+        Wire::new(Link::new(socket, Duration::from_secs(60), Arc::default()))
     }
 
     fn zero_of(run: FrameRun) -> Vec<u8> {

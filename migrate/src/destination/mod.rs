@@ -20,7 +20,6 @@ mod receive;
 mod session;
 mod setup;
 
-use std::net::TcpListener;
 use std::sync::Arc;
 
 use driftline_guest::GuestFactory;
@@ -28,6 +27,7 @@ use driftline_guest::GuestFactory;
 use crate::control::{Phase, ReceiveControl};
 use crate::error::{Cause, ReceiveError};
 use crate::report::ReceiveReport;
+use crate::transport::listener::Listener;
 use host::{ReceiveFailed, ReceiveHost};
 pub use inspect::{StreamSummary, inspect};
 pub use listener::Responder;
@@ -60,7 +60,7 @@ pub struct Received<G: ?Sized> {
 ///
 /// [`ReceiveError`] has the phase that failed, the cause, and whether PREPARED may have been sent.
 pub fn receive<F: GuestFactory + ?Sized + 'static>(
-    listener: TcpListener,
+    listener: Listener,
     factory: Arc<F>,
     options: &ReceiveOptions,
     control: &Arc<ReceiveControl>,

@@ -31,6 +31,7 @@ impl<E: Into<Cause>> From<E> for SendFailed {
 /// State that all phases share.
 pub(super) struct SendJob<'a, G: Migratable + ?Sized> {
     pub(super) guest: &'a G,
+    /// The destination, as the operator gave it.
     pub(super) to: &'a str,
     pub(super) options: &'a SendOptions,
     pub(super) control: &'a SendControl,

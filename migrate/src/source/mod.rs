@@ -38,7 +38,7 @@ pub use guest::Migratable;
 use job::{SendFailed, SendJob};
 pub use options::{MIN_BANDWIDTH, SendOptions};
 
-/// Moves `guest` to the destination that listens at `to` ("HOST:PORT", "tcp:" in front allowed).
+/// Moves `guest` to the destination that listens at `to`, an [`Address`](crate::Address) as text.
 ///
 /// Blocks until the destination has the guest, or until it is certain that the guest stays here. In
 /// the first case the guest here is ended by

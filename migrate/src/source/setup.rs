@@ -18,6 +18,7 @@ use crate::protocol::features::{
 };
 use crate::protocol::limits::{MAX_CONFIG, MAX_CONNECTIONS, MAX_SLOTS};
 use crate::protocol::message::{Purpose, WireMessage};
+use crate::transport::address::InvalidAddress;
 use crate::transport::compression::Compression;
 use crate::transport::link::Link;
 use crate::transport::stop::StopFlag;
@@ -64,8 +65,10 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
         limit: Duration,
         stop: Arc<StopFlag>,
     ) -> Result<(Wire<Link>, u64), Cause> {
-        let link = Link::connect(self.to, limit, self.options.progress_timeout, stop)
-            .map_err(|cause| Cause::Connect { peer: self.to.to_owned(), cause })?;
+        let unreached = |cause| Cause::Connect { peer: self.to.to_owned(), cause };
+        let address = self.to.parse().map_err(|e| unreached(InvalidAddress::into(e)))?;
+        let link = Link::connect(&address, limit, self.options.progress_timeout, stop)
+            .map_err(unreached)?;
         let mut wire = Wire::new(link);
         wire.stream_mut().set_deadline(Some(Instant::now() + limit));
         wire.send_header(Some((self.guest.vm_id(), layout_hash(self.guest.layout()))))?;

@@ -1,31 +1,31 @@
-//! One TCP connection with limits: every wait ends at a limit or at a stop request.
+//! One connection with limits: every wait ends at a limit or at a stop request.
 //!
 //! Reads and writes wait in slices of [`SLICE`]. Between two slices the link checks its stop flag
 //! and its limits: `progress_timeout`, the longest time without progress, and an absolute deadline.
 
 use std::io::{self, IoSlice, Read, Write};
-use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
+use std::net::Shutdown;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use socket2::{SockRef, TcpKeepalive};
+use socket2::SockRef;
+use vm_memory::VolatileSlice;
 use vm_memory::bitmap::BitmapSlice;
-use vm_memory::{ReadVolatile, VolatileMemoryError, VolatileSlice, WriteVolatile};
 
+use super::address::Address;
 use super::channels::ChannelGroup;
+use super::connect;
+use super::socket::{PeerGroup, Socket, outside, waits};
 use super::stop::StopFlag;
-use super::wait::{self, SLICE};
 
-/// Idle time after which the kernel probes the peer.
-const KEEPALIVE: Duration = Duration::from_secs(5);
 /// Upper bound on closing a connection: sending the reason, and waiting until the peer reads it.
 const CLOSING_LIMIT: Duration = Duration::from_secs(2);
 
 /// A connection with limits.
 #[derive(Debug)]
 pub(crate) struct Link {
-    stream: TcpStream,
+    socket: Socket,
     stop: Arc<StopFlag>,
     progress_timeout: Duration,
     deadline: Option<Instant>,
@@ -34,46 +34,19 @@ pub(crate) struct Link {
 
 impl Link {
     /// Wraps a connection. `progress_timeout` is the longest time without progress of the peer.
-    pub(crate) fn new(
-        stream: TcpStream,
-        progress_timeout: Duration,
-        stop: Arc<StopFlag>,
-    ) -> io::Result<Self> {
-        stream.set_nonblocking(false)?;
-        stream.set_nodelay(true)?;
-        stream.set_read_timeout(Some(SLICE))?;
-        stream.set_write_timeout(Some(SLICE))?;
-        let probe = TcpKeepalive::new().with_time(KEEPALIVE).with_interval(KEEPALIVE);
-        SockRef::from(&stream).set_tcp_keepalive(&probe)?;
-        Ok(Self { stream, stop, progress_timeout, deadline: None, group: None })
+    pub(crate) fn new(socket: Socket, progress_timeout: Duration, stop: Arc<StopFlag>) -> Self {
+        Self { socket, stop, progress_timeout, deadline: None, group: None }
     }
 
-    /// Connects to `peer` ("HOST:PORT", with or without "tcp:"), trying each of its addresses.
+    /// Connects to `peer`, trying each address of a host's name.
     pub(crate) fn connect(
-        peer: &str,
+        peer: &Address,
         timeout: Duration,
         progress_timeout: Duration,
         stop: Arc<StopFlag>,
     ) -> io::Result<Self> {
-        let (sender, result) = mpsc::channel();
-        let name = peer.strip_prefix("tcp:").unwrap_or(peer).to_owned();
-        // On a separate thread, because name look-ups and connects cannot be interrupted. If this
-        // side stops waiting, the thread ends by itself and closes its connection.
-        std::thread::Builder::new().name("migrate-connect".into()).spawn(move || {
-            let _ = sender.send(connect_any(&name, timeout));
-        })?;
-        let give_up = Instant::now() + timeout + SLICE;
-        let ended = || io::Error::other("the connecting thread ended early");
-        let stream = wait::answer(&result, ended, || {
-            if stop.is_cancelled() {
-                return Err(cancelled());
-            }
-            match Instant::now() > give_up {
-                true => Err(timed_out("answered", timeout)),
-                false => Ok(()),
-            }
-        })?;
-        Self::new(stream?, progress_timeout, stop)
+        let socket = connect::connect(peer, timeout, &stop)?;
+        Ok(Self::new(socket, progress_timeout, stop))
     }
 
     /// Sets the absolute deadline of later operations; `None` leaves only the progress timeout.
@@ -83,7 +56,7 @@ impl Link {
 
     /// Closes the connection immediately, in both directions; bytes in flight may still arrive.
     pub(crate) fn close(&self) {
-        let _ = self.stream.shutdown(std::net::Shutdown::Both);
+        let _ = self.socket.shutdown(Shutdown::Both);
     }
 
     /// Sets the stop flag to check.
@@ -99,7 +72,7 @@ impl Link {
 
     /// Returns another handle that can close the connection.
     pub(crate) fn closer(&self) -> io::Result<Closer> {
-        self.stream.try_clone().map(Closer)
+        self.socket.try_clone().map(Closer)
     }
 
     /// Whether a wait would end immediately, because of a stop request, a halted group, or the
@@ -120,23 +93,24 @@ impl Link {
         self.progress_timeout = progress_timeout;
     }
 
-    /// Returns the peer's address, for logs.
+    /// Returns the peer, for logs.
     pub(crate) fn peer(&self) -> String {
-        self.stream.peer_addr().map_or("an unknown peer".to_owned(), |a| a.to_string())
+        self.socket.peer()
+    }
+
+    /// Returns the group in which the peer's connections are counted.
+    pub(crate) fn peer_group(&self) -> PeerGroup {
+        self.socket.peer_group()
     }
 
     /// Whether bytes, or the end of the connection, can be read. Does not block.
     pub(crate) fn has_incoming(&self) -> bool {
-        let mut byte = [std::mem::MaybeUninit::uninit()];
-        let peeked = SockRef::from(&self.stream)
-            .recv_with_flags(&mut byte, libc::MSG_PEEK | libc::MSG_DONTWAIT);
-        peeked.map_or_else(|e| !waits(&e), |_| true)
+        self.socket.has_incoming()
     }
 
-    /// Corks the socket: the kernel delays small writes for at most 200 ms, until the socket is
-    /// uncorked. A failure only costs additional packets.
+    /// Delays small writes of a TCP connection until they are released.
     pub(crate) fn set_cork(&self, corked: bool) {
-        let _ = SockRef::from(&self.stream).set_tcp_cork(corked);
+        self.socket.set_cork(corked);
     }
 
     /// Begins to close: ignores stop requests, and sets a deadline after [`CLOSING_LIMIT`].
@@ -151,7 +125,7 @@ impl Link {
     /// deadline passes. Closing with unread bytes would reset the connection, and the peer could
     /// lose the reason.
     pub(crate) fn hang_up(&mut self) {
-        if self.stream.shutdown(std::net::Shutdown::Write).is_err() {
+        if self.socket.shutdown(Shutdown::Write).is_err() {
             return;
         }
         let mut sink = vec![0; 64 << 10];
@@ -162,9 +136,7 @@ impl Link {
     /// `torn` after the first byte.
     pub(crate) fn write_all_more(&mut self, mut buf: &[u8], torn: &mut bool) -> io::Result<()> {
         while !buf.is_empty() {
-            let sent = self.wait_until("took", |s| {
-                SockRef::from(&*s).send_with_flags(buf, libc::MSG_MORE | libc::MSG_NOSIGNAL)
-            })?;
+            let sent = self.wait_until("took", |s| s.write_more(buf))?;
             *torn = true;
             buf = buf.get(sent..).unwrap_or_default();
         }
@@ -179,7 +151,7 @@ impl Link {
         let mut done = 0;
         while done < slice.len() {
             let rest = slice.offset(done).map_err(outside)?;
-            done += match self.wait_until("took", |s| s.write_volatile(&rest).map_err(outside))? {
+            done += match self.wait_until("took", |s| s.write_volatile(&rest))? {
                 0 => return Err(closed()),
                 n => n,
             };
@@ -195,11 +167,10 @@ impl Link {
         let mut done = 0;
         while done < slice.len() {
             let mut rest = slice.offset(done).map_err(outside)?;
-            done +=
-                match self.wait_until("sent", |s| s.read_volatile(&mut rest).map_err(outside))? {
-                    0 => return Err(closed()),
-                    n => n,
-                };
+            done += match self.wait_until("sent", |s| s.read_volatile(&mut rest))? {
+                0 => return Err(closed()),
+                n => n,
+            };
         }
         Ok(())
     }
@@ -208,7 +179,7 @@ impl Link {
     fn wait_until<T>(
         &mut self,
         verb: &'static str,
-        mut attempt: impl FnMut(&mut TcpStream) -> io::Result<T>,
+        mut attempt: impl FnMut(&mut Socket) -> io::Result<T>,
     ) -> io::Result<T> {
         let begun = Instant::now();
         let mut limit = begun + self.progress_timeout;
@@ -225,7 +196,7 @@ impl Link {
             if self.deadline.is_some_and(|d| Instant::now() >= d) {
                 return Err(timed_out(verb, begun.elapsed()));
             }
-            match attempt(&mut self.stream) {
+            match attempt(&mut self.socket) {
                 Err(e) if waits(&e) => {}
                 done => {
                     if let Some(group) = &self.group {
@@ -249,45 +220,23 @@ impl Link {
 
 /// Closes a connection that another thread reads.
 #[derive(Debug)]
-pub(crate) struct Closer(TcpStream);
+pub(crate) struct Closer(OwnedFd);
 
 impl Closer {
     /// Closes the connection immediately, in both directions, which ends the reader's wait.
     pub(crate) fn close(&self) {
-        let _ = self.0.shutdown(std::net::Shutdown::Both);
+        let _ = SockRef::from(&self.0).shutdown(Shutdown::Both);
     }
 }
 
-fn connect_any(name: &str, timeout: Duration) -> io::Result<TcpStream> {
-    let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
-    let addresses: Vec<SocketAddr> = name.to_socket_addrs()?.collect();
-    for address in &addresses {
-        match TcpStream::connect_timeout(address, timeout / addresses.len() as u32) {
-            Ok(stream) => return Ok(stream),
-            Err(e) => last = e,
-        }
-    }
-    Err(last)
-}
-
-fn outside(e: VolatileMemoryError) -> io::Error {
-    match e {
-        VolatileMemoryError::IOError(e) => e,
-        e => io::Error::other(e),
-    }
-}
-
-fn waits(e: &io::Error) -> bool {
-    use io::ErrorKind::{Interrupted, TimedOut, WouldBlock};
-    matches!(e.kind(), WouldBlock | TimedOut | Interrupted)
-}
-
-fn timed_out(verb: &str, time: Duration) -> io::Error {
+/// Returns the error of a peer that has made no progress for `time`.
+pub(super) fn timed_out(verb: &str, time: Duration) -> io::Error {
     let text = format!("the peer {verb} nothing for {:.1} s", time.as_secs_f64());
     io::Error::new(io::ErrorKind::TimedOut, text)
 }
 
-fn cancelled() -> io::Error {
+/// Returns the error of a wait that a stop request has ended.
+pub(super) fn cancelled() -> io::Error {
     io::Error::other("cancelled")
 }
 

@@ -1,9 +1,14 @@
-//! Messages over a connection: compression of contents, framing with checksums, TCP with limits.
+//! Messages over a connection: compression of contents, framing with checksums, sockets with
+//! limits.
 
+pub(crate) mod address;
 pub(crate) mod channels;
 pub(crate) mod compression;
+mod connect;
 pub(crate) mod error;
 pub(crate) mod link;
+pub(crate) mod listener;
+pub(crate) mod socket;
 pub(crate) mod stop;
 pub(crate) mod wait;
 pub(crate) mod wire;

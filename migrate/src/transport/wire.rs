@@ -319,19 +319,16 @@ impl<S: Read> Read for CountingReader<'_, S> {
 
 #[cfg(test)]
 mod tests {
-    use std::net::{TcpListener, TcpStream};
     use std::sync::Arc;
 
     use driftline_dirty_tracker::Gfn;
 
+    use super::super::socket::Socket;
     use super::*;
 
     fn ends() -> (Wire<Link>, Wire<Link>) {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let one = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        let (other, _) = listener.accept().unwrap();
-        let wire =
-            |stream| Wire::new(Link::new(stream, Duration::from_secs(5), Arc::default()).unwrap());
+        let (one, other) = Socket::pair().unwrap();
+        let wire = |socket| Wire::new(Link::new(socket, Duration::from_secs(5), Arc::default()));
         (wire(one), wire(other))
     }
 

@@ -173,7 +173,8 @@ fn stranger_cannot_join() {
     let arrived = there.guest();
     // Replays the second connection: the migration accepts no further connection.
     let joining = recorded.lock().unwrap().clone();
-    let mut stranger = std::net::TcpStream::connect(arrived.responder.address()).unwrap();
+    let address = arrived.responder.address().strip_prefix("tcp:").unwrap();
+    let mut stranger = std::net::TcpStream::connect(address).unwrap();
     stranger.set_read_timeout(Some(LONG)).unwrap();
     stranger.write_all(&joining[..64 + 24 + 16 + 5 + 24 + 16]).unwrap();
     let mut answer = Vec::new();

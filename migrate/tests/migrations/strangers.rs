@@ -268,7 +268,7 @@ fn receiver_with_a_guest_takes_no_other() {
     let second = other.start(MemoryConfig::still());
     let error = Sender::start(&second, &to, &quick_send(&other)).result().unwrap_err();
     assert!(error.to_string().contains("has taken over guest"), "{error}");
-    assert_eq!(arrived.responder.address().to_string(), to);
+    assert_eq!(arrived.responder.address(), format!("tcp:{to}"));
 }
 
 #[test]

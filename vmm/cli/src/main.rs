@@ -13,6 +13,7 @@ mod config_file;
 mod demo;
 mod doctor;
 mod end;
+mod entrance;
 mod failure;
 mod firecracker;
 mod firecracker_log;

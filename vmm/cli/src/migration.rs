@@ -7,7 +7,7 @@ use driftline_control::model::{
     GuestLocation, GuestState, InfoPage, JobStarted, MigrationFailure, MigrationPage,
     MigrationRequest, MigrationState, ResolveRequest,
 };
-use driftline_migrate::{Phase, Resolution, SendReport, SendStatus, VcpuThrottle};
+use driftline_migrate::{Address, Phase, Resolution, SendReport, SendStatus, VcpuThrottle};
 use hyper::Method;
 use serde_json::{Value, json};
 
@@ -30,7 +30,7 @@ pub(super) fn send(args: &SendArgs) -> Result<ExitCode, Failure> {
 async fn start_and_follow(args: &SendArgs) -> Result<ExitCode, Failure> {
     let client = args.query.api.client();
     let request = MigrationRequest {
-        to: args.address.clone(),
+        to: peer_text(&args.address),
         downtime_ms: args.downtime_ms,
         timeout_s: args.timeout_s,
         timeout_strategy: args.timeout_strategy,
@@ -61,6 +61,14 @@ async fn start_and_follow(args: &SendArgs) -> Result<ExitCode, Failure> {
     };
     drop(view);
     conclude(args, page)
+}
+
+/// Returns the destination as a request names it: a TCP address without its kind, as always.
+fn peer_text(address: &Address) -> String {
+    match address {
+        Address::Tcp(address) => address.clone(),
+        other => other.to_string(),
+    }
 }
 
 /// Returns the migration's current state. The first Ctrl-C cancels the migration; its outcome is

@@ -1,6 +1,5 @@
 //! `driftline receive-migration`: runs a guest that another process sends.
 
-use std::net::{SocketAddr, TcpListener};
 use std::process::ExitCode;
 use std::sync::{Arc, OnceLock};
 
@@ -9,11 +8,12 @@ use driftline_control::api::{App, Arriving, Server};
 use driftline_control::jobs::Jobs;
 use driftline_machine::config::guest_span;
 use driftline_migrate::{
-    Cause, Phase, ReceiveControl, ReceiveError, ReceiveOptions, ReceiveReport, Received,
+    Address, Cause, Phase, ReceiveControl, ReceiveError, ReceiveOptions, ReceiveReport, Received,
 };
 
 use super::args::ReceiveArgs;
 use super::end::{end_in_bounded_time, run_to_end, stop_reason};
+use super::entrance::Entrance;
 use super::failure::Failure;
 use super::notify;
 use super::output::{bytes, count, print_json, print_message};
@@ -27,9 +27,17 @@ const NOT_RECEIVED: &str = "no guest was received, and none runs here";
 /// `driftline receive-migration`.
 pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
     check_state_dir(&args.host)?;
-    let named = NamedFiles::of_devices(&args.devices.disks, args.devices.vsock.as_ref());
+    let mut named = NamedFiles::of_devices(&args.devices.disks, args.devices.vsock.as_ref());
+    if let Address::Unix(path) = &args.address {
+        named.sockets.push(path.clone());
+    }
+    let inherited = Entrance::inherited(&args.address)?;
     let listeners = prepare(&args.host, named)?;
-    let (address, listener) = listen(&args.address)?;
+    let Entrance { listener, _socket } = match inherited {
+        Some(entrance) => entrance,
+        None => Entrance::open(&args.address)?,
+    };
+    let address = listener.address().to_owned();
     let control = ReceiveControl::new();
     let give_up = control.clone();
     let watched = control.clone();
@@ -51,8 +59,8 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
     });
     let server = Server::start(listeners, app.clone())?;
     // From here on the server handles signals, which a reader of this message may send.
-    print_message(format_args!("waiting for a migration on tcp:{address}"));
-    notify::ready(format_args!("waiting for a migration on tcp:{address}"));
+    print_message(format_args!("waiting for a migration on {address}"));
+    notify::ready(format_args!("waiting for a migration on {address}"));
     let host = host_config(&args.host, args.devices)?;
     let memory = host.memory;
     let factory = Factory::new(host);
@@ -80,12 +88,6 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
         print_json(&report)?;
     }
     run_to_end(vm, jobs, server, None)
-}
-
-/// Listens for a source. Returns the address with the port that it got.
-fn listen(address: &str) -> Result<(SocketAddr, TcpListener), Failure> {
-    let listening = TcpListener::bind(address).and_then(|l| Ok((l.local_addr()?, l)));
-    listening.map_err(|e| Failure::error(format_args!("cannot listen on tcp:{address}: {e}")))
 }
 
 fn print_arrival(report: &ReceiveReport) {

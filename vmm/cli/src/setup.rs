@@ -51,7 +51,7 @@ pub(super) struct NamedFiles {
     /// Files to write.
     write: Vec<PathBuf>,
     /// Sockets to listen on.
-    sockets: Vec<PathBuf>,
+    pub(super) sockets: Vec<PathBuf>,
 }
 
 impl NamedFiles {

@@ -9,6 +9,7 @@ use std::time::Duration;
 use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_machine::config::DEFAULT_RING_ENTRIES;
 use driftline_machine::size::{SIZE_FORMS, parse_size};
+use driftline_migrate::Address;
 
 /// Parses a size in bytes, in the forms of [`SIZE_FORMS`].
 pub(super) fn size(text: &str) -> Result<u64, String> {
@@ -163,15 +164,20 @@ pub(super) fn most_ring_entries() -> Option<u32> {
     capabilities.dirty_ring().map(|(_, most)| most)
 }
 
-/// Parses `tcp:HOST:PORT` into `HOST:PORT`.
-pub(super) fn tcp(text: &str) -> Result<String, String> {
-    let address =
-        text.strip_prefix("tcp:").and_then(|a| a.rsplit_once(':').map(|(h, p)| (a, h, p)));
+/// Parses the address of a migration: `tcp:HOST:PORT`, `unix:PATH` or `fd:N`.
+pub(super) fn address(text: &str) -> Result<Address, String> {
+    let has_kind = ["tcp:", "unix:", "fd:"].iter().any(|kind| text.starts_with(kind));
+    let address = text.parse().ok().filter(|_| has_kind);
     match address {
-        Some((address, host, port)) if !host.is_empty() && port.parse::<u16>().is_ok() => {
-            Ok(address.to_owned())
+        // The VMM that connects there may have another working directory.
+        Some(Address::Unix(path)) => {
+            std::path::absolute(path).map(Address::Unix).map_err(|e| e.to_string())
         }
-        _ => Err("an address is tcp:HOST:PORT, such as tcp:10.0.0.2:7001".to_owned()),
+        Some(address) => Ok(address),
+        None => {
+            Err("an address is tcp:HOST:PORT, such as tcp:10.0.0.2:7001, unix:PATH or fd:N"
+                .to_owned())
+        }
     }
 }
 
@@ -252,8 +258,12 @@ mod tests {
         for bad in ["localhost:9464", "9464", ":9464", "127.0.0.1", "127.0.0.1:65536"] {
             assert!(listen_address(bad).unwrap_err().contains("IP:PORT"), "{bad}");
         }
-        assert_eq!(tcp("tcp:[::1]:7001").as_deref(), Ok("[::1]:7001"));
-        assert!(tcp("host:7001").is_err() && tcp("tcp:host").is_err() && tcp("tcp::1").is_err());
+        assert_eq!(address("tcp:[::1]:7001"), Ok(Address::Tcp("[::1]:7001".into())));
+        let here = std::env::current_dir().unwrap();
+        assert_eq!(address("unix:a"), Ok(Address::Unix(here.join("a"))));
+        for bad in ["host:7001", "tcp:host", "tcp::1", "unix:", "fd:1"] {
+            assert!(address(bad).is_err(), "{bad}");
+        }
         assert!(guest_spec("payload,ws=1M").is_ok() && guest_spec("paperload").is_err());
     }
 }

@@ -1,6 +1,6 @@
 //! Building the guest of a source: refusals, and the removal of copies.
 
-use std::net::{TcpListener, TcpStream};
+use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Receiver;
 use std::sync::{Mutex, OnceLock};
@@ -17,6 +17,7 @@ use super::super::session::Session;
 use super::*;
 use crate::control::ReceiveControl;
 use crate::journal::Records;
+use crate::transport::socket::Socket;
 
 fn host<'a>(
     options: &'a ReceiveOptions,
@@ -27,11 +28,11 @@ fn host<'a>(
 }
 
 /// Returns a wire to a source that sends nothing.
-fn wire() -> (Wire<Link>, TcpStream) {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let source = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-    let (stream, _) = listener.accept().unwrap();
-    (Wire::new(Link::new(stream, SLICE, Arc::default()).unwrap()), source)
+fn wire() -> (Wire<Link>, socket2::Socket) {
+    let kind = socket2::Type::STREAM;
+    let (socket, source) = socket2::Socket::pair(socket2::Domain::UNIX, kind, None).unwrap();
+    let socket = Socket::new(socket.into()).unwrap();
+    (Wire::new(Link::new(socket, SLICE, Arc::default())), source)
 }
 
 fn host_of<'a, F: GuestFactory + 'static>(
@@ -208,7 +209,7 @@ fn refusal_precedes_removal_of_copies() {
     let (seen, watched) = (Arc::new(Mutex::new(Vec::new())), session.clone());
     let sender = seen.clone();
     let removing = move || {
-        let refused = source.peek(&mut [0]).is_ok_and(|bytes| bytes > 0);
+        let refused = source.peek(&mut [MaybeUninit::uninit()]).is_ok_and(|bytes| bytes > 0);
         let taken = watched.get().is_some_and(|session| session.vacant().is_err());
         sender.lock().unwrap().push((refused, taken));
     };

@@ -8,7 +8,6 @@ mod hooked;
 mod proxy;
 pub mod raw;
 
-use std::net::TcpListener;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
@@ -21,8 +20,8 @@ use driftline_guest::{
     DirtyLog, Guest, GuestFactory, GuestIdentity, HandOver, Lifecycle, RunState,
 };
 use driftline_migrate::{
-    Cause, GuestPlace, Phase, ReceiveControl, ReceiveError, ReceiveOptions, Received, Records,
-    SendControl, SendError, SendOptions, SendReport, Tag, receive, send,
+    Cause, GuestPlace, Listener, Phase, ReceiveControl, ReceiveError, ReceiveOptions, Received,
+    Records, SendControl, SendError, SendOptions, SendReport, Tag, receive, send,
 };
 pub use drives::{CopyFaults, DriveCopyFactory, GuestWithDrives};
 pub use hooked::HookedGuest;
@@ -125,8 +124,18 @@ impl HostPair {
         factory: impl GuestFactory<Guest = MemoryGuest> + 'static,
         options: ReceiveOptions,
     ) -> Receiver {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let to = listener.local_addr().unwrap().to_string();
+        self.receive_on(Listener::bind("127.0.0.1:0").unwrap(), factory, options)
+    }
+
+    /// Starts a receiver that waits at `listener`.
+    pub fn receive_on(
+        &self,
+        listener: Listener,
+        factory: impl GuestFactory<Guest = MemoryGuest> + 'static,
+        options: ReceiveOptions,
+    ) -> Receiver {
+        let to = listener.address();
+        let to = to.strip_prefix("tcp:").unwrap_or(to).to_owned();
         let control = ReceiveControl::new();
         let mine = control.clone();
         let thread =

@@ -14,6 +14,7 @@ use driftline_machine::config::{
 };
 use driftline_machine::memory::{Backing, HugePages};
 use driftline_machine::tracking::TrackingMode;
+use driftline_migrate::Address;
 
 use super::headings;
 use crate::values;
@@ -290,9 +291,13 @@ pub(crate) struct RestoreArgs {
 
 #[derive(Args)]
 pub(crate) struct ReceiveArgs {
-    /// Address to listen on: tcp:HOST:PORT; port 0 selects a free port
-    #[arg(value_name = "ADDRESS", value_parser = values::tcp)]
-    pub(crate) address: String,
+    /// Address to listen on: tcp:HOST:PORT, unix:PATH or fd:N
+    ///
+    /// Port 0 selects a free port. The socket of unix:PATH is for this user only; the socket of a
+    /// receiver that has ended is replaced. fd:N is a descriptor that this process was started
+    /// with: a stream socket that listens, such as that of socket activation, or one connection.
+    #[arg(value_name = "ADDRESS", value_parser = values::address)]
+    pub(crate) address: Address,
     /// Time for a source to ask about a discarded guest
     ///
     /// The receiver discards a complete guest if the source does not commit, or if it cannot take

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use clap::Args;
 use driftline_guest::VmId;
-use driftline_migrate::{Compression, CopyDrives, TimeoutStrategy};
+use driftline_migrate::{Address, Compression, CopyDrives, TimeoutStrategy};
 
 use super::api::QueryArgs;
 use super::headings;
@@ -13,9 +13,9 @@ use crate::values;
 
 #[derive(Args)]
 pub(crate) struct SendArgs {
-    /// Address of the receiver: tcp:HOST:PORT
-    #[arg(value_name = "ADDRESS", value_parser = values::tcp)]
-    pub(crate) address: String,
+    /// Address of the receiver: tcp:HOST:PORT or unix:PATH
+    #[arg(value_name = "ADDRESS", value_parser = values::address)]
+    pub(crate) address: Address,
     /// Longest acceptable downtime, in milliseconds
     #[arg(long, value_name = "MS", default_value_t = 300, value_parser = values::downtime_ms,
           help_heading = headings::CONVERGENCE)]

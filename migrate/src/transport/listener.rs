@@ -1,0 +1,138 @@
+//! The socket at which a receiver waits for connections.
+
+use std::fmt;
+use std::io;
+use std::net::TcpListener;
+use std::os::fd::{OwnedFd, RawFd};
+use std::os::unix::net::UnixListener;
+
+use parking_lot::Mutex;
+use rustix::net::sockopt::{socket_acceptconn, socket_type};
+use rustix::net::{SocketType, getpeername};
+use rustix::process::{PidfdFlags, PidfdGetfdFlags, getpid, pidfd_getfd, pidfd_open};
+use socket2::SockRef;
+
+use super::wait::SLICE;
+
+/// A listening socket, or one connection in its place.
+#[derive(Debug)]
+pub struct Listener {
+    source: ConnectionSource,
+    address: String,
+}
+
+#[derive(Debug)]
+enum ConnectionSource {
+    Listening(OwnedFd),
+    /// A connection that was inherited. There is never another one.
+    Single(Mutex<Option<OwnedFd>>),
+}
+
+/// A descriptor that no migration can arrive at.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum DescriptorError {
+    /// The process does not have the descriptor.
+    #[error("this process was not started with descriptor {number}: {cause}")]
+    Missing {
+        /// Its number.
+        number: RawFd,
+        /// The system's answer.
+        #[source]
+        cause: io::Error,
+    },
+    /// It is not a stream socket.
+    #[error("descriptor {number} is not a stream socket; pass a TCP or unix socket")]
+    NotAStream {
+        /// Its number.
+        number: RawFd,
+    },
+    /// The socket neither listens nor is connected.
+    #[error(
+        "descriptor {number} is a socket that neither listens nor is connected; pass one that does"
+    )]
+    Unconnected {
+        /// Its number.
+        number: RawFd,
+    },
+}
+
+impl Listener {
+    /// Listens on a TCP address, `HOST:PORT`. Port 0 selects a free port.
+    ///
+    /// # Errors
+    ///
+    /// If the host is not this one, or the port is taken.
+    pub fn bind(address: &str) -> io::Result<Self> {
+        let listener = TcpListener::bind(address)?;
+        let address = format!("tcp:{}", listener.local_addr()?);
+        Ok(Self { source: ConnectionSource::Listening(listener.into()), address })
+    }
+
+    /// Takes a unix socket that listens. `path` is its name.
+    pub fn unix(listener: UnixListener, path: &std::path::Path) -> Self {
+        let address = format!("unix:{}", path.display());
+        Self { source: ConnectionSource::Listening(listener.into()), address }
+    }
+
+    /// Takes a stream socket that this process was started with: one that listens, or a connection.
+    ///
+    /// # Errors
+    ///
+    /// See [`DescriptorError`].
+    pub fn inherited(number: RawFd) -> Result<Self, DescriptorError> {
+        let fd = duplicate(number).map_err(|e| DescriptorError::Missing { number, cause: e })?;
+        if !socket_type(&fd).is_ok_and(|kind| kind == SocketType::STREAM) {
+            return Err(DescriptorError::NotAStream { number });
+        }
+        let source = match socket_acceptconn(&fd) {
+            Ok(true) => ConnectionSource::Listening(fd),
+            _ if getpeername(&fd).is_ok() => ConnectionSource::Single(Mutex::new(Some(fd))),
+            _ => return Err(DescriptorError::Unconnected { number }),
+        };
+        Ok(Self { source, address: format!("fd:{number}") })
+    }
+
+    /// Returns the address on which it listens, as in the command line.
+    pub fn address(&self) -> &str {
+        &self.address
+    }
+
+    /// Prepares the socket for [`accept`](Self::accept).
+    pub(crate) fn prepare(&self) -> io::Result<()> {
+        let ConnectionSource::Listening(fd) = &self.source else { return Ok(()) };
+        let socket = SockRef::from(fd);
+        socket.set_nonblocking(false)?;
+        // accept(2) obeys the receive timeout, so the thread checks its stop flag every slice.
+        socket.set_read_timeout(Some(SLICE))
+    }
+
+    /// Waits for the next connection, at most [`SLICE`].
+    pub(crate) fn accept(&self) -> io::Result<OwnedFd> {
+        match &self.source {
+            ConnectionSource::Listening(fd) => {
+                let (socket, _) = SockRef::from(fd).accept()?;
+                Ok(socket.into())
+            }
+            ConnectionSource::Single(connection) => match connection.lock().take() {
+                Some(connection) => Ok(connection),
+                None => {
+                    std::thread::sleep(SLICE);
+                    Err(io::ErrorKind::WouldBlock.into())
+                }
+            },
+        }
+    }
+}
+
+impl fmt::Display for Listener {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.address)
+    }
+}
+
+/// Returns a duplicate of a descriptor of this process, by its number.
+fn duplicate(number: RawFd) -> io::Result<OwnedFd> {
+    let process = pidfd_open(getpid(), PidfdFlags::empty())?;
+    Ok(pidfd_getfd(process, number, PidfdGetfdFlags::empty())?)
+}

@@ -1,0 +1,180 @@
+//! A connected stream socket, whatever its family.
+
+use std::io::{self, IoSlice, Read, Write};
+use std::mem::MaybeUninit;
+use std::net::{IpAddr, Shutdown, TcpStream};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use rustix::net::AddressFamily;
+use rustix::net::sockopt::{socket_domain, socket_peercred};
+use socket2::{SockRef, TcpKeepalive};
+use vm_memory::bitmap::BitmapSlice;
+use vm_memory::{ReadVolatile, VolatileMemoryError, VolatileSlice, WriteVolatile};
+
+use super::wait::SLICE;
+
+/// Idle time after which the kernel probes the peer of a TCP connection.
+const KEEPALIVE: Duration = Duration::from_secs(5);
+
+/// A connected stream socket. Its reads and writes wait at most [`SLICE`].
+#[derive(Debug)]
+pub(crate) struct Socket {
+    fd: OwnedFd,
+    is_tcp: bool,
+}
+
+/// What connections have in common that one peer can open in any number.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum PeerGroup {
+    /// An IP address.
+    Host(IpAddr),
+    /// A user of this host.
+    User(u32),
+    /// A peer without an identity.
+    Unknown,
+}
+
+impl Socket {
+    /// Takes a connected stream socket, and sets its options.
+    pub(crate) fn new(fd: OwnedFd) -> io::Result<Self> {
+        let is_tcp = matches!(socket_domain(&fd)?, AddressFamily::INET | AddressFamily::INET6);
+        let socket = SockRef::from(&fd);
+        socket.set_nonblocking(false)?;
+        socket.set_read_timeout(Some(SLICE))?;
+        socket.set_write_timeout(Some(SLICE))?;
+        if is_tcp {
+            socket.set_tcp_nodelay(true)?;
+            let probe = TcpKeepalive::new().with_time(KEEPALIVE).with_interval(KEEPALIVE);
+            socket.set_tcp_keepalive(&probe)?;
+        }
+        Ok(Self { fd, is_tcp })
+    }
+
+    /// Returns the two ends of a connection within this process.
+    #[cfg(test)]
+    pub(crate) fn pair() -> io::Result<(Self, Self)> {
+        let (one, other) = UnixStream::pair()?;
+        Ok((Self::new(one.into())?, Self::new(other.into())?))
+    }
+
+    /// Returns another handle of the connection.
+    pub(super) fn try_clone(&self) -> io::Result<OwnedFd> {
+        self.fd.try_clone()
+    }
+
+    /// Returns the peer, for logs.
+    pub(super) fn peer(&self) -> String {
+        let address = SockRef::from(&self.fd).peer_addr().ok();
+        match (address.and_then(|a| a.as_socket()), socket_peercred(&self.fd)) {
+            (Some(address), _) => address.to_string(),
+            (None, Ok(peer)) if !self.is_tcp => {
+                format!("process {} of user {}", peer.pid.as_raw_pid(), peer.uid.as_raw())
+            }
+            _ => "an unknown peer".to_owned(),
+        }
+    }
+
+    /// Returns the group in which the peer's connections are counted.
+    pub(super) fn peer_group(&self) -> PeerGroup {
+        let address = SockRef::from(&self.fd).peer_addr().ok();
+        match (address.and_then(|a| a.as_socket()), socket_peercred(&self.fd)) {
+            (Some(address), _) => PeerGroup::Host(address.ip()),
+            (None, Ok(peer)) if !self.is_tcp => PeerGroup::User(peer.uid.as_raw()),
+            _ => PeerGroup::Unknown,
+        }
+    }
+
+    /// Whether bytes, or the end of the connection, can be read. Does not block.
+    pub(super) fn has_incoming(&self) -> bool {
+        let mut byte = [MaybeUninit::uninit()];
+        let flags = libc::MSG_PEEK | libc::MSG_DONTWAIT;
+        let peeked = SockRef::from(&self.fd).recv_with_flags(&mut byte, flags);
+        peeked.map_or_else(|e| !waits(&e), |_| true)
+    }
+
+    /// Delays small writes of a TCP connection, for at most 200 ms, until they are released. A
+    /// failure only costs additional packets.
+    pub(super) fn set_cork(&self, corked: bool) {
+        if self.is_tcp {
+            let _ = SockRef::from(&self.fd).set_tcp_cork(corked);
+        }
+    }
+
+    /// Writes without a packet of its own, because more bytes follow immediately.
+    pub(super) fn write_more(&self, bytes: &[u8]) -> io::Result<usize> {
+        SockRef::from(&self.fd).send_with_flags(bytes, libc::MSG_MORE | libc::MSG_NOSIGNAL)
+    }
+
+    /// Ends one direction of the connection, or both.
+    pub(super) fn shutdown(&self, how: Shutdown) -> io::Result<()> {
+        SockRef::from(&self.fd).shutdown(how)
+    }
+
+    /// Writes guest memory without copying it first.
+    pub(super) fn write_volatile<B: BitmapSlice>(
+        &mut self,
+        slice: &VolatileSlice<'_, B>,
+    ) -> io::Result<usize> {
+        self.fd.write_volatile(slice).map_err(outside)
+    }
+
+    /// Reads into guest memory without a buffer in between.
+    pub(super) fn read_volatile<B: BitmapSlice>(
+        &mut self,
+        slice: &mut VolatileSlice<'_, B>,
+    ) -> io::Result<usize> {
+        self.fd.read_volatile(slice).map_err(outside)
+    }
+}
+
+impl Read for Socket {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        (&*SockRef::from(&self.fd)).read(buf)
+    }
+}
+
+impl Write for Socket {
+    fn write(&mut self, buf: &[u8]) -> io::Result<usize> {
+        (&*SockRef::from(&self.fd)).write(buf)
+    }
+
+    fn write_vectored(&mut self, bufs: &[IoSlice<'_>]) -> io::Result<usize> {
+        (&*SockRef::from(&self.fd)).write_vectored(bufs)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl TryFrom<TcpStream> for Socket {
+    type Error = io::Error;
+
+    fn try_from(stream: TcpStream) -> io::Result<Self> {
+        Self::new(stream.into())
+    }
+}
+
+impl TryFrom<UnixStream> for Socket {
+    type Error = io::Error;
+
+    fn try_from(stream: UnixStream) -> io::Result<Self> {
+        Self::new(stream.into())
+    }
+}
+
+/// Whether a read or write would block, or was interrupted.
+pub(super) fn waits(e: &io::Error) -> bool {
+    use io::ErrorKind::{Interrupted, TimedOut, WouldBlock};
+    matches!(e.kind(), WouldBlock | TimedOut | Interrupted)
+}
+
+/// Returns the error of an access to guest memory.
+pub(super) fn outside(e: VolatileMemoryError) -> io::Error {
+    match e {
+        VolatileMemoryError::IOError(e) => e,
+        e => io::Error::other(e),
+    }
+}
