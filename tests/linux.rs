@@ -154,7 +154,9 @@ impl<'t> CheckedGuest<'t> {
         let (destination, address) = Driftline::receive_at(host, self.scratch, name, &args);
         let mark = echo.mark();
         let resting = echo.silence_since(mark.saturating_sub(5));
-        let sent = self.process.cli("send-migration", &[&[&address, "--json"], send_args].concat());
+        let sent = self
+            .process
+            .cli("send-migration", &[&[&address, "--json", "--insecure"], send_args].concat());
         let stderr = String::from_utf8_lossy(&sent.stderr);
         assert_eq!(sent.status.code(), Some(0), "{name}: {stderr}\n{}", destination.log());
         let report = json_of(&sent);
@@ -368,7 +370,7 @@ fn a_connection_survives_moves_with_little_silence() {
         let name = format!("stay{i}");
         let (destination, address) =
             Driftline::receive_at(&network.hosts[i % 2], &scratch, &name, &["--net", "tap=tap0"]);
-        let sent = process.cli("send-migration", &[&address, "--json"]);
+        let sent = process.cli("send-migration", &[&address, "--json", "--insecure"]);
         assert_eq!(sent.status.code(), Some(0), "{name}: {}", destination.log());
         let report = json_of(&sent);
         assert_eq!(process.wait_exit(SOON), 0, "{name}");

@@ -16,6 +16,7 @@ use crate::protocol::digest::MemoryDigests;
 use crate::protocol::error::WireError;
 use crate::protocol::layout::LayoutDifference;
 use crate::transport::error::TransportError;
+use crate::transport::policy::UnprotectedAddress;
 
 /// What made a migration fail.
 #[derive(Debug, thiserror::Error)]
@@ -60,6 +61,9 @@ pub enum Cause {
         #[source]
         cause: io::Error,
     },
+    /// Other hosts could read and change the guest.
+    #[error("{0}")]
+    Unprotected(#[from] UnprotectedAddress),
     /// A source's connection ended after HELLO, before any part of its guest arrived.
     #[error(
         "the source at {peer} left before {before} ({cause}); its guest is not here: see whether \

@@ -79,3 +79,4 @@ pub use source::{CopyDrives, InvalidDriveNames, MIN_BANDWIDTH, Migratable, SendO
 pub use transport::address::{Address, InvalidAddress};
 pub use transport::compression::{Compression, UnknownCompression};
 pub use transport::listener::{DescriptorError, Listener};
+pub use transport::policy::UnprotectedAddress;

@@ -172,7 +172,7 @@ fn stray_joins_exclude_no_other_caller() {
     let mut refused = Vec::new();
     attack(160, |n| {
         let mut stream = greeted(&there.to, JOIN);
-        stream.write_all(&record(tag("JOIN"), 1, 16, &[n as u8; 16])).unwrap();
+        stream.write_all(&record(tag("JOIN"), 1, 48, &[n as u8; 48])).unwrap();
         assert_eq!(next(&mut stream, 1).0, tag("REFUSED"));
         // The caller stays connected, and the receiver waits for its end.
         refused.push(stream);

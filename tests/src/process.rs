@@ -186,7 +186,7 @@ impl Driftline {
         args: &[&str],
     ) -> (Self, String) {
         let address = format!("tcp:{}:0", host.address());
-        let args = [&["receive-migration", &address], args].concat();
+        let args = [&["receive-migration", &address, "--insecure"], args].concat();
         let vm = Self::start_at(host, scratch, name, &args);
         let address = vm.listens_on();
         (vm, address)

@@ -46,6 +46,7 @@ pub(super) fn open<'a, F: GuestFactory + ?Sized + 'static>(
     options: &'a ReceiveOptions,
     control: &'a Arc<ReceiveControl>,
 ) -> Result<(ReceiveHost<'a, F>, Responder), ReceiveFailed> {
+    check_protection(&listener, options)?;
     let records = Records::open(&options.records)?;
     records.sweep();
     let session = Arc::new(Session::new(records));
@@ -55,6 +56,21 @@ pub(super) fn open<'a, F: GuestFactory + ?Sized + 'static>(
             .map_err(|cause| Cause::System { what: "listening", cause })?;
     let builder = GuestBuilder::new(factory, options.build_limit, options.disk_limit);
     Ok((ReceiveHost { builder, options, control, session, incoming }, responder))
+}
+
+/// Fails if other hosts reach the listener without TLS, unless that was asked for.
+fn check_protection(listener: &Listener, options: &ReceiveOptions) -> Result<(), Cause> {
+    match listener.check_stays_here() {
+        Err(e) if !options.insecure => Err(Cause::Unprotected(e)),
+        Err(_) => {
+            tracing::warn!(
+                "insecure: every host that reaches {listener} can send a guest, and every host on \
+                 the way can read and change one"
+            );
+            Ok(())
+        }
+        Ok(()) => Ok(()),
+    }
 }
 
 impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {

@@ -310,17 +310,17 @@ impl ListenerState {
     /// Serves an additional channel of the current migration: passes it to the receiving thread.
     fn join(&self, mut wire: Wire<Link>, place: &Admitted) -> Result<(), WireError> {
         self.say_hello(&mut wire)?;
-        let token = match wire.recv()? {
-            WireMessage::Join { token } => token,
+        let (token, secret) = match wire.recv()? {
+            WireMessage::Join { token, secret } => (token, secret),
             other => return Err(other.unexpected("JOIN")),
         };
-        if let Err(why) = self.session.join(token, || leave(place)) {
+        if let Err(why) = self.session.join(token, &secret, || leave(place)) {
             let reason = why.to_string();
             self.refused(Stage::Join, &wire.stream().peer(), &reason);
             wire.abort(Tag::Refused, &reason);
             return Ok(());
         }
-        wire.send(&WireMessage::Ready { site: self.session.site() })?;
+        wire.send(&WireMessage::Ready { site: self.session.site(), secret })?;
         wire.stream_mut().set_deadline(None);
         // If the receiving thread is gone, the migration is over.
         drop(self.incoming.send(Incoming::Joined(token, Box::new(wire))));
@@ -339,11 +339,19 @@ impl ListenerState {
     /// Serves a source that asks about a migration: answers its QUERY.
     fn answer(&self, wire: &mut Wire<Link>, place: &Admitted) -> Result<(), WireError> {
         self.say_hello(wire)?;
-        let (token, site) = match wire.recv()? {
-            WireMessage::Query { token, site } => (token, site),
+        let (token, site, secret) = match wire.recv()? {
+            WireMessage::Query { token, site, secret } => (token, site, secret),
             other => return Err(other.unexpected("QUERY")),
         };
-        let verdict = self.session.answer(token, site);
+        let verdict = match self.session.answer(token, site, &secret) {
+            Ok(verdict) => verdict,
+            Err(why) => {
+                let reason = why.to_string();
+                self.refused(Stage::Query, &wire.stream().peer(), &reason);
+                wire.abort(Tag::Refused, &reason);
+                return Ok(());
+            }
+        };
         static LIMIT: LogLimit = LogLimit::new();
         if let Some(unshown) = LIMIT.admit() {
             tracing::info!(%token, ?verdict, peer = wire.stream().peer(), unshown, "asked");

@@ -36,6 +36,8 @@ pub struct ReceiveOptions {
     /// Upper bound on the wait for the question of a source in doubt, after a prepared guest was
     /// discarded. 30 s, or 2 s once the receiver is cancelled.
     pub answer_timeout: Duration,
+    /// Whether to wait on an address of other hosts without TLS. False.
+    pub insecure: bool,
     /// Whether to accept one source only, and to fail if it fails before PREPARED. False.
     pub once: bool,
 }
@@ -52,6 +54,7 @@ impl ReceiveOptions {
             disk_limit: DISK_LIMIT,
             commit_deadline: Duration::from_secs(10),
             answer_timeout: Duration::from_secs(30),
+            insecure: false,
             once: false,
         }
     }

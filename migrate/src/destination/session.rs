@@ -13,7 +13,7 @@ use uuid::Uuid;
 use crate::journal::{PreparedMark, Records, RecordsError, StagedDecision};
 use crate::log_limit::LogLimit;
 use crate::protocol::decision::{Decision, Verdict};
-use crate::protocol::ids::Token;
+use crate::protocol::ids::{Secret, Token};
 use crate::protocol::limits::MAX_CONNECTIONS;
 use crate::protocol::two_phase::{Destination, DestinationEvent, DestinationOrder};
 use crate::transport::stop::StopFlag;
@@ -51,6 +51,8 @@ pub(super) enum SessionRefusal {
     TakenOver(VmId),
     #[error("it joins a migration that is not in progress here")]
     NotInProgress,
+    #[error("it does not carry the secret of that migration")]
+    WrongSecret,
     #[error("a migration has at most {} connections", MAX_CONNECTIONS)]
     TooManyConnections,
     #[error("another connection displaced it, because too many were open")]
@@ -61,6 +63,7 @@ pub(super) enum SessionRefusal {
 struct Migration {
     token: Token,
     vm_id: VmId,
+    secret: Secret,
     state: Destination,
     /// This process's `committed`, staged until the decision.
     staged: Option<StagedDecision>,
@@ -114,14 +117,20 @@ impl Session {
     }
 
     /// Begins a migration: makes its prepared record durable. From now on this process answers for
-    /// `token`.
-    pub(super) fn begin(&self, token: Token, vm_id: VmId) -> Result<(), RecordsError> {
-        let prepared = Some(self.records.prepare(token, vm_id)?);
+    /// `token`, to callers that know `secret`.
+    pub(super) fn begin(
+        &self,
+        token: Token,
+        vm_id: VmId,
+        secret: Secret,
+    ) -> Result<(), RecordsError> {
+        let prepared = Some(self.records.prepare(token, vm_id, secret)?);
         // Staged now rather than in the pause. If that fails, the decision is written in the pause.
         let staged = self.records.stage(token, Some(vm_id), Decision::Committed).ok();
         *self.lock() = SessionState::Migrating(Migration {
             token,
             vm_id,
+            secret,
             state: Destination::Assembling,
             staged,
             prepared,
@@ -149,10 +158,14 @@ impl Session {
     pub(super) fn join(
         &self,
         token: Token,
+        secret: &Secret,
         accept: impl FnOnce() -> Result<(), SessionRefusal>,
     ) -> Result<(), SessionRefusal> {
         let mut state = self.lock();
         let migration = state.migration_of(token);
+        if migration.as_ref().is_some_and(|migration| !migration.secret.is(secret)) {
+            return Err(SessionRefusal::WrongSecret);
+        }
         let migration = migration.filter(|s| s.state == Destination::Assembling);
         let migration = migration.ok_or(SessionRefusal::NotInProgress)?;
         if migration.joined + 1 >= MAX_CONNECTIONS {
@@ -182,26 +195,39 @@ impl Session {
         self.lock().migration_of(token).map_or(Verdict::Unknown, |s| s.state.verdict())
     }
 
-    /// Answers a question. For a token that this process does not know, the site's records decide:
-    /// after *discarded* no process that shares them can run that guest.
-    pub(super) fn answer(&self, token: Token, site: Uuid) -> Verdict {
+    /// Answers a question, unless it carries another secret than its migration's. For a token that
+    /// this process does not know, the site's records decide: after *discarded* no process that
+    /// shares them can run that guest.
+    pub(super) fn answer(
+        &self,
+        token: Token,
+        site: Uuid,
+        secret: &Secret,
+    ) -> Result<Verdict, SessionRefusal> {
         let mut state = self.lock();
         match &mut *state {
             SessionState::Migrating(migration) if migration.token == token => {
+                if !migration.secret.is(secret) {
+                    return Err(SessionRefusal::WrongSecret);
+                }
                 migration.advance(&self.records, DestinationEvent::Asked);
-                return migration.state.verdict();
+                return Ok(migration.state.verdict());
             }
             // An honest source does not ask at that time.
             SessionState::Building { token: building, .. } if *building == token => {
-                return Verdict::Undecided;
+                return Ok(Verdict::Undecided);
             }
             _ => {}
         }
         drop(state);
         if site != self.records.site() {
-            return Verdict::Unknown;
+            return Ok(Verdict::Unknown);
         }
-        match self.records.decide_unknown(token) {
+        let accepted = self.records.accepts(token, secret);
+        if matches!(accepted, Ok(false)) {
+            return Err(SessionRefusal::WrongSecret);
+        }
+        Ok(match accepted.and_then(|_| self.records.decide_unknown(token)) {
             Ok(Decision::Discarded) => Verdict::Discarded,
             Ok(Decision::Committed) => Verdict::Committed,
             Err(e) => {
@@ -211,7 +237,7 @@ impl Session {
                 }
                 Verdict::Undecided
             }
-        }
+        })
     }
 
     /// Records that the source knows that the guest was discarded, and will not ask again.
@@ -347,8 +373,10 @@ mod tests {
         Session::new(Records::open(dir.path()).unwrap())
     }
 
+    const SECRET: Secret = Secret::from_bytes([7; 32]);
+
     fn prepared(session: &Session, token: Token) {
-        session.begin(token, VmId::random()).unwrap();
+        session.begin(token, VmId::random(), SECRET).unwrap();
         let (order, _) = session.post(DestinationEvent::Restored);
         assert_eq!(order, DestinationOrder::SayPrepared);
     }
@@ -359,7 +387,7 @@ mod tests {
         let (holder, other, token) = (session(&dir), session(&dir), Token::random());
         prepared(&holder, token);
         // The source in doubt asks the other process, resumes its guest, and sends ENDED.
-        assert_eq!(other.answer(token, other.site()), Verdict::Discarded);
+        assert_eq!(other.answer(token, other.site(), &SECRET).unwrap(), Verdict::Discarded);
         other.forget(token);
         let (order, fault) = holder.post(DestinationEvent::Commit);
         assert_eq!((order, fault.is_none()), (DestinationOrder::SayDiscarded, true));
@@ -367,6 +395,23 @@ mod tests {
         // Now no process has the guest.
         holder.forget(token);
         assert_eq!(holder.records.decision(token).unwrap(), None);
+    }
+
+    #[test]
+    fn stranger_without_the_secret_gets_no_answer() {
+        let dir = tempfile::tempdir().unwrap();
+        let (holder, other, token) = (session(&dir), session(&dir), Token::random());
+        prepared(&holder, token);
+        let wrong = Secret::from_bytes([8; 32]);
+        for session in [&holder, &other] {
+            let refusal = session.answer(token, session.site(), &wrong).unwrap_err();
+            assert!(matches!(refusal, SessionRefusal::WrongSecret));
+        }
+        let joined = holder.join(token, &wrong, || Ok(()));
+        assert!(matches!(joined, Err(SessionRefusal::WrongSecret)));
+        // No question has counted: the guest may still be taken over.
+        let (order, _) = holder.post(DestinationEvent::Commit);
+        assert!(matches!(order, DestinationOrder::TakeOver(_)), "{order:?}");
     }
 
     #[test]
@@ -395,12 +440,15 @@ mod tests {
     fn lost_decision_of_another_boot_answers_committed() {
         let dir = tempfile::tempdir().unwrap();
         let (holder, token, vm) = (session(&dir), Token::random(), VmId::random());
-        holder.begin(token, vm).unwrap();
+        holder.begin(token, vm, SECRET).unwrap();
         holder.post(DestinationEvent::Restored);
         let (order, _) = holder.post(DestinationEvent::Commit);
         assert!(matches!(order, DestinationOrder::TakeOver(_)), "{order:?}");
         let decision = files(&dir, ".destination.json").pop().unwrap();
-        assert_eq!(session(&dir).answer(token, holder.site()), Verdict::Committed);
+        assert_eq!(
+            session(&dir).answer(token, holder.site(), &SECRET).unwrap(),
+            Verdict::Committed
+        );
         // The host crashes before the decision is durable, and reboots.
         std::fs::remove_file(decision).unwrap();
         let prepared = files(&dir, ".prepared.json").pop().unwrap();
@@ -409,7 +457,10 @@ mod tests {
         let earlier = record.replace(boot.trim(), &Uuid::new_v4().to_string());
         assert_ne!(record, earlier);
         std::fs::write(&prepared, earlier).unwrap();
-        assert_eq!(session(&dir).answer(token, holder.site()), Verdict::Committed);
+        assert_eq!(
+            session(&dir).answer(token, holder.site(), &SECRET).unwrap(),
+            Verdict::Committed
+        );
         assert!(files(&dir, ".destination.json").is_empty(), "no decision is stored");
         holder.post(DestinationEvent::Resumed);
         holder.forget(token);
@@ -421,7 +472,7 @@ mod tests {
         for event in [DestinationEvent::Failed, DestinationEvent::Aborted] {
             let dir = tempfile::tempdir().unwrap();
             let (session, token, vm) = (session(&dir), Token::random(), VmId::random());
-            session.begin(token, vm).unwrap();
+            session.begin(token, vm, SECRET).unwrap();
             assert_eq!(files(&dir, ".prepared.json").len(), 1);
             session.post(event);
             assert!(files(&dir, ".json").is_empty());

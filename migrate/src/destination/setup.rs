@@ -15,7 +15,7 @@ use super::listener::{self, AcceptedSource, Incoming};
 use crate::control::{Phase, Progress};
 use crate::error::Cause;
 use crate::log_limit::LogLimit;
-use crate::protocol::ids::Token;
+use crate::protocol::ids::{Secret, Token};
 use crate::protocol::layout::LayoutDifference;
 use crate::protocol::message::WireMessage;
 use crate::protocol::tag::Tag;
@@ -133,8 +133,10 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
         let (guest, copies) = self.builder.build(vm_id, config, drives, &self.control.stop)?;
         let differs = LayoutDifference::between(guest.layout(), layout);
         let ready = differs.map_or(Ok(()), |d| Err(Cause::LayoutDiffers(d))).and_then(|()| {
-            self.session.begin(token, vm_id)?;
-            Ok(wire.send(&WireMessage::Ready { site: self.session.site() })?)
+            let secret = Secret::random()
+                .map_err(|e| Cause::System { what: "making a secret", cause: e.into() })?;
+            self.session.begin(token, vm_id, secret)?;
+            Ok(wire.send(&WireMessage::Ready { site: self.session.site(), secret })?)
         });
         match ready {
             Ok(()) => Ok((guest, copies)),

@@ -16,7 +16,7 @@ use super::file::{VERSION, json, now_unix_ms, read, remove, sync_removed, tempor
 use super::life::Life;
 use crate::log_limit::LogLimit;
 use crate::protocol::decision::Decision;
-use crate::protocol::ids::Token;
+use crate::protocol::ids::{Secret, Token};
 
 #[derive(Serialize, Deserialize)]
 struct DestinationRecord {
@@ -32,6 +32,8 @@ pub(super) struct PreparedRecord {
     version: u32,
     token: Token,
     vm_id: VmId,
+    /// The secret of the migration, which a question about it must carry.
+    secret: Secret,
     /// The boot of [`Life`]; null on a host that cannot tell its boots apart.
     boot: Option<Uuid>,
     /// The mount of [`Life`].
@@ -149,14 +151,26 @@ impl Records {
         sync_dir(&self.dir).map_err(failed("write", &self.decision_path(token)))
     }
 
+    /// Whether a question about a migration may be answered: its prepared record has this secret,
+    /// or no such record exists.
+    pub(crate) fn accepts(&self, token: Token, secret: &Secret) -> Result<bool, RecordsError> {
+        let record: Option<PreparedRecord> = read(&self.prepared_path(token), token)?;
+        Ok(record.is_none_or(|record| record.secret.is(secret)))
+    }
+
     /// Makes the prepared record of a guest durable.
-    pub(crate) fn prepare(&self, token: Token, vm_id: VmId) -> Result<PreparedMark, RecordsError> {
+    pub(crate) fn prepare(
+        &self,
+        token: Token,
+        vm_id: VmId,
+        secret: Secret,
+    ) -> Result<PreparedMark, RecordsError> {
         let life = self.life();
         let (boot, mount) = (life.map(|life| life.boot), life.and_then(|life| life.mount));
         let path = self.prepared_path(token);
         let time_unix_ms = now_unix_ms();
         let version = VERSION;
-        let record = PreparedRecord { version, token, vm_id, boot, mount, time_unix_ms };
+        let record = PreparedRecord { version, token, vm_id, secret, boot, mount, time_unix_ms };
         let file = json(&record).and_then(|bytes| {
             let file = temporary(&self.dir, &bytes)?;
             // The kernel releases the lock when this process ends.

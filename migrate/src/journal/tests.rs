@@ -12,7 +12,7 @@ use super::file::{SYNCS, read};
 use super::life::Life;
 use super::*;
 use crate::protocol::decision::Decision;
-use crate::protocol::ids::Token;
+use crate::protocol::ids::{Secret, Token};
 
 /// Returns the number of syncs that `operation` makes.
 fn syncs(operation: impl FnOnce()) -> u32 {
@@ -26,6 +26,22 @@ fn swept(dir: &tempfile::TempDir) -> Records {
     let records = Records::open(dir.path()).unwrap();
     records.sweep();
     records
+}
+
+fn secret() -> Secret {
+    Secret::random().unwrap()
+}
+
+#[test]
+fn question_needs_the_secret_of_the_record() {
+    let dir = tempfile::tempdir().unwrap();
+    let records = Records::open(dir.path()).unwrap();
+    let (token, right) = (Token::random(), secret());
+    assert!(records.accepts(token, &secret()).unwrap(), "nothing is known of the migration");
+    let prepared = records.prepare(token, VmId::random(), right).unwrap();
+    let later = Records::open(dir.path()).unwrap();
+    assert!(later.accepts(token, &right).unwrap() && !later.accepts(token, &secret()).unwrap());
+    records.withdraw(token, prepared);
 }
 
 #[test]
@@ -62,7 +78,7 @@ fn prepared_guest_is_committed_after_a_reboot() {
     let without_boot_id = life(None);
     let vm = VmId::random();
     let token = Token::random();
-    let prepared = records.prepare(token, vm).unwrap();
+    let prepared = records.prepare(token, vm, secret()).unwrap();
     let staged = records.stage(token, Some(vm), Decision::Committed).unwrap();
     let stands = records.decide_prepared(staged, &prepared).unwrap();
     assert_eq!(stands, Decision::Committed);
@@ -82,8 +98,8 @@ fn prepared_guest_is_committed_after_a_reboot() {
     records.forget_decision(token, Some(prepared)).unwrap();
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "the site alone");
     // A migration that failed before COMMIT.
-    let prepared = records.prepare(token, vm).unwrap();
-    assert!(records.prepare(token, vm).is_err(), "there is one already");
+    let prepared = records.prepare(token, vm, secret()).unwrap();
+    assert!(records.prepare(token, vm, secret()).is_err(), "there is one already");
     assert!(records.prepared_path(token).exists(), "the first one stays");
     records.withdraw(token, prepared);
     assert_eq!(later.decide_unknown(token).unwrap(), Decision::Discarded);
@@ -95,7 +111,7 @@ fn without_boot_id_decisions_are_durable() {
     let with_boot_id = Records::open(dir.path()).unwrap();
     let without_boot_id = Records { test_life: Some(None), ..with_boot_id.clone() };
     let (token, vm) = (Token::random(), VmId::random());
-    let prepared = without_boot_id.prepare(token, vm).unwrap();
+    let prepared = without_boot_id.prepare(token, vm, secret()).unwrap();
     assert!(!prepared.names_boot);
     let text = fs::read_to_string(without_boot_id.prepared_path(token)).unwrap();
     assert!(text.contains("\"boot\": null"), "{text}");
@@ -103,7 +119,7 @@ fn without_boot_id_decisions_are_durable() {
     assert_eq!(with_boot_id.decide_unknown(token).unwrap(), Decision::Discarded);
     assert_eq!(without_boot_id.decision(token).unwrap(), Some(Decision::Discarded));
     without_boot_id.forget_decision(token, Some(prepared)).unwrap();
-    drop(without_boot_id.prepare(token, vm).unwrap());
+    drop(without_boot_id.prepare(token, vm, secret()).unwrap());
     swept(&dir);
     assert!(!without_boot_id.prepared_path(token).exists(), "its process has died");
 }
@@ -124,9 +140,9 @@ fn sweep_keeps_prepared_records_that_are_needed() {
     let earlier = Records { test_life: Some(earlier), ..records.clone() };
     let [lives, died, decided, rebooted] = [(); 4].map(|()| Token::random());
     let vm = VmId::random();
-    let living = records.prepare(lives, vm).unwrap();
+    let living = records.prepare(lives, vm, secret()).unwrap();
     for (token, records) in [(died, &records), (decided, &records), (rebooted, &earlier)] {
-        drop(records.prepare(token, vm).unwrap());
+        drop(records.prepare(token, vm, secret()).unwrap());
     }
     records.decide(decided, Some(vm), Decision::Committed).unwrap();
     fs::write(records.prepared_path(Token::random()), "{").unwrap();
@@ -152,9 +168,9 @@ fn sweep_removes_discarded_of_dead_processes() {
     let earlier = Records { test_life: Some(earlier), ..records.clone() };
     let [lives, died, rebooted, alone, committed] = [(); 5].map(|()| Token::random());
     let vm = VmId::random();
-    let living = records.prepare(lives, vm).unwrap();
+    let living = records.prepare(lives, vm, secret()).unwrap();
     for (token, records) in [(died, &records), (rebooted, &earlier)] {
-        drop(records.prepare(token, vm).unwrap());
+        drop(records.prepare(token, vm, secret()).unwrap());
     }
     for token in [lives, died, rebooted, alone] {
         records.decide(token, Some(vm), Decision::Discarded).unwrap();
@@ -183,7 +199,7 @@ fn answer_about_a_discarded_guest_survives_a_sweep() {
     let earlier = Records { test_life: Some(earlier), ..records.clone() };
     for decision in [Decision::Discarded, Decision::Committed] {
         let (token, vm) = (Token::random(), VmId::random());
-        drop(earlier.prepare(token, vm).unwrap());
+        drop(earlier.prepare(token, vm, secret()).unwrap());
         // It is read, then another process decides, and a third one sweeps.
         let prepared = read(&records.prepared_path(token), token).unwrap();
         assert!(prepared.is_some());
@@ -200,7 +216,7 @@ fn prepared_record_goes_durably_before_its_decision() {
     let records = Records::open(dir.path()).unwrap();
     for removed_by_another in [false, true] {
         let (token, vm) = (Token::random(), VmId::random());
-        let prepared = records.prepare(token, vm).unwrap();
+        let prepared = records.prepare(token, vm, secret()).unwrap();
         records.decide(token, Some(vm), Decision::Discarded).unwrap();
         if removed_by_another {
             fs::remove_file(records.prepared_path(token)).unwrap();
@@ -219,7 +235,7 @@ fn sweep_costs_two_syncs_and_opening_none() {
     for _ in 0..5 {
         for decision in [None, Some(Decision::Committed), Some(Decision::Discarded)] {
             let token = Token::random();
-            drop(records.prepare(token, vm).unwrap());
+            drop(records.prepare(token, vm, secret()).unwrap());
             if let Some(decision) = decision {
                 records.decide(token, Some(vm), decision).unwrap();
             }

@@ -2,6 +2,7 @@
 
 use driftline_dirty_tracker::PAGE_SIZE;
 
+use super::ids::SECRET_BYTES;
 use super::limits::{
     FRAMES_HEAD, MAX_CONFIG, MAX_DRIVE_ID, MAX_DRIVES, MAX_EXPECTED_RUNS, MAX_PAGES,
     MAX_QUEUED_PACKETS, MAX_SECTION, MAX_SLOTS, MAX_TEXT, MAX_ZERO_RUNS,
@@ -158,7 +159,7 @@ impl Tag {
             Self::Hello => 16 + MAX_TEXT as u32,
             Self::Refused | Self::Abort => MAX_TEXT as u32,
             Self::Config => 24 + MAX_SLOTS * 24 + MAX_CONFIG,
-            Self::Ready => 16,
+            Self::Ready | Self::Join => 16 + SECRET_BYTES as u32,
             Self::PassBegin | Self::StateWhole => 16,
             Self::Pages | Self::Packed | Self::Blocks => {
                 8 + MAX_PAGES as u32 * (16 + PAGE_SIZE as u32)
@@ -172,12 +173,12 @@ impl Tag {
             Self::Late => MAX_QUEUED_PACKETS as u32,
             Self::Frames => FRAMES_HEAD + MAX_PAGES as u32 * PAGE_SIZE as u32,
             Self::Prepared => 56,
-            Self::Commit | Self::Ended | Self::Join => 16,
+            Self::Commit | Self::Ended => 16,
             Self::Connections => 8,
             Self::Verify => 0,
             Self::Digest => 16,
             Self::Running => 24,
-            Self::Query => 32,
+            Self::Query => 32 + SECRET_BYTES as u32,
             Self::Answer => 24,
         }
     }

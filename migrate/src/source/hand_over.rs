@@ -18,6 +18,7 @@ use crate::control::Phase;
 use crate::error::Cause;
 use crate::protocol::decision::{Resolution, Verdict};
 use crate::protocol::error::WireError;
+use crate::protocol::ids::Secret;
 use crate::protocol::message::{Counts, Purpose, WireMessage};
 use crate::protocol::tag::Tag;
 use crate::protocol::two_phase::{Source, SourceEvent, SourceOrder};
@@ -150,7 +151,7 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
                     self.show_doubt(known.doubt.as_deref());
                     // Freed here, because a doubt may last for days and time is not short any more.
                     drop(deferred.take());
-                    self.ask(record.site(), &mut channels.first, &mut known)
+                    self.ask(record.question(), &mut channels.first, &mut known)
                 }
                 SourceOrder::TakeBack(permit) => {
                     let failed = committed_guest.take_back(permit, known.cause());
@@ -228,7 +229,12 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
 
     /// Waits for the interval, then asks the destination once. The operator's resolution takes
     /// precedence.
-    fn ask(&self, site: Uuid, wire: &mut Wire<Link>, known: &mut AfterCommit) -> SourceEvent {
+    fn ask(
+        &self,
+        question: (Uuid, Secret),
+        wire: &mut Wire<Link>,
+        known: &mut AfterCommit,
+    ) -> SourceEvent {
         let next = Instant::now() + self.options.ask_interval;
         if let Some(how) = wait::sleep_until(next, || self.control.resolution()) {
             let vm = self.guest.vm_id();
@@ -236,7 +242,7 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
             known.resolved = Some(how);
             return SourceEvent::Operator(how);
         }
-        let (verdict, asked) = match self.query(site) {
+        let (verdict, asked) = match self.query(question) {
             Ok(answered) => answered,
             Err(e) => {
                 // If the operator's resolution has interrupted the question, the next call returns
@@ -263,12 +269,12 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
         SourceEvent::Answer(verdict)
     }
 
-    fn query(&self, site: Uuid) -> Result<(Verdict, Wire<Link>), Cause> {
+    fn query(&self, (site, secret): (Uuid, Secret)) -> Result<(Verdict, Wire<Link>), Cause> {
         let limit = self.options.connect_timeout.min(QUERY_LIMIT);
         let resolved = self.control.resolved.clone();
         let (mut wire, _) = self.introduce(Purpose::Query, limit, resolved)?;
         wire.stream_mut().set_deadline(Some(Instant::now() + QUERY_LIMIT));
-        wire.send(&WireMessage::Query { token: self.token, site })?;
+        wire.send(&WireMessage::Query { token: self.token, site, secret })?;
         match wire.recv()? {
             WireMessage::Answer { token, verdict } => {
                 self.check_token(Tag::Answer, token)?;

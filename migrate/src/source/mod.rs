@@ -60,6 +60,9 @@ pub fn send<G: Migratable + ?Sized>(
     control: &SendControl,
 ) -> Result<SendReport, SendError> {
     let begun = Instant::now();
+    if options.insecure {
+        tracing::warn!(to, "insecure: every host on the way can read and change the guest");
+    }
     let job = SendJob { guest, to, options, control, token: Token::random(), begun };
     let result = migrate(&job).map_err(|failed| {
         let cause = match control.stop.is_cancelled() {

@@ -42,6 +42,8 @@ pub struct SendOptions {
     pub copy_drives: CopyDrives,
     /// Whether vCPUs are throttled if passes do not shrink. True.
     pub throttle: bool,
+    /// Whether to connect to another host without TLS. False.
+    pub insecure: bool,
     /// Upper bound on opening a connection, and again on its HELLO and its JOIN. 10 s.
     pub connect_timeout: Duration,
     /// Upper bound on building the machine at the destination. 30 s.
@@ -78,6 +80,7 @@ impl SendOptions {
             verify: false,
             copy_drives: CopyDrives::None,
             throttle: true,
+            insecure: false,
             connect_timeout: Duration::from_secs(10),
             setup_timeout: Duration::from_secs(30),
             progress_timeout: Duration::from_secs(10),

@@ -5,7 +5,7 @@ use uuid::Uuid;
 
 use crate::error::Cause;
 use crate::journal::{Records, RecordsError, SourceMark, SourceRecord, StagedSource};
-use crate::protocol::ids::Token;
+use crate::protocol::ids::{Secret, Token};
 use crate::protocol::two_phase::{Source, SourceEvent, SourceOrder};
 
 /// A hand-over record before PREPARED.
@@ -37,24 +37,26 @@ impl HandOverRecord {
 pub(super) struct StagedRecord {
     records: Records,
     staged: StagedSource,
+    secret: Secret,
 }
 
 impl StagedRecord {
-    pub(super) fn new(records: Records, staged: StagedSource) -> Self {
-        Self { records, staged }
+    /// Takes a staged record, and the secret from READY.
+    pub(super) fn new(records: Records, staged: StagedSource, secret: Secret) -> Self {
+        Self { records, staged, secret }
     }
 
     /// Makes the record durable. Dropping the result removes it, unless the guest was committed
     /// with it.
     fn place(self) -> Result<DurableRecord, Cause> {
-        let Self { records, staged } = self;
+        let Self { records, staged, secret } = self;
         let (state, order) = Source::Streaming.on(SourceEvent::Converged);
         debug_assert_eq!(order, SourceOrder::Record);
         // The record may exist even if linking it has failed.
         let guard = RemoveOnDrop { records, token: staged.token(), armed: true };
         let mark = guard.records.place_source(staged)?;
         let (state, _wait) = state.on(SourceEvent::Recorded);
-        Ok(DurableRecord { guard, mark, state })
+        Ok(DurableRecord { guard, mark, state, secret })
     }
 }
 
@@ -65,16 +67,17 @@ pub(super) struct DurableRecord {
     guard: RemoveOnDrop,
     mark: SourceMark,
     state: Source,
+    secret: Secret,
 }
 
 impl DurableRecord {
     fn withdraw(self) -> Result<StagedRecord, Cause> {
-        let Self { mut guard, mark, state: _ } = self;
+        let Self { mut guard, mark, state: _, secret } = self;
         let SourceRecord { token, vm_id, peer, site, .. } = mark.record().clone();
         guard.records.remove_source(token)?;
         guard.armed = false;
         let staged = guard.records.stage_source(token, vm_id, &peer, site)?;
-        Ok(StagedRecord { records: guard.records.clone(), staged })
+        Ok(StagedRecord { records: guard.records.clone(), staged, secret })
     }
 
     /// Returns the site of the destination's records, from READY.
@@ -84,10 +87,10 @@ impl DurableRecord {
 
     /// Keeps the record until the outcome is known, because COMMIT follows.
     pub(super) fn commit(self) -> (CommittedRecord, Source, SourceOrder) {
-        let Self { mut guard, mark, state } = self;
+        let Self { mut guard, mark, state, secret } = self;
         guard.armed = false;
         let (state, order) = state.on(SourceEvent::Prepared);
-        (CommittedRecord { records: guard.records.clone(), mark }, state, order)
+        (CommittedRecord { records: guard.records.clone(), mark, secret }, state, order)
     }
 }
 
@@ -95,12 +98,14 @@ impl DurableRecord {
 pub(super) struct CommittedRecord {
     records: Records,
     mark: SourceMark,
+    secret: Secret,
 }
 
 impl CommittedRecord {
-    /// Returns the site of the destination's records.
-    pub(super) fn site(&self) -> Uuid {
-        self.mark.record().site
+    /// Returns what a question about the migration carries: the site of the destination's records,
+    /// and the secret.
+    pub(super) fn question(&self) -> (Uuid, Secret) {
+        (self.mark.record().site, self.secret)
     }
 
     /// Removes the record, because it is known which host has the guest.

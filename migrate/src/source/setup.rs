@@ -16,10 +16,12 @@ use crate::journal::Records;
 use crate::protocol::features::{
     COPIES_DRIVES, FEATURES, MEMORY_DIGEST, PACKED_CONTENTS, SEVERAL_CONNECTIONS,
 };
+use crate::protocol::ids::Secret;
 use crate::protocol::limits::{MAX_CONFIG, MAX_CONNECTIONS, MAX_SLOTS};
 use crate::protocol::message::{Purpose, WireMessage};
 use crate::transport::address::InvalidAddress;
 use crate::transport::compression::Compression;
+use crate::transport::connect::ConnectLimits;
 use crate::transport::link::Link;
 use crate::transport::stop::StopFlag;
 use crate::transport::wire::Wire;
@@ -67,8 +69,12 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
     ) -> Result<(Wire<Link>, u64), Cause> {
         let unreached = |cause| Cause::Connect { peer: self.to.to_owned(), cause };
         let address = self.to.parse().map_err(|e| unreached(InvalidAddress::into(e)))?;
-        let link = Link::connect(&address, limit, self.options.progress_timeout, stop)
-            .map_err(unreached)?;
+        let limits = ConnectLimits {
+            timeout: limit,
+            progress_timeout: self.options.progress_timeout,
+            only_here: !self.options.insecure,
+        };
+        let link = Link::connect(&address, limits, stop).map_err(unreached)?;
         let mut wire = Wire::new(link);
         wire.stream_mut().set_deadline(Some(Instant::now() + limit));
         wire.send_header(Some((self.guest.vm_id(), layout_hash(self.guest.layout()))))?;
@@ -104,15 +110,15 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
         // No bytes arrive while the machine is built. The deadline is for a peer that trickles.
         wire.stream_mut().set_progress_timeout(self.options.setup_timeout);
         wire.stream_mut().set_deadline(Instant::now().checked_add(self.options.setup_timeout));
-        let site = match wire.recv()? {
-            WireMessage::Ready { site } => site,
+        let (site, secret) = match wire.recv()? {
+            WireMessage::Ready { site, secret } => (site, secret),
             other => return Err(other.unexpected("READY").into()),
         };
         wire.stream_mut().set_deadline(None);
         let staged = records.stage_source(self.token, self.guest.vm_id(), self.to, site)?;
-        let record = StagedRecord::new(records, staged);
+        let record = StagedRecord::new(records, staged, secret);
         wire.stream_mut().set_progress_timeout(self.options.progress_timeout);
-        self.join(channels)?;
+        self.join(channels, secret)?;
         Ok(SetUp { record, features, drives })
     }
 
@@ -139,7 +145,7 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
     }
 
     /// Opens the other channels, [`JOINS_AT_ONCE`] in parallel.
-    fn join(&self, channels: &mut Channels) -> Result<(), SendFailed> {
+    fn join(&self, channels: &mut Channels, secret: Secret) -> Result<(), SendFailed> {
         let more = self.options.connections.clamp(1, MAX_CONNECTIONS) - 1;
         if more == 0 {
             return Ok(());
@@ -147,18 +153,23 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
         let numbers: Vec<u32> = (2..more + 2).collect();
         // The destination's listener serves a bounded number of connections at a time.
         for batch in numbers.chunks(JOINS_AT_ONCE) {
-            channels.joined.extend(self.join_batch(batch, more + 1)?);
+            channels.joined.extend(self.join_batch(batch, more + 1, secret)?);
         }
         Ok(channels.first.send(&WireMessage::Connections { joined: more })?)
     }
 
     /// Opens the channels with these numbers in parallel. There are `of` channels in total.
-    fn join_batch(&self, numbers: &[u32], of: u32) -> Result<Vec<Wire<Link>>, Cause> {
+    fn join_batch(
+        &self,
+        numbers: &[u32],
+        of: u32,
+        secret: Secret,
+    ) -> Result<Vec<Wire<Link>>, Cause> {
         std::thread::scope(|scope| {
             let start = || {
                 let span = tracing::Span::current();
                 let thread = std::thread::Builder::new().name("migrate-join".into());
-                thread.spawn_scoped(scope, move || span.in_scope(|| self.join_one()))
+                thread.spawn_scoped(scope, move || span.in_scope(|| self.join_one(secret)))
             };
             let threads: Vec<_> = numbers.iter().map(|which| (*which, start())).collect();
             let joined = threads.into_iter().map(|(which, thread)| {
@@ -171,11 +182,11 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
         })
     }
 
-    fn join_one(&self) -> Result<Wire<Link>, Cause> {
+    fn join_one(&self, secret: Secret) -> Result<Wire<Link>, Cause> {
         let (limit, stop) = (self.options.connect_timeout, self.control.stop.clone());
         let (mut wire, _) = self.introduce(Purpose::Join, limit, stop)?;
         wire.stream_mut().set_deadline(Some(Instant::now() + limit));
-        wire.send(&WireMessage::Join { token: self.token })?;
+        wire.send(&WireMessage::Join { token: self.token, secret })?;
         match wire.recv()? {
             WireMessage::Ready { .. } => {}
             other => return Err(other.unexpected("READY").into()),

@@ -8,18 +8,34 @@ use std::time::{Duration, Instant};
 
 use super::address::Address;
 use super::link::{cancelled, timed_out};
+use super::policy;
 use super::socket::Socket;
 use super::stop::StopFlag;
 use super::wait::{self, SLICE};
 
+/// Limits of a new connection.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ConnectLimits {
+    /// Upper bound on connecting.
+    pub(crate) timeout: Duration,
+    /// Longest time without progress of the peer, later.
+    pub(crate) progress_timeout: Duration,
+    /// Whether only addresses of this host are dialled.
+    pub(crate) only_here: bool,
+}
+
 /// Connects to `peer`, trying each address of a host's name.
-pub(super) fn connect(peer: &Address, timeout: Duration, stop: &StopFlag) -> io::Result<Socket> {
+pub(super) fn connect(
+    peer: &Address,
+    limits: ConnectLimits,
+    stop: &StopFlag,
+) -> io::Result<Socket> {
     let (sender, result) = mpsc::channel();
-    let peer = peer.clone();
+    let (peer, timeout) = (peer.clone(), limits.timeout);
     // On a separate thread, because name look-ups and connects cannot be interrupted. If this side
     // stops waiting, the thread ends by itself and closes its connection.
     std::thread::Builder::new().name("migrate-connect".into()).spawn(move || {
-        let _ = sender.send(connect_here(&peer, timeout));
+        let _ = sender.send(connect_here(&peer, limits));
     })?;
     let give_up = Instant::now() + timeout + SLICE;
     let ended = || io::Error::other("the connecting thread ended early");
@@ -34,9 +50,9 @@ pub(super) fn connect(peer: &Address, timeout: Duration, stop: &StopFlag) -> io:
     })?
 }
 
-fn connect_here(peer: &Address, timeout: Duration) -> io::Result<Socket> {
+fn connect_here(peer: &Address, limits: ConnectLimits) -> io::Result<Socket> {
     match peer {
-        Address::Tcp(name) => connect_any(name, timeout)?.try_into(),
+        Address::Tcp(name) => connect_any(name, limits)?.try_into(),
         Address::Unix(path) => UnixStream::connect(path)?.try_into(),
         Address::Descriptor(_) => Err(io::Error::new(
             io::ErrorKind::Unsupported,
@@ -45,11 +61,17 @@ fn connect_here(peer: &Address, timeout: Duration) -> io::Result<Socket> {
     }
 }
 
-fn connect_any(name: &str, timeout: Duration) -> io::Result<TcpStream> {
+fn connect_any(name: &str, limits: ConnectLimits) -> io::Result<TcpStream> {
     let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
     let addresses: Vec<SocketAddr> = name.to_socket_addrs()?.collect();
     for address in &addresses {
-        match TcpStream::connect_timeout(address, timeout / addresses.len() as u32) {
+        if limits.only_here
+            && let Err(e) = policy::stays_here(*address)
+        {
+            last = e.into();
+            continue;
+        }
+        match TcpStream::connect_timeout(address, limits.timeout / addresses.len() as u32) {
             Ok(stream) => return Ok(stream),
             Err(e) => last = e,
         }

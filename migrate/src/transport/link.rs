@@ -15,7 +15,7 @@ use vm_memory::bitmap::BitmapSlice;
 
 use super::address::Address;
 use super::channels::ChannelGroup;
-use super::connect;
+use super::connect::{self, ConnectLimits};
 use super::socket::{PeerGroup, Socket, outside, waits};
 use super::stop::StopFlag;
 
@@ -41,12 +41,11 @@ impl Link {
     /// Connects to `peer`, trying each address of a host's name.
     pub(crate) fn connect(
         peer: &Address,
-        timeout: Duration,
-        progress_timeout: Duration,
+        limits: ConnectLimits,
         stop: Arc<StopFlag>,
     ) -> io::Result<Self> {
-        let socket = connect::connect(peer, timeout, &stop)?;
-        Ok(Self::new(socket, progress_timeout, stop))
+        let socket = connect::connect(peer, limits, &stop)?;
+        Ok(Self::new(socket, limits.progress_timeout, stop))
     }
 
     /// Sets the absolute deadline of later operations; `None` leaves only the progress timeout.

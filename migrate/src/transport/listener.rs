@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::io;
-use std::net::TcpListener;
+use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{OwnedFd, RawFd};
 use std::os::unix::net::UnixListener;
 
@@ -12,6 +12,7 @@ use rustix::net::{SocketType, getpeername};
 use rustix::process::{PidfdFlags, PidfdGetfdFlags, getpid, pidfd_getfd, pidfd_open};
 use socket2::SockRef;
 
+use super::policy::{self, UnprotectedAddress};
 use super::wait::SLICE;
 
 /// A listening socket, or one connection in its place.
@@ -19,6 +20,8 @@ use super::wait::SLICE;
 pub struct Listener {
     source: ConnectionSource,
     address: String,
+    /// The TCP address that this process has bound.
+    bound: Option<SocketAddr>,
 }
 
 #[derive(Debug)]
@@ -65,14 +68,16 @@ impl Listener {
     /// If the host is not this one, or the port is taken.
     pub fn bind(address: &str) -> io::Result<Self> {
         let listener = TcpListener::bind(address)?;
-        let address = format!("tcp:{}", listener.local_addr()?);
-        Ok(Self { source: ConnectionSource::Listening(listener.into()), address })
+        let bound = listener.local_addr()?;
+        let (source, address) =
+            (ConnectionSource::Listening(listener.into()), format!("tcp:{bound}"));
+        Ok(Self { source, address, bound: Some(bound) })
     }
 
     /// Takes a unix socket that listens. `path` is its name.
     pub fn unix(listener: UnixListener, path: &std::path::Path) -> Self {
         let address = format!("unix:{}", path.display());
-        Self { source: ConnectionSource::Listening(listener.into()), address }
+        Self { source: ConnectionSource::Listening(listener.into()), address, bound: None }
     }
 
     /// Takes a stream socket that this process was started with: one that listens, or a connection.
@@ -90,12 +95,25 @@ impl Listener {
             _ if getpeername(&fd).is_ok() => ConnectionSource::Single(Mutex::new(Some(fd))),
             _ => return Err(DescriptorError::Unconnected { number }),
         };
-        Ok(Self { source, address: format!("fd:{number}") })
+        Ok(Self { source, address: format!("fd:{number}"), bound: None })
     }
 
     /// Returns the address on which it listens, as in the command line.
     pub fn address(&self) -> &str {
         &self.address
+    }
+
+    /// Fails if connections from other hosts can arrive at it. An inherited socket is the decision
+    /// of the process that passed it.
+    ///
+    /// # Errors
+    ///
+    /// [`UnprotectedAddress`] has the address.
+    pub fn check_stays_here(&self) -> Result<(), UnprotectedAddress> {
+        match self.bound {
+            Some(address) => policy::stays_here(address),
+            None => Ok(()),
+        }
     }
 
     /// Prepares the socket for [`accept`](Self::accept).

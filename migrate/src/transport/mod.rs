@@ -4,10 +4,11 @@
 pub(crate) mod address;
 pub(crate) mod channels;
 pub(crate) mod compression;
-mod connect;
+pub(crate) mod connect;
 pub(crate) mod error;
 pub(crate) mod link;
 pub(crate) mod listener;
+pub(crate) mod policy;
 pub(crate) mod socket;
 pub(crate) mod stop;
 pub(crate) mod wait;

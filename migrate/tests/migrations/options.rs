@@ -176,7 +176,7 @@ fn stranger_cannot_join() {
     let address = arrived.responder.address().strip_prefix("tcp:").unwrap();
     let mut stranger = std::net::TcpStream::connect(address).unwrap();
     stranger.set_read_timeout(Some(LONG)).unwrap();
-    stranger.write_all(&joining[..64 + 24 + 16 + 5 + 24 + 16]).unwrap();
+    stranger.write_all(&joining[..64 + 24 + 16 + 5 + 24 + 48]).unwrap();
     let mut answer = Vec::new();
     let _ = stranger.read_to_end(&mut answer);
     let answer = String::from_utf8_lossy(&answer).into_owned();

@@ -125,7 +125,7 @@ fn bad_source_after_hello_is_refused() {
     let there = hosts.receiver();
     let greeted = [header(STREAM_VERSION), hello(MOVE)].concat();
     let abort = [greeted.clone(), record(tag("ABORT"), 1, 2, b"no")].concat();
-    let ready = [greeted.clone(), record(tag("READY"), 1, 16, &[0; 16])].concat();
+    let ready = [greeted.clone(), record(tag("READY"), 1, 48, &[0; 48])].concat();
     let torn = [greeted.clone(), vec![0xff; RECORD_HEAD_LEN]].concat();
     let cases = [
         (abort, "the peer aborted: no"),

@@ -40,6 +40,7 @@ async fn start_and_follow(args: &SendArgs) -> Result<ExitCode, Failure> {
         verify: args.verify,
         copy_disks: args.copy_disks.clone().unwrap_or_default(),
         throttle: !args.no_throttle,
+        insecure: args.insecure,
     };
     let JobStarted { job } = match client.call(Method::POST, "/v1/migration", Some(&request)).await
     {

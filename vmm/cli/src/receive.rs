@@ -37,6 +37,9 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
         Some(entrance) => entrance,
         None => Entrance::open(&args.address)?,
     };
+    if !args.insecure {
+        listener.check_stays_here()?;
+    }
     let address = listener.address().to_owned();
     let control = ReceiveControl::new();
     let give_up = control.clone();
@@ -67,6 +70,7 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
     let options = ReceiveOptions {
         answer_timeout: args.answer_timeout,
         once: args.once,
+        insecure: args.insecure,
         ..ReceiveOptions::new(&args.host.state_dir)
     };
     let progress_view = ReceiveProgress::show(&control);

@@ -13,7 +13,7 @@ use super::runs::{RunTable, exactly, fixed, malformed, text};
 use crate::protocol::codec::Codec;
 use crate::protocol::decision::Verdict;
 use crate::protocol::error::WireError;
-use crate::protocol::ids::Token;
+use crate::protocol::ids::{Secret, Token};
 use crate::protocol::limits::{MAX_PAGES, MAX_SLOTS};
 use crate::protocol::tag::Tag;
 
@@ -35,7 +35,11 @@ impl<'a> WireMessage<'a> {
             Tag::Refused => Self::Refused { reason: text(tag, bytes)? },
             Tag::Abort => Self::Abort { reason: text(tag, bytes)? },
             Tag::Config => Self::parse_config(bytes)?,
-            Tag::Ready => Self::Ready { site: Uuid::from_bytes(*exactly::<[u8; 16]>(tag, bytes)?) },
+            Tag::Ready => {
+                let raw = exactly::<RawIdAndSecret>(tag, bytes)?;
+                let secret = Secret::from_bytes(raw.secret);
+                Self::Ready { site: Uuid::from_bytes(raw.id), secret }
+            }
             Tag::Verify => {
                 exactly::<[u8; 0]>(tag, bytes)?;
                 Self::Verify
@@ -45,7 +49,10 @@ impl<'a> WireMessage<'a> {
             Tag::Drives | Tag::Blocks | Tag::BlockZeros | Tag::BlocksEnd => {
                 Self::Drive(DriveMessage::parse(tag, bytes)?)
             }
-            Tag::Join => Self::Join { token: token(*exactly::<[u8; 16]>(tag, bytes)?) },
+            Tag::Join => {
+                let raw = exactly::<RawIdAndSecret>(tag, bytes)?;
+                Self::Join { token: token(raw.id), secret: Secret::from_bytes(raw.secret) }
+            }
             Tag::Connections => {
                 let raw = exactly::<RawRuns>(tag, bytes)?;
                 Self::Connections { joined: raw.runs.get() }
@@ -166,7 +173,8 @@ impl<'a> WireMessage<'a> {
             }
             Tag::Query => {
                 let raw = exactly::<RawQuery>(tag, bytes)?;
-                Self::Query { token: token(raw.token), site: Uuid::from_bytes(raw.site) }
+                let secret = Secret::from_bytes(raw.secret);
+                Self::Query { token: token(raw.token), site: Uuid::from_bytes(raw.site), secret }
             }
             Tag::Answer => {
                 let raw = exactly::<RawTokenAnd>(tag, bytes)?;

@@ -6,7 +6,7 @@ use zerocopy::IntoBytes;
 use super::counts::Counts;
 use super::kinds::WireMessage;
 use super::raw::*;
-use crate::protocol::ids::Token;
+use crate::protocol::ids::{Secret, Token};
 use crate::protocol::limits::MAX_TEXT;
 
 impl WireMessage<'_> {
@@ -27,7 +27,7 @@ impl WireMessage<'_> {
             }
             Self::Refused { reason } | Self::Abort { reason } => clip(reason).as_bytes().to_vec(),
             Self::Config { token, layout, config } => config_bytes(*token, layout, config),
-            Self::Ready { site } => site.as_bytes().to_vec(),
+            Self::Ready { site, secret } => id_and_secret(*site.as_bytes(), secret),
             Self::PassBegin { pass, frames } => RawPass::new(*pass, *frames).as_bytes().to_vec(),
             Self::Pages { runs, contents } => {
                 [runs_head(runs.0.len()).as_bytes(), runs.0.as_bytes(), contents].concat()
@@ -64,14 +64,20 @@ impl WireMessage<'_> {
             Self::Verify => Vec::new(),
             Self::Digest(digest) => digest.to_le_bytes().to_vec(),
             Self::Connections { joined } => runs_head(*joined as usize).as_bytes().to_vec(),
-            Self::Commit { token } | Self::Ended { token } | Self::Join { token } => {
-                token.0.as_bytes().to_vec()
-            }
+            Self::Commit { token } | Self::Ended { token } => token.0.as_bytes().to_vec(),
+            Self::Join { token, secret } => id_and_secret(*token.0.as_bytes(), secret),
             Self::Running { token, took_us } => token_and(token, *took_us),
-            Self::Query { token, site } => [&token.0.as_bytes()[..], &site.as_bytes()[..]].concat(),
+            Self::Query { token, site, secret } => {
+                let (token, site) = (*token.0.as_bytes(), *site.as_bytes());
+                RawQuery { token, site, secret: *secret.as_bytes() }.as_bytes().to_vec()
+            }
             Self::Answer { token, verdict } => token_and(token, *verdict as u64),
         }
     }
+}
+
+fn id_and_secret(id: [u8; 16], secret: &Secret) -> Vec<u8> {
+    RawIdAndSecret { id, secret: *secret.as_bytes() }.as_bytes().to_vec()
 }
 
 fn token_and(token: &Token, value: u64) -> Vec<u8> {

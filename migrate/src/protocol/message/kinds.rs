@@ -10,7 +10,7 @@ use super::runs::RunTable;
 use crate::protocol::codec::Codec;
 use crate::protocol::decision::Verdict;
 use crate::protocol::error::WireError;
-use crate::protocol::ids::Token;
+use crate::protocol::ids::{Secret, Token};
 use crate::protocol::tag::Tag;
 
 /// The purpose of a connection, from HELLO.
@@ -56,6 +56,7 @@ pub(crate) enum WireMessage<'a> {
     },
     Ready {
         site: Uuid,
+        secret: Secret,
     },
     PassBegin {
         pass: u32,
@@ -114,9 +115,11 @@ pub(crate) enum WireMessage<'a> {
     Query {
         token: Token,
         site: Uuid,
+        secret: Secret,
     },
     Join {
         token: Token,
+        secret: Secret,
     },
     Connections {
         joined: u32,

@@ -7,6 +7,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use super::counts::Counts;
 use crate::protocol::codec::Codec;
+use crate::protocol::ids::SECRET_BYTES;
 
 /// A run of frames or blocks.
 #[derive(Clone, Copy, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
@@ -106,6 +107,15 @@ pub(super) struct RawPrepared {
 pub(super) struct RawQuery {
     pub(super) token: [u8; 16],
     pub(super) site: [u8; 16],
+    pub(super) secret: [u8; SECRET_BYTES],
+}
+
+/// JOIN with a token, READY with a site.
+#[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+pub(super) struct RawIdAndSecret {
+    pub(super) id: [u8; 16],
+    pub(super) secret: [u8; SECRET_BYTES],
 }
 
 #[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]

@@ -62,10 +62,13 @@ pub fn next(stream: &mut TcpStream, sequence: u32) -> (u16, Vec<u8>) {
     (head.tag, payload)
 }
 
-/// Asks about a token, and returns the verdict.
+/// Asks about a token of which the receiver has no record, with a made-up secret. Returns the
+/// verdict.
 pub fn ask(to: &str, token: [u8; 16], site: [u8; 16]) -> u64 {
     let mut stream = greeted(to, QUERY);
-    stream.write_all(&record(tag("QUERY"), 1, 32, &[token, site].concat())).unwrap();
+    stream
+        .write_all(&record(tag("QUERY"), 1, 64, &[token, site, [9; 16], [9; 16]].concat()))
+        .unwrap();
     let (answer, payload) = next(&mut stream, 1);
     assert_eq!(answer, tag("ANSWER"));
     u64::from_le_bytes(*payload[16..].first_chunk().unwrap())

@@ -298,6 +298,12 @@ pub(crate) struct ReceiveArgs {
     /// with: a stream socket that listens, such as that of socket activation, or one connection.
     #[arg(value_name = "ADDRESS", value_parser = values::address)]
     pub(crate) address: Address,
+    /// Listen for other hosts without encryption and authentication
+    ///
+    /// Every host that reaches the address can then send a guest, and every host on the way can read
+    /// and change one. Loopback, unix sockets and descriptors need no such option.
+    #[arg(long, help_heading = headings::PROTECTION)]
+    pub(crate) insecure: bool,
     /// Time for a source to ask about a discarded guest
     ///
     /// The receiver discards a complete guest if the source does not commit, or if it cannot take

@@ -18,6 +18,8 @@ pub(crate) const API: &str = "API";
 pub(crate) const WAITING: &str = "Waiting";
 /// Hand-overs from host to host.
 pub(crate) const MIGRATION: &str = "Migration";
+/// Protection of the connections of a migration.
+pub(crate) const PROTECTION: &str = "Protection";
 /// Transfer of the guest's memory.
 pub(crate) const TRANSFER: &str = "Transfer";
 /// Convergence of a migration.

@@ -64,6 +64,12 @@ pub(crate) struct SendArgs {
     #[arg(long, value_name = "NAME,NAME", num_args = 0..=1, require_equals = true,
           default_missing_value = "", help_heading = headings::TRANSFER)]
     pub(crate) copy_disks: Option<CopyDrives>,
+    /// Connect to another host without encryption and authentication
+    ///
+    /// Every host on the way can then read and change the guest. Loopback and unix sockets need no
+    /// such option.
+    #[arg(long, help_heading = headings::PROTECTION)]
+    pub(crate) insecure: bool,
     #[command(flatten)]
     pub(crate) query: QueryArgs,
 }

@@ -31,6 +31,7 @@ mod lost;
 mod messages;
 mod metrics;
 mod migration;
+mod migration_protection;
 mod migration_sockets;
 mod migration_stuck;
 mod net;

@@ -288,13 +288,15 @@ fn migrate<'p>(
 ) -> LoggedProcess<'p> {
     let address = format!("tcp:{}:7999", host.address());
     let vsock = format!("uds={}", tmp.text(&format!("{name}.vsock")));
-    let args = ["receive-migration", &address, "--net", "tap=tap0", "--vsock", &vsock];
+    let args =
+        ["receive-migration", &address, "--insecure", "--net", "tap=tap0", "--vsock", &vsock];
     let mut to = LoggedProcess::driftline(tmp, name, host, &args);
     wait_for("the destination", || {
         to.assert_alive();
         tmp.read(&format!("{name}.err")).contains("waiting for a migration").then_some(())
     });
-    let sent = ["send-migration", &address, "--json", "--api-sock", &socket(tmp, from)];
+    let sent =
+        ["send-migration", &address, "--insecure", "--json", "--api-sock", &socket(tmp, from)];
     let report: Value = serde_json::from_str(&succeed(&sent)).unwrap();
     assert_eq!(report["status"], "completed", "{report}");
     to

@@ -60,6 +60,7 @@ impl MigrationJob {
             verify: request.verify,
             copy_drives: request.copy_disks.clone(),
             throttle: request.throttle,
+            insecure: request.insecure,
             ..SendOptions::new(records)
         };
         let (worker, counted) = (job.clone(), pauses.clone());

@@ -12,7 +12,7 @@ use super::limit::{LimitError, at_least, at_most, one_to};
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MigrationRequest {
-    /// Address of the waiting destination: `tcp:HOST:PORT`.
+    /// Address of the waiting destination: `tcp:HOST:PORT` or `unix:PATH`.
     pub to: String,
     /// Downtime target, in ms.
     #[serde(default = "default_downtime_ms")]
@@ -38,6 +38,9 @@ pub struct MigrationRequest {
     /// Disks that are copied to the destination: "none", "all" or {"named": [..]}.
     #[serde(default)]
     pub copy_disks: CopyDrives,
+    /// Whether the destination may be on another host without TLS.
+    #[serde(default)]
+    pub insecure: bool,
     /// Whether vCPUs that outrun the link are throttled; by default they are.
     #[serde(default = "default_throttle")]
     pub throttle: bool,
