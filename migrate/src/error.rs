@@ -17,6 +17,7 @@ use crate::protocol::error::WireError;
 use crate::protocol::layout::LayoutDifference;
 use crate::transport::error::TransportError;
 use crate::transport::policy::UnprotectedAddress;
+use crate::transport::tls::TlsError;
 
 /// What made a migration fail.
 #[derive(Debug, thiserror::Error)]
@@ -58,6 +59,18 @@ pub enum Cause {
         /// The address as given.
         peer: String,
         /// The error of the last address.
+        #[source]
+        cause: io::Error,
+    },
+    /// This side has no TLS session to offer.
+    #[error("{0}")]
+    Tls(#[source] Box<TlsError>),
+    /// The peer did not begin a TLS session.
+    #[error("no TLS session with {peer}: {cause}")]
+    Handshake {
+        /// The address as given.
+        peer: String,
+        /// Why.
         #[source]
         cause: io::Error,
     },

@@ -80,3 +80,5 @@ pub use transport::address::{Address, InvalidAddress};
 pub use transport::compression::{Compression, UnknownCompression};
 pub use transport::listener::{DescriptorError, Listener};
 pub use transport::policy::UnprotectedAddress;
+pub use transport::protection::{ReceiveTls, SendTls};
+pub use transport::tls::{InvalidPeerName, PeerName, TlsError, TlsFileError};

@@ -50,16 +50,18 @@ pub(super) fn open<'a, F: GuestFactory + ?Sized + 'static>(
     let records = Records::open(&options.records)?;
     records.sweep();
     let session = Arc::new(Session::new(records));
-    let (progress_timeout, handshake) = (options.progress_timeout, options.handshake_timeout);
-    let (responder, incoming) =
-        listener::open(listener, session.clone(), control.clone(), progress_timeout, handshake)
-            .map_err(|cause| Cause::System { what: "listening", cause })?;
+    let (responder, incoming) = listener::open(listener, session.clone(), control.clone(), options)
+        .map_err(|cause| Cause::System { what: "listening", cause })?;
     let builder = GuestBuilder::new(factory, options.build_limit, options.disk_limit);
     Ok((ReceiveHost { builder, options, control, session, incoming }, responder))
 }
 
 /// Fails if other hosts reach the listener without TLS, unless that was asked for.
 fn check_protection(listener: &Listener, options: &ReceiveOptions) -> Result<(), Cause> {
+    if let Some(tls) = &options.tls {
+        // Files that are wrong from the start would refuse every source.
+        return tls.check().map_err(|e| Cause::Tls(e.into()));
+    }
     match listener.check_stays_here() {
         Err(e) if !options.insecure => Err(Cause::Unprotected(e)),
         Err(_) => {

@@ -16,6 +16,8 @@ use driftline_format::{FormatError, Header};
 use driftline_guest::DriveHead;
 
 use super::admission::{Admission, Admitted, ServingThread, Stage, THREADS};
+use super::options::ReceiveOptions;
+use super::security;
 use super::session::{Session, SessionRefusal};
 use crate::control::ReceiveControl;
 use crate::log_limit::LogLimit;
@@ -27,6 +29,7 @@ use crate::protocol::message::{DriveMessage, Purpose, WireMessage};
 use crate::protocol::tag::Tag;
 use crate::transport::link::Link;
 use crate::transport::listener::Listener;
+use crate::transport::protection::ReceiveTls;
 use crate::transport::socket::Socket;
 use crate::transport::stop::StopFlag;
 use crate::transport::wait::SLICE;
@@ -99,6 +102,7 @@ struct ListenerState {
     stop: Arc<StopFlag>,
     progress_timeout: Duration,
     handshake: Duration,
+    tls: Option<ReceiveTls>,
     admission: Arc<Admission>,
 }
 
@@ -107,8 +111,7 @@ pub(super) fn open(
     listener: Listener,
     session: Arc<Session>,
     control: Arc<ReceiveControl>,
-    progress_timeout: Duration,
-    handshake: Duration,
+    options: &ReceiveOptions,
 ) -> io::Result<(Responder, Receiver<Incoming>)> {
     let address = listener.address().to_owned();
     listener.prepare()?;
@@ -120,8 +123,9 @@ pub(super) fn open(
         control,
         incoming,
         stop: stop.clone(),
-        progress_timeout,
-        handshake,
+        progress_timeout: options.progress_timeout,
+        handshake: options.handshake_timeout,
+        tls: options.tls.clone(),
         admission,
     };
     let thread = std::thread::Builder::new()
@@ -176,8 +180,12 @@ impl ListenerState {
 
     fn serve(&self, link: Link, place: &Admitted, came: Instant) {
         let peer = link.peer();
-        let mut wire = Wire::new(link);
         let mut stage = Stage::Undecided;
+        let link = match security::secure(link, self.tls.as_ref(), place) {
+            Ok(link) => link,
+            Err(e) => return self.refused(stage, &peer, &end_reason(&e, place)),
+        };
+        let mut wire = Wire::new(link);
         let result = self.greet(&mut wire).and_then(|(header, purpose)| {
             stage = match purpose {
                 Purpose::Move => Stage::Source,
@@ -189,6 +197,7 @@ impl ListenerState {
                 }
             };
             place.advance(stage);
+            security::check_peer(&mut wire, self.tls.as_ref())?;
             match stage {
                 Stage::Source => {
                     self.source(wire, header, place, came);
@@ -239,6 +248,7 @@ impl ListenerState {
                     wire.send_header(None)?;
                     wire.abort(Tag::Refused, &e.to_string());
                 }
+                security::refuse_tls(wire, &e);
                 return Err(e);
             }
         };

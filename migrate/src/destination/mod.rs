@@ -17,6 +17,7 @@ mod pace;
 mod prealloc;
 mod precopy;
 mod receive;
+mod security;
 mod session;
 mod setup;
 

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use super::copies;
+use crate::transport::protection::ReceiveTls;
 
 /// The default of [`ReceiveOptions::disk_limit`].
 const DISK_LIMIT: Duration = Duration::from_secs(8);
@@ -36,6 +37,9 @@ pub struct ReceiveOptions {
     /// Upper bound on the wait for the question of a source in doubt, after a prepared guest was
     /// discarded. 30 s, or 2 s once the receiver is cancelled.
     pub answer_timeout: Duration,
+    /// TLS of all connections. `None`, the default: none, and only loopback, unix sockets and
+    /// inherited sockets are accepted, unless [`insecure`](Self::insecure) is set.
+    pub tls: Option<ReceiveTls>,
     /// Whether to wait on an address of other hosts without TLS. False.
     pub insecure: bool,
     /// Whether to accept one source only, and to fail if it fails before PREPARED. False.
@@ -54,6 +58,7 @@ impl ReceiveOptions {
             disk_limit: DISK_LIMIT,
             commit_deadline: Duration::from_secs(10),
             answer_timeout: Duration::from_secs(30),
+            tls: None,
             insecure: false,
             once: false,
         }

@@ -151,7 +151,8 @@ impl WireError {
         match self {
             // Errors that the link itself makes (limits, a stop) have no error number.
             Self::Format(FormatError::Io(e)) => {
-                e.kind() == io::ErrorKind::UnexpectedEof || e.raw_os_error().is_some()
+                let ended = [io::ErrorKind::UnexpectedEof, io::ErrorKind::ConnectionAborted];
+                ended.contains(&e.kind()) || e.raw_os_error().is_some()
             }
             _ => false,
         }

@@ -209,7 +209,7 @@ impl<'a> FrameSender<'a> {
     ) -> Result<(), Cause> {
         self.control.update(|p| p.sent_bytes += wire.sent_bytes() - before);
         self.rate_limiter.pace(wire.sent_bytes() - before, || wire.stream().is_over());
-        if wire.stream().has_incoming() {
+        if wire.stream_mut().has_incoming() {
             let message = wire.recv()?;
             return Err(message.unexpected("nothing before PASS_END").into());
         }

@@ -331,7 +331,7 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
 
 /// Returns why a destination has stopped waiting for COMMIT, if it has.
 fn early_end(wire: &mut Wire<Link>) -> Option<WireError> {
-    if !wire.stream().has_incoming() {
+    if !wire.stream_mut().has_incoming() {
         return None;
     }
     // The guest is paused, so the message must not trickle in.

@@ -60,7 +60,7 @@ pub fn send<G: Migratable + ?Sized>(
     control: &SendControl,
 ) -> Result<SendReport, SendError> {
     let begun = Instant::now();
-    if options.insecure {
+    if options.insecure && options.tls.is_none() {
         tracing::warn!(to, "insecure: every host on the way can read and change the guest");
     }
     let job = SendJob { guest, to, options, control, token: Token::random(), begun };

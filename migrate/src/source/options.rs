@@ -7,6 +7,7 @@ use super::drives::CopyDrives;
 use crate::policy::convergence::{Goals, Reason, TimeoutStrategy};
 use crate::protocol::limits::MAX_PASSES;
 use crate::transport::compression::Compression;
+use crate::transport::protection::SendTls;
 
 /// Lower bound on [`SendOptions::max_bandwidth`], bytes/s: one message of memory then takes a
 /// second, and a destination waits ten seconds for one.
@@ -42,6 +43,9 @@ pub struct SendOptions {
     pub copy_drives: CopyDrives,
     /// Whether vCPUs are throttled if passes do not shrink. True.
     pub throttle: bool,
+    /// TLS of all connections. `None`, the default: none, and only loopback and unix sockets are
+    /// dialled, unless [`insecure`](Self::insecure) is set.
+    pub tls: Option<SendTls>,
     /// Whether to connect to another host without TLS. False.
     pub insecure: bool,
     /// Upper bound on opening a connection, and again on its HELLO and its JOIN. 10 s.
@@ -80,6 +84,7 @@ impl SendOptions {
             verify: false,
             copy_drives: CopyDrives::None,
             throttle: true,
+            tls: None,
             insecure: false,
             connect_timeout: Duration::from_secs(10),
             setup_timeout: Duration::from_secs(30),

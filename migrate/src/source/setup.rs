@@ -72,11 +72,16 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
         let limits = ConnectLimits {
             timeout: limit,
             progress_timeout: self.options.progress_timeout,
-            only_here: !self.options.insecure,
+            only_here: !self.options.insecure && self.options.tls.is_none(),
         };
-        let link = Link::connect(&address, limits, stop).map_err(unreached)?;
+        let mut link = Link::connect(&address, limits, stop).map_err(unreached)?;
+        link.set_deadline(Some(Instant::now() + limit));
+        if let Some(tls) = &self.options.tls {
+            let session = tls.session(&address).map_err(|e| Cause::Tls(e.into()))?;
+            let failed = |cause| Cause::Handshake { peer: self.to.to_owned(), cause };
+            link.secure(session).map_err(failed)?;
+        }
         let mut wire = Wire::new(link);
-        wire.stream_mut().set_deadline(Some(Instant::now() + limit));
         wire.send_header(Some((self.guest.vm_id(), layout_hash(self.guest.layout()))))?;
         let version = env!("CARGO_PKG_VERSION");
         wire.send(&WireMessage::Hello { purpose, features: FEATURES, version })?;

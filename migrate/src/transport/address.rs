@@ -25,6 +25,15 @@ pub enum Address {
 )]
 pub struct InvalidAddress(String);
 
+impl Address {
+    /// Returns the host of a TCP address, without the brackets of IPv6.
+    pub(crate) fn host(&self) -> Option<&str> {
+        let Self::Tcp(address) = self else { return None };
+        let host = address.rsplit_once(':').map_or(&**address, |(host, _)| host);
+        Some(host.strip_prefix('[').and_then(|h| h.strip_suffix(']')).unwrap_or(host))
+    }
+}
+
 impl From<InvalidAddress> for io::Error {
     fn from(e: InvalidAddress) -> Self {
         Self::new(io::ErrorKind::InvalidInput, e)
@@ -82,6 +91,9 @@ mod tests {
         ] {
             let address: Address = text.parse().unwrap();
             assert_eq!(address.to_string(), shown);
+            let host = address.host();
+            assert_eq!(host.is_some(), shown.starts_with("tcp:"), "{shown}");
+            assert_ne!(host, Some("[::1]"));
         }
         for text in ["", "host", "tcp:host", "tcp::1", "host:70000", "unix:", "fd:", "fd:2", "fd:x"]
         {

@@ -7,11 +7,10 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use super::address::Address;
-use super::link::{cancelled, timed_out};
 use super::policy;
 use super::socket::Socket;
 use super::stop::StopFlag;
-use super::wait::{self, SLICE};
+use super::wait::{self, SLICE, cancelled, timed_out};
 
 /// Limits of a new connection.
 #[derive(Clone, Copy, Debug)]

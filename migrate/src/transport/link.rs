@@ -18,6 +18,9 @@ use super::channels::ChannelGroup;
 use super::connect::{self, ConnectLimits};
 use super::socket::{PeerGroup, Socket, outside, waits};
 use super::stop::StopFlag;
+use super::stream::Stream;
+use super::tls::{PeerName, TlsError, TlsSession};
+use super::wait::{cancelled, timed_out};
 
 /// Upper bound on closing a connection: sending the reason, and waiting until the peer reads it.
 const CLOSING_LIMIT: Duration = Duration::from_secs(2);
@@ -25,7 +28,9 @@ const CLOSING_LIMIT: Duration = Duration::from_secs(2);
 /// A connection with limits.
 #[derive(Debug)]
 pub(crate) struct Link {
-    socket: Socket,
+    stream: Stream,
+    /// Whether a write has failed after the peer may have received a part of it.
+    is_torn: bool,
     stop: Arc<StopFlag>,
     progress_timeout: Duration,
     deadline: Option<Instant>,
@@ -35,7 +40,8 @@ pub(crate) struct Link {
 impl Link {
     /// Wraps a connection. `progress_timeout` is the longest time without progress of the peer.
     pub(crate) fn new(socket: Socket, progress_timeout: Duration, stop: Arc<StopFlag>) -> Self {
-        Self { socket, stop, progress_timeout, deadline: None, group: None }
+        let stream = Stream::plain(socket);
+        Self { stream, is_torn: false, stop, progress_timeout, deadline: None, group: None }
     }
 
     /// Connects to `peer`, trying each address of a host's name.
@@ -55,7 +61,7 @@ impl Link {
 
     /// Closes the connection immediately, in both directions; bytes in flight may still arrive.
     pub(crate) fn close(&self) {
-        let _ = self.socket.shutdown(Shutdown::Both);
+        let _ = self.stream.shutdown(Shutdown::Both);
     }
 
     /// Sets the stop flag to check.
@@ -71,7 +77,7 @@ impl Link {
 
     /// Returns another handle that can close the connection.
     pub(crate) fn closer(&self) -> io::Result<Closer> {
-        self.socket.try_clone().map(Closer)
+        self.stream.try_clone().map(Closer)
     }
 
     /// Whether a wait would end immediately, because of a stop request, a halted group, or the
@@ -94,22 +100,22 @@ impl Link {
 
     /// Returns the peer, for logs.
     pub(crate) fn peer(&self) -> String {
-        self.socket.peer()
+        self.stream.peer()
     }
 
     /// Returns the group in which the peer's connections are counted.
     pub(crate) fn peer_group(&self) -> PeerGroup {
-        self.socket.peer_group()
+        self.stream.peer_group()
     }
 
     /// Whether bytes, or the end of the connection, can be read. Does not block.
-    pub(crate) fn has_incoming(&self) -> bool {
-        self.socket.has_incoming()
+    pub(crate) fn has_incoming(&mut self) -> bool {
+        self.stream.has_incoming()
     }
 
     /// Delays small writes of a TCP connection until they are released.
     pub(crate) fn set_cork(&self, corked: bool) {
-        self.socket.set_cork(corked);
+        self.stream.set_cork(corked);
     }
 
     /// Begins to close: ignores stop requests, and sets a deadline after [`CLOSING_LIMIT`].
@@ -124,11 +130,16 @@ impl Link {
     /// deadline passes. Closing with unread bytes would reset the connection, and the peer could
     /// lose the reason.
     pub(crate) fn hang_up(&mut self) {
-        if self.socket.shutdown(Shutdown::Write).is_err() {
+        self.stream.end_session();
+        // Also writes the alert of a failed handshake.
+        let _ = self.write_pending();
+        if self.stream.shutdown(Shutdown::Write).is_err() {
             return;
         }
         let mut sink = vec![0; 64 << 10];
-        while self.deadline.is_some_and(|d| Instant::now() < d) && self.read(&mut sink).is_ok() {}
+        while self.deadline.is_some_and(|d| Instant::now() < d)
+            && matches!(self.wait_until("sent", |s| s.discard(&mut sink)), Ok(1..))
+        {}
     }
 
     /// Writes all of `buf` without a packet of its own, because more bytes follow immediately. Sets
@@ -155,7 +166,38 @@ impl Link {
                 n => n,
             };
         }
-        Ok(())
+        self.write_pending()
+    }
+
+    /// Writes what a session has accepted and not written yet.
+    fn write_pending(&mut self) -> io::Result<()> {
+        if !self.stream.is_pending() {
+            return Ok(());
+        }
+        let written = self.wait_until("took", |s| s.write_pending());
+        self.is_torn |= written.is_err();
+        written
+    }
+
+    /// Whether a write has failed within a record of a session, so that no later one arrives.
+    pub(crate) fn is_torn(&self) -> bool {
+        self.is_torn
+    }
+
+    /// Begins a TLS session, and waits for the end of its handshake.
+    pub(crate) fn secure(&mut self, session: TlsSession) -> io::Result<()> {
+        self.stream.set_tls(Some(session));
+        self.wait_until("sent", |s| s.handshake())
+    }
+
+    /// Drops the session, to tell a peer that does not use TLS about it.
+    pub(crate) fn drop_session(&mut self) {
+        self.stream.set_tls(None);
+    }
+
+    /// Fails unless the peer's certificate has one of these names, if there are some.
+    pub(crate) fn check_peer(&self, allowed: &[PeerName]) -> Result<(), TlsError> {
+        self.stream.check_peer(allowed)
     }
 
     /// Reads from the stream straight into guest memory.
@@ -178,7 +220,7 @@ impl Link {
     fn wait_until<T>(
         &mut self,
         verb: &'static str,
-        mut attempt: impl FnMut(&mut Socket) -> io::Result<T>,
+        mut attempt: impl FnMut(&mut Stream) -> io::Result<T>,
     ) -> io::Result<T> {
         let begun = Instant::now();
         let mut limit = begun + self.progress_timeout;
@@ -195,7 +237,7 @@ impl Link {
             if self.deadline.is_some_and(|d| Instant::now() >= d) {
                 return Err(timed_out(verb, begun.elapsed()));
             }
-            match attempt(&mut self.socket) {
+            match attempt(&mut self.stream) {
                 Err(e) if waits(&e) => {}
                 done => {
                     if let Some(group) = &self.group {
@@ -228,17 +270,6 @@ impl Closer {
     }
 }
 
-/// Returns the error of a peer that has made no progress for `time`.
-pub(super) fn timed_out(verb: &str, time: Duration) -> io::Error {
-    let text = format!("the peer {verb} nothing for {:.1} s", time.as_secs_f64());
-    io::Error::new(io::ErrorKind::TimedOut, text)
-}
-
-/// Returns the error of a wait that a stop request has ended.
-pub(super) fn cancelled() -> io::Error {
-    io::Error::other("cancelled")
-}
-
 /// Returns the error of a wait that another connection's end has ended.
 pub(crate) fn halted() -> io::Error {
     io::Error::other("another connection of this migration has ended")
@@ -265,7 +296,9 @@ impl Write for Link {
     }
 
     fn write_vectored(&mut self, bufs: &[IoSlice<'_>]) -> io::Result<usize> {
-        match self.wait_until("took", |s| s.write_vectored(bufs))? {
+        let written = self.wait_until("took", |s| s.write_vectored(bufs))?;
+        self.write_pending()?;
+        match written {
             0 if bufs.iter().any(|b| !b.is_empty()) => Err(closed()),
             n => Ok(n),
         }

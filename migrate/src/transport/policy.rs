@@ -7,7 +7,7 @@ use std::net::SocketAddr;
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[error(
     "{0} is not on this host's loopback, and without TLS every host on the way can read and change \
-     the guest: accept that with --insecure, or use a tunnel or unix:PATH"
+     the guest: give --tls-dir, or accept that with --insecure"
 )]
 pub struct UnprotectedAddress(SocketAddr);
 

@@ -2,13 +2,13 @@
 
 use std::io::{self, IoSlice, Read, Write};
 use std::mem::MaybeUninit;
-use std::net::{IpAddr, Shutdown, TcpStream};
+use std::net::{IpAddr, Shutdown, SocketAddr, TcpStream};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use rustix::net::AddressFamily;
-use rustix::net::sockopt::{socket_domain, socket_peercred};
+use rustix::net::sockopt::socket_domain;
 use socket2::{SockRef, TcpKeepalive};
 use vm_memory::bitmap::BitmapSlice;
 use vm_memory::{ReadVolatile, VolatileMemoryError, VolatileSlice, WriteVolatile};
@@ -30,10 +30,8 @@ pub(crate) struct Socket {
 pub(crate) enum PeerGroup {
     /// An IP address.
     Host(IpAddr),
-    /// A user of this host.
-    User(u32),
-    /// A peer without an identity.
-    Unknown,
+    /// A unix socket, which the users of this host share, or a peer without an address.
+    Local,
 }
 
 impl Socket {
@@ -66,24 +64,20 @@ impl Socket {
 
     /// Returns the peer, for logs.
     pub(super) fn peer(&self) -> String {
-        let address = SockRef::from(&self.fd).peer_addr().ok();
-        match (address.and_then(|a| a.as_socket()), socket_peercred(&self.fd)) {
-            (Some(address), _) => address.to_string(),
-            (None, Ok(peer)) if !self.is_tcp => {
-                format!("process {} of user {}", peer.pid.as_raw_pid(), peer.uid.as_raw())
-            }
-            _ => "an unknown peer".to_owned(),
+        match self.peer_address() {
+            Some(address) => address.to_string(),
+            None if self.is_tcp => "an unknown peer".to_owned(),
+            None => "a process of this host".to_owned(),
         }
     }
 
     /// Returns the group in which the peer's connections are counted.
     pub(super) fn peer_group(&self) -> PeerGroup {
-        let address = SockRef::from(&self.fd).peer_addr().ok();
-        match (address.and_then(|a| a.as_socket()), socket_peercred(&self.fd)) {
-            (Some(address), _) => PeerGroup::Host(address.ip()),
-            (None, Ok(peer)) if !self.is_tcp => PeerGroup::User(peer.uid.as_raw()),
-            _ => PeerGroup::Unknown,
-        }
+        self.peer_address().map_or(PeerGroup::Local, |address| PeerGroup::Host(address.ip()))
+    }
+
+    fn peer_address(&self) -> Option<SocketAddr> {
+        SockRef::from(&self.fd).peer_addr().ok()?.as_socket()
     }
 
     /// Whether bytes, or the end of the connection, can be read. Does not block.

@@ -1,5 +1,6 @@
 //! Waits of one thread for another, which may never answer.
 
+use std::io;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
@@ -35,6 +36,17 @@ pub(crate) fn sleep_until<T>(until: Instant, mut over: impl FnMut() -> Option<T>
         }
         std::thread::sleep(left.min(SLICE));
     }
+}
+
+/// Returns the error of a peer that has made no progress for `time`.
+pub(super) fn timed_out(verb: &str, time: Duration) -> io::Error {
+    let text = format!("the peer {verb} nothing for {:.1} s", time.as_secs_f64());
+    io::Error::new(io::ErrorKind::TimedOut, text)
+}
+
+/// Returns the error of a wait that a stop request has ended.
+pub(super) fn cancelled() -> io::Error {
+    io::Error::other("cancelled")
 }
 
 #[cfg(test)]

@@ -17,6 +17,7 @@ use zerocopy::IntoBytes;
 
 use super::error::TransportError;
 use super::link::Link;
+use super::tls::TlsError;
 use crate::protocol::error::WireError;
 use crate::protocol::message::{RawRun, WireMessage, clip};
 use crate::protocol::tag::Tag;
@@ -173,7 +174,7 @@ impl Wire<Link> {
     /// at most about two seconds, and ignores stop requests.
     pub(crate) fn abort(&mut self, tag: Tag, reason: &str) {
         self.stream.begin_closing();
-        if !self.torn {
+        if !self.torn && !self.stream.is_torn() {
             // Closing continues even if the reason cannot be sent.
             let _ = self.send_parts(tag, &[clip(reason).as_bytes()]);
         }
@@ -235,7 +236,13 @@ impl<S: Read> Wire<S> {
     /// Reads the peer's header. Fails for other formats, other versions and unknown required
     /// features.
     pub(crate) fn recv_header(&mut self) -> Result<Header, WireError> {
-        let header = Header::read_from(&mut self.stream, MAGIC_STREAM)?;
+        let header = match Header::read_from(&mut self.stream, MAGIC_STREAM) {
+            // A TLS record of a handshake, or of an alert.
+            Err(FormatError::Magic { found: [22 | 21, 3, ..], .. }) => {
+                return Err(io::Error::from(TlsError::TlsPeer).into());
+            }
+            header => header?,
+        };
         self.received_bytes += HEADER_LEN as u64;
         Ok(header)
     }

@@ -7,6 +7,7 @@
 //! | `cuts`, `faults` | one guest runs, whatever is lost and whatever fails |
 //! | `strangers` | callers that are not a source change nothing |
 //! | `golden` | recorded streams are read |
+//! | `tls` | peers without the right certificates change nothing |
 //! | `transports` | every kind of socket carries a migration |
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test code")]
 
@@ -19,4 +20,5 @@ mod loopback;
 mod options;
 mod strangers;
 mod throttle;
+mod tls;
 mod transports;

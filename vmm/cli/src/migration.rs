@@ -7,7 +7,9 @@ use driftline_control::model::{
     GuestLocation, GuestState, InfoPage, JobStarted, MigrationFailure, MigrationPage,
     MigrationRequest, MigrationState, ResolveRequest,
 };
-use driftline_migrate::{Address, Phase, Resolution, SendReport, SendStatus, VcpuThrottle};
+use driftline_migrate::{
+    Address, Phase, Resolution, SendReport, SendStatus, SendTls, VcpuThrottle,
+};
 use hyper::Method;
 use serde_json::{Value, json};
 
@@ -29,6 +31,9 @@ pub(super) fn send(args: &SendArgs) -> Result<ExitCode, Failure> {
 
 async fn start_and_follow(args: &SendArgs) -> Result<ExitCode, Failure> {
     let client = args.query.api.client();
+    // The VMM may have another working directory.
+    let dir = args.tls_dir.as_ref().map(std::path::absolute).transpose()?;
+    let tls = dir.map(|dir| SendTls { dir, peer: args.peer.clone() });
     let request = MigrationRequest {
         to: peer_text(&args.address),
         downtime_ms: args.downtime_ms,
@@ -40,6 +45,7 @@ async fn start_and_follow(args: &SendArgs) -> Result<ExitCode, Failure> {
         verify: args.verify,
         copy_disks: args.copy_disks.clone().unwrap_or_default(),
         throttle: !args.no_throttle,
+        tls,
         insecure: args.insecure,
     };
     let JobStarted { job } = match client.call(Method::POST, "/v1/migration", Some(&request)).await

@@ -8,7 +8,8 @@ use driftline_control::api::{App, Arriving, Server};
 use driftline_control::jobs::Jobs;
 use driftline_machine::config::guest_span;
 use driftline_migrate::{
-    Address, Cause, Phase, ReceiveControl, ReceiveError, ReceiveOptions, ReceiveReport, Received,
+    Address, Cause, Phase, ReceiveControl, ReceiveError, ReceiveOptions, ReceiveReport, ReceiveTls,
+    Received,
 };
 
 use super::args::ReceiveArgs;
@@ -31,13 +32,18 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
     if let Address::Unix(path) = &args.address {
         named.sockets.push(path.clone());
     }
+    named.read.extend(args.tls_dir.clone());
     let inherited = Entrance::inherited(&args.address)?;
     let listeners = prepare(&args.host, named)?;
     let Entrance { listener, _socket } = match inherited {
         Some(entrance) => entrance,
         None => Entrance::open(&args.address)?,
     };
-    if !args.insecure {
+    let tls_dir = args.tls_dir.map(std::path::absolute).transpose()?;
+    let tls = tls_dir.map(|dir| ReceiveTls { dir, allow: args.allow_peer });
+    if let Some(tls) = &tls {
+        tls.check()?;
+    } else if !args.insecure {
         listener.check_stays_here()?;
     }
     let address = listener.address().to_owned();
@@ -71,6 +77,7 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
         answer_timeout: args.answer_timeout,
         once: args.once,
         insecure: args.insecure,
+        tls,
         ..ReceiveOptions::new(&args.host.state_dir)
     };
     let progress_view = ReceiveProgress::show(&control);

@@ -14,7 +14,7 @@ use driftline_machine::config::{
 };
 use driftline_machine::memory::{Backing, HugePages};
 use driftline_machine::tracking::TrackingMode;
-use driftline_migrate::Address;
+use driftline_migrate::{Address, PeerName};
 
 use super::headings;
 use crate::values;
@@ -298,11 +298,23 @@ pub(crate) struct ReceiveArgs {
     /// with: a stream socket that listens, such as that of socket activation, or one connection.
     #[arg(value_name = "ADDRESS", value_parser = values::address)]
     pub(crate) address: Address,
+    /// Use mutual TLS with the files in this directory
+    ///
+    /// ca-cert.pem, server-cert.pem and server-key.pem are read for each connection, so they can be
+    /// replaced while the receiver waits.
+    #[arg(long, value_name = "DIR", help_heading = headings::PROTECTION)]
+    pub(crate) tls_dir: Option<PathBuf>,
+    /// Accept only a source whose certificate has this name; repeatable
+    ///
+    /// A DNS name, an IP address or a SPIFFE id (spiffe://DOMAIN/PATH). Without this option every
+    /// certificate that the CA has signed is accepted.
+    #[arg(long, value_name = "NAME", requires = "tls_dir", help_heading = headings::PROTECTION)]
+    pub(crate) allow_peer: Vec<PeerName>,
     /// Listen for other hosts without encryption and authentication
     ///
-    /// Every host that reaches the address can then send a guest, and every host on the way can read
-    /// and change one. Loopback, unix sockets and descriptors need no such option.
-    #[arg(long, help_heading = headings::PROTECTION)]
+    /// Every host that reaches the address can then send a guest, and every host on the way can
+    /// read and change one. Loopback, unix sockets and descriptors need no such option.
+    #[arg(long, conflicts_with = "tls_dir", help_heading = headings::PROTECTION)]
     pub(crate) insecure: bool,
     /// Time for a source to ask about a discarded guest
     ///

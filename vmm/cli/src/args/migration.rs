@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use clap::Args;
 use driftline_guest::VmId;
-use driftline_migrate::{Address, Compression, CopyDrives, TimeoutStrategy};
+use driftline_migrate::{Address, Compression, CopyDrives, PeerName, TimeoutStrategy};
 
 use super::api::QueryArgs;
 use super::headings;
@@ -64,11 +64,22 @@ pub(crate) struct SendArgs {
     #[arg(long, value_name = "NAME,NAME", num_args = 0..=1, require_equals = true,
           default_missing_value = "", help_heading = headings::TRANSFER)]
     pub(crate) copy_disks: Option<CopyDrives>,
+    /// Use mutual TLS with the files in this directory
+    ///
+    /// The guest's VMM reads ca-cert.pem, client-cert.pem and client-key.pem for each connection.
+    #[arg(long, value_name = "DIR", help_heading = headings::PROTECTION)]
+    pub(crate) tls_dir: Option<PathBuf>,
+    /// Name in the receiver's certificate; by default the host dialled
+    ///
+    /// A DNS name, an IP address or a SPIFFE id (spiffe://DOMAIN/PATH). unix:PATH has no host, so
+    /// it needs this option.
+    #[arg(long, value_name = "NAME", requires = "tls_dir", help_heading = headings::PROTECTION)]
+    pub(crate) peer: Option<PeerName>,
     /// Connect to another host without encryption and authentication
     ///
     /// Every host on the way can then read and change the guest. Loopback and unix sockets need no
     /// such option.
-    #[arg(long, help_heading = headings::PROTECTION)]
+    #[arg(long, conflicts_with = "tls_dir", help_heading = headings::PROTECTION)]
     pub(crate) insecure: bool,
     #[command(flatten)]
     pub(crate) query: QueryArgs,

@@ -1,6 +1,11 @@
 //! Migrations to other hosts need TLS, or `--insecure`.
 
-use crate::common::{TestDir, Vmm, fail};
+use crate::common::{TestDir, Vmm, fail, receiver};
+use certificates::{NOW, TestCa};
+
+#[allow(dead_code, reason = "only `migrate` tests dates")]
+#[path = "../../../../migrate/tests/migrations/tls/certificates.rs"]
+mod certificates;
 
 const GUEST: &[&str] =
     &["--backend", "threads", "--mem", "32M", "--guest", "payload,ws=4M,rate=1M,report=200"];
@@ -23,4 +28,30 @@ fn other_hosts_are_refused_without_protection() {
     let warnings = receiver.stderr().matches("insecure: every host that reaches").count();
     assert_eq!(warnings, 1, "{}", receiver.stderr());
     assert_eq!(guest.state(), "running");
+}
+
+#[test]
+fn guest_moves_with_certificates_of_both_hosts() {
+    let (tmp, ca) = (TestDir::new(), TestCa::new());
+    let dir = tmp.path("tls");
+    std::fs::create_dir(&dir).unwrap();
+    std::fs::copy(ca.certificate(), dir.join("ca-cert.pem")).unwrap();
+    ca.issue(&dir, "server", "DNS:there", NOW);
+    let tls = ["--tls-dir", dir.to_str().unwrap()];
+    let stderr = fail(1, &["receive-migration", "tcp:127.0.0.1:0", "--tls-dir", "/none"]);
+    assert!(stderr.contains("cannot read /none/ca-cert.pem: No such file"), "{stderr}");
+    let guest = Vmm::run(&tmp, "a", GUEST);
+    let (mut there, to) = receiver(&tmp, "b", &[&tls[..], &["--allow-peer", "here"]].concat());
+    let words = [&["send-migration", &*to], &tls[..], &["--peer", "there"]].concat();
+    let stderr = guest.refuse(4, &words);
+    assert!(stderr.contains("client-cert.pem: No such file or directory"), "{stderr}");
+    ca.issue(&dir, "client", "DNS:stranger", NOW);
+    let stderr = guest.refuse(4, &words);
+    assert!(stderr.contains("the sender's certificate is for stranger"), "{stderr}");
+    // Read again for each connection.
+    ca.issue(&dir, "client", "DNS:here", NOW);
+    guest.tell(&words);
+    assert_eq!(there.state(), "running");
+    there.tell(&["stop"]);
+    there.wait();
 }

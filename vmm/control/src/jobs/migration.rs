@@ -60,6 +60,7 @@ impl MigrationJob {
             verify: request.verify,
             copy_drives: request.copy_disks.clone(),
             throttle: request.throttle,
+            tls: request.tls.clone(),
             insecure: request.insecure,
             ..SendOptions::new(records)
         };

@@ -2,7 +2,7 @@
 
 use driftline_migrate::{
     Compression, CopyDrives, MAX_CONNECTIONS, MIN_BANDWIDTH, Phase, Progress, Resolution,
-    SendReport, TimeoutStrategy,
+    SendReport, SendTls, TimeoutStrategy,
 };
 use serde::{Deserialize, Serialize};
 
@@ -38,6 +38,9 @@ pub struct MigrationRequest {
     /// Disks that are copied to the destination: "none", "all" or {"named": [..]}.
     #[serde(default)]
     pub copy_disks: CopyDrives,
+    /// TLS of all connections; none by default. The directory's path is absolute.
+    #[serde(default)]
+    pub tls: Option<SendTls>,
     /// Whether the destination may be on another host without TLS.
     #[serde(default)]
     pub insecure: bool,

@@ -1,0 +1,451 @@
+//! The TLS session of one connection, between its socket and its owner.
+//!
+//! The session holds at most one record of plaintext that was not read yet, [`INCOMING`] bytes from
+//! the socket, and the ciphertext of one [`PIECE`].
+
+use std::io::{self, Read};
+
+use rustls::client::{ClientConnectionData, UnbufferedClientConnection};
+use rustls::server::{ServerConnectionData, UnbufferedServerConnection};
+use rustls::unbuffered::{ConnectionState, EncodeError, EncryptError, UnbufferedStatus};
+use rustls::{CertificateError, CommonState};
+use vm_memory::bitmap::BitmapSlice;
+use vm_memory::{Bytes, VolatileSlice};
+
+use super::super::socket::{Socket, outside};
+use super::error::TlsError;
+use super::names::{PeerName, names_in};
+use super::outgoing::Outgoing;
+use driftline_format::MAGIC_STREAM;
+
+/// Plaintext that is encrypted at a time: 8 records, which fit into a processor's cache.
+const PIECE: usize = 128 << 10;
+/// Bytes that are read from the socket at a time.
+const INCOMING: usize = 128 << 10;
+/// Upper bound on the bytes of one record.
+const MAX_RECORD: usize = 17 << 10;
+/// Upper bound on what encryption adds to a piece.
+const OVERHEAD: usize = 4096;
+/// Upper bound on ciphertext to which more is added before it is written.
+const SMALL: usize = 4096;
+/// Upper bound on the steps that yield the alert of a failure.
+const ALERT_STEPS: usize = 4;
+/// The first byte of a TLS record with a handshake message, and with an alert.
+const RECORD_TYPES: [u8; 2] = [22, 21];
+
+/// A TLS session.
+pub(crate) struct TlsSession {
+    connection: TlsConnection,
+    /// The name of the server, for messages.
+    expected: Option<String>,
+    incoming: Box<[u8]>,
+    /// The bytes in `incoming` that are not processed yet.
+    unprocessed: std::ops::Range<usize>,
+    plain: Plain,
+    outgoing: Outgoing,
+    /// Plaintext of one piece, because guest memory may change while it is encrypted.
+    piece: Box<[u8]>,
+    has_begun: bool,
+    peer_has_ended: bool,
+}
+
+enum TlsConnection {
+    Client(Box<UnbufferedClientConnection>),
+    Server(Box<UnbufferedServerConnection>),
+}
+
+/// Decrypted bytes that were not read yet.
+#[derive(Default)]
+struct Plain {
+    bytes: Vec<u8>,
+    read: usize,
+}
+
+/// What a session does next.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum TlsStep {
+    /// More to process.
+    More,
+    /// Plaintext can be read.
+    Decrypted,
+    /// More bytes from the peer are needed.
+    Blocked,
+    /// Plaintext was encrypted.
+    Encrypted,
+    /// The peer has ended the session.
+    Ended,
+}
+
+impl std::fmt::Debug for TlsSession {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("TlsSession").field("has_begun", &self.has_begun).finish_non_exhaustive()
+    }
+}
+
+impl TlsSession {
+    pub(super) fn client(connection: UnbufferedClientConnection, peer: &PeerName) -> Self {
+        Self::new(TlsConnection::Client(Box::new(connection)), Some(peer.to_string()))
+    }
+
+    pub(super) fn server(connection: UnbufferedServerConnection) -> Self {
+        Self::new(TlsConnection::Server(Box::new(connection)), None)
+    }
+
+    fn new(connection: TlsConnection, expected: Option<String>) -> Self {
+        Self {
+            connection,
+            expected,
+            incoming: vec![0; INCOMING].into(),
+            unprocessed: 0..0,
+            plain: Plain::default(),
+            outgoing: Outgoing::default(),
+            piece: Box::default(),
+            has_begun: false,
+            peer_has_ended: false,
+        }
+    }
+
+    fn state(&self) -> &CommonState {
+        match &self.connection {
+            TlsConnection::Client(connection) => connection,
+            TlsConnection::Server(connection) => connection,
+        }
+    }
+
+    /// Fails unless the peer's certificate has one of these names.
+    pub(in super::super) fn check_peer(&self, allowed: &[PeerName]) -> Result<(), TlsError> {
+        let certificate = self.state().peer_certificates().and_then(|chain| chain.first());
+        match certificate {
+            Some(certificate) if allowed.iter().any(|name| name.is_in(certificate)) => Ok(()),
+            Some(certificate) => Err(TlsError::NotAllowed { found: names_in(certificate) }),
+            None => Err(TlsError::NotAllowed { found: "no name".to_owned() }),
+        }
+    }
+
+    /// Continues the handshake until it ends. Goes on where it stopped after an error of the socket
+    /// that says to wait.
+    pub(in super::super) fn handshake(&mut self, socket: &mut Socket) -> io::Result<()> {
+        loop {
+            let step = self.step(None);
+            // Also after a failure, which an alert tells the peer.
+            self.outgoing.write_to(socket)?;
+            match step? {
+                TlsStep::Ended => return Err(TlsError::Vanished.into()),
+                TlsStep::Blocked if !self.state().is_handshaking() => return Ok(()),
+                TlsStep::Decrypted => return Ok(()),
+                TlsStep::Blocked => {
+                    if self.fill(socket)? == 0 {
+                        return Err(TlsError::Vanished.into());
+                    }
+                    self.check_first_bytes()?;
+                }
+                TlsStep::More | TlsStep::Encrypted => {}
+            }
+        }
+    }
+
+    /// Fails if the peer's first bytes are not of TLS.
+    fn check_first_bytes(&mut self) -> Result<(), TlsError> {
+        if self.has_begun {
+            return Ok(());
+        }
+        let first = &self.incoming[self.unprocessed.clone()];
+        let magic = MAGIC_STREAM;
+        if first.len() < magic.len() && magic.starts_with(first) {
+            return Ok(());
+        }
+        self.has_begun = true;
+        match first.first() {
+            _ if first.starts_with(&magic) => Err(TlsError::PlainPeer),
+            Some(kind) if RECORD_TYPES.contains(kind) => Ok(()),
+            _ => Err(TlsError::NotTls),
+        }
+    }
+
+    /// Reads from the socket into the buffer. Returns 0 at the connection's end.
+    fn fill(&mut self, socket: &mut Socket) -> io::Result<usize> {
+        if self.unprocessed.is_empty() {
+            self.unprocessed = 0..0;
+        } else if self.incoming.len() - self.unprocessed.end < MAX_RECORD {
+            self.incoming.copy_within(self.unprocessed.clone(), 0);
+            self.unprocessed = 0..self.unprocessed.len();
+        }
+        let read = socket.read(&mut self.incoming[self.unprocessed.end..])?;
+        self.unprocessed.end += read;
+        Ok(read)
+    }
+
+    /// Processes what has arrived. Once nothing of it is left, encrypts `plaintext` bytes of the
+    /// piece, if that is asked for.
+    fn step(&mut self, plaintext: Option<usize>) -> Result<TlsStep, TlsError> {
+        let step = self.process(plaintext);
+        self.peer_has_ended |= step == Ok(TlsStep::Ended);
+        step.map_err(|e| {
+            // The alert of the failure precedes what else has arrived.
+            for _ in 0..ALERT_STEPS {
+                if self.process(None) != Ok(TlsStep::More) {
+                    break;
+                }
+            }
+            self.explained(e)
+        })
+    }
+
+    fn process(&mut self, plaintext: Option<usize>) -> Result<TlsStep, rustls::Error> {
+        // All of it, always: the state refers to parts of messages by their place in the buffer.
+        let incoming = &mut self.incoming[self.unprocessed.clone()];
+        let plaintext = plaintext.map(|length| &self.piece[..length]);
+        let (plain, outgoing) = (&mut self.plain, &mut self.outgoing);
+        let (discard, step) = match &mut self.connection {
+            TlsConnection::Client(connection) => {
+                let status = connection.process_tls_records(incoming);
+                on_status::<ClientConnectionData>(status, plain, outgoing, plaintext)
+            }
+            TlsConnection::Server(connection) => {
+                let status = connection.process_tls_records(incoming);
+                on_status::<ServerConnectionData>(status, plain, outgoing, plaintext)
+            }
+        };
+        self.unprocessed.start = (self.unprocessed.start + discard).min(self.unprocessed.end);
+        step
+    }
+
+    fn explained(&self, e: rustls::Error) -> TlsError {
+        match (&e, &self.expected) {
+            (rustls::Error::InvalidCertificate(CertificateError::NotValidForName), Some(name)) => {
+                TlsError::WrongName { expected: name.clone() }
+            }
+            _ => TlsError::Session(e),
+        }
+    }
+
+    /// Passes decrypted bytes to `take`, at most `most`. Returns their number, 0 at the end of the
+    /// session.
+    fn read_plain(
+        &mut self,
+        socket: &mut Socket,
+        most: usize,
+        take: impl FnOnce(&[u8]) -> io::Result<()>,
+    ) -> io::Result<usize> {
+        while self.plain.is_empty() {
+            if self.peer_has_ended {
+                return Ok(0);
+            }
+            match self.step(None)? {
+                TlsStep::Blocked => {
+                    if self.fill(socket)? == 0 {
+                        return Err(TlsError::Truncated.into());
+                    }
+                }
+                TlsStep::More | TlsStep::Encrypted | TlsStep::Decrypted | TlsStep::Ended => {}
+            }
+        }
+        let rest = &self.plain.bytes[self.plain.read..];
+        let piece = &rest[..rest.len().min(most)];
+        take(piece)?;
+        let length = piece.len();
+        self.plain.read += length;
+        Ok(length)
+    }
+
+    /// Reads plaintext.
+    pub(in super::super) fn read(
+        &mut self,
+        socket: &mut Socket,
+        buf: &mut [u8],
+    ) -> io::Result<usize> {
+        self.read_plain(socket, buf.len(), |piece| {
+            buf[..piece.len()].copy_from_slice(piece);
+            Ok(())
+        })
+    }
+
+    /// Reads plaintext into guest memory.
+    pub(in super::super) fn read_volatile<B: BitmapSlice>(
+        &mut self,
+        socket: &mut Socket,
+        slice: &VolatileSlice<'_, B>,
+    ) -> io::Result<usize> {
+        self.read_plain(socket, slice.len(), |piece| slice.write_slice(piece, 0).map_err(outside))
+    }
+
+    /// Whether plaintext, a failure, or the end of the session can be read. Does not block.
+    pub(in super::super) fn has_incoming(&mut self, socket: &mut Socket) -> bool {
+        loop {
+            if !self.plain.is_empty() || self.peer_has_ended {
+                return true;
+            }
+            match self.step(None) {
+                Ok(TlsStep::Blocked) if !socket.has_incoming() => return false,
+                Ok(TlsStep::Blocked) => match self.fill(socket) {
+                    Ok(0) => return true,
+                    Ok(_) => {}
+                    Err(_) => return true,
+                },
+                Ok(_) => {}
+                Err(_) => return true,
+            }
+        }
+    }
+
+    /// Encrypts as much of `parts` as a piece has room for. Returns its length. The ciphertext
+    /// waits for [`flush`](Self::flush).
+    pub(in super::super) fn encrypt<'a>(
+        &mut self,
+        parts: impl Iterator<Item = &'a [u8]>,
+    ) -> Result<usize, TlsError> {
+        self.allocate_piece();
+        let mut length = 0;
+        for part in parts {
+            let room = &mut self.piece[length..];
+            let fits = part.len().min(room.len());
+            room[..fits].copy_from_slice(&part[..fits]);
+            length += fits;
+            if fits < part.len() {
+                break;
+            }
+        }
+        self.encrypt_piece(length)
+    }
+
+    /// Encrypts as much of guest memory as a piece has room for. Returns its length.
+    pub(in super::super) fn encrypt_volatile<B: BitmapSlice>(
+        &mut self,
+        slice: &VolatileSlice<'_, B>,
+    ) -> io::Result<usize> {
+        self.allocate_piece();
+        let length = slice.len().min(self.piece.len());
+        slice.read_slice(&mut self.piece[..length], 0).map_err(outside)?;
+        Ok(self.encrypt_piece(length)?)
+    }
+
+    /// Allocates the piece at its first use, so that a handshake does not cost its memory.
+    fn allocate_piece(&mut self) {
+        if self.piece.is_empty() {
+            self.piece = vec![0; PIECE].into();
+        }
+    }
+
+    fn encrypt_piece(&mut self, length: usize) -> Result<usize, TlsError> {
+        if length == 0 {
+            return Ok(0);
+        }
+        loop {
+            match self.step(Some(length))? {
+                TlsStep::Encrypted => return Ok(length),
+                // Nothing is read meanwhile, so what has arrived is bounded.
+                TlsStep::More | TlsStep::Decrypted | TlsStep::Ended => {}
+                TlsStep::Blocked => {
+                    return Err(TlsError::Session(rustls::Error::HandshakeNotComplete));
+                }
+            }
+        }
+    }
+
+    /// Whether ciphertext waits to be written.
+    pub(in super::super) fn is_pending(&self) -> bool {
+        !self.outgoing.is_empty()
+    }
+
+    /// Writes the ciphertext that waits, unless it is little and can precede the next piece.
+    pub(in super::super) fn make_room(&mut self, socket: &mut Socket) -> io::Result<()> {
+        if self.outgoing.len() <= SMALL { Ok(()) } else { self.flush(socket) }
+    }
+
+    /// Writes the ciphertext that waits.
+    pub(in super::super) fn flush(&mut self, socket: &mut Socket) -> io::Result<()> {
+        self.outgoing.write_to(socket)
+    }
+
+    /// Ends this side of the session. The message waits for [`flush`](Self::flush).
+    pub(in super::super) fn end(&mut self) {
+        let incoming = &mut self.incoming[self.unprocessed.clone()];
+        let outgoing = &mut self.outgoing;
+        self.unprocessed.start += match &mut self.connection {
+            TlsConnection::Client(c) => {
+                end::<ClientConnectionData>(c.process_tls_records(incoming), outgoing)
+            }
+            TlsConnection::Server(c) => {
+                end::<ServerConnectionData>(c.process_tls_records(incoming), outgoing)
+            }
+        };
+    }
+}
+
+impl Plain {
+    fn is_empty(&self) -> bool {
+        self.read == self.bytes.len()
+    }
+
+    /// Adds bytes. Empties the buffer first if all were read.
+    fn add(&mut self, bytes: &[u8]) {
+        if self.is_empty() {
+            self.bytes.clear();
+            self.read = 0;
+        }
+        self.bytes.extend_from_slice(bytes);
+    }
+}
+
+/// Performs what the state of a session asks for. Returns the number of processed bytes.
+fn on_status<Data>(
+    status: UnbufferedStatus<'_, '_, Data>,
+    plain: &mut Plain,
+    outgoing: &mut Outgoing,
+    plaintext: Option<&[u8]>,
+) -> (usize, Result<TlsStep, rustls::Error>) {
+    let UnbufferedStatus { mut discard, state, .. } = status;
+    let step = state.and_then(|state| match state {
+        ConnectionState::ReadTraffic(mut traffic) => {
+            while let Some(record) = traffic.next_record() {
+                let record = record?;
+                discard += record.discard;
+                plain.add(record.payload);
+            }
+            Ok(TlsStep::Decrypted)
+        }
+        ConnectionState::EncodeTlsData(mut data) => {
+            let mut length = OVERHEAD;
+            loop {
+                match data.encode(outgoing.room(length)) {
+                    Ok(written) => break outgoing.add(written),
+                    Err(EncodeError::InsufficientSize(needed)) => length = needed.required_size,
+                    Err(EncodeError::AlreadyEncoded) => break,
+                }
+            }
+            Ok(TlsStep::More)
+        }
+        ConnectionState::TransmitTlsData(data) => {
+            // The queue is written before anything that is encrypted later.
+            data.done();
+            Ok(TlsStep::More)
+        }
+        ConnectionState::WriteTraffic(mut traffic) => match plaintext {
+            None => Ok(TlsStep::Blocked),
+            Some(bytes) => match traffic.encrypt(bytes, outgoing.room(bytes.len() + OVERHEAD)) {
+                Ok(written) => {
+                    outgoing.add(written);
+                    Ok(TlsStep::Encrypted)
+                }
+                Err(EncryptError::InsufficientSize(_) | EncryptError::EncryptExhausted) => {
+                    Err(rustls::Error::EncryptError)
+                }
+            },
+        },
+        ConnectionState::PeerClosed => Ok(TlsStep::Ended),
+        // Also once both sides have ended the session.
+        _ => Ok(TlsStep::Blocked),
+    });
+    (discard, step)
+}
+
+/// Queues the end of a session, unless the peer's bytes come first. Returns the number of processed
+/// bytes.
+fn end<Data>(status: UnbufferedStatus<'_, '_, Data>, outgoing: &mut Outgoing) -> usize {
+    if let Ok(ConnectionState::WriteTraffic(mut traffic)) = status.state
+        && let Ok(written) = traffic.queue_close_notify(outgoing.room(OVERHEAD))
+    {
+        outgoing.add(written);
+    }
+    status.discard
+}
