@@ -101,7 +101,7 @@ fn only_writing_vcpu_is_throttled_until_cancel() {
     }
     let scratch = ScratchDir::new();
     // The second vCPU writes its share once and then only reads it.
-    let source = start(&scratch, "payload,ws=16M,rate=256M,writers=1", 2, "dirty-ring");
+    let source = start(&scratch, "payload,ws=32M,rate=256M,writers=1", 2, "dirty-ring");
     let (destination, address) = Driftline::receive(&scratch, "destination");
     // Slow enough for the migration to last until the end of the test.
     let link = MigrationProxy::slow(&address, DELAY, RATE / 3);

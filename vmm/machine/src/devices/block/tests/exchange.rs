@@ -232,6 +232,7 @@ fn busy_disk_keeps_its_file() {
     let flush = header(&mut running.driver, VIRTIO_BLK_T_FLUSH, 0);
     let head = running.driver.post(0, &[flush, status]);
     running.driver.kick(0);
+    eventually(|| engine.pending() == 1);
     let new = file(&[], 2 * BYTES);
     let refused = running.control.exchange(new.path(), Duration::from_millis(1));
     // On a slow host, the device has not even looked.
