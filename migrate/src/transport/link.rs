@@ -1,7 +1,8 @@
 //! One connection with limits: every wait ends at a limit or at a stop request.
 //!
-//! Reads and writes wait in slices of [`SLICE`]. Between two slices the link checks its stop flag
-//! and its limits: `progress_timeout`, the longest time without progress, and an absolute deadline.
+//! Reads and writes wait in slices of [`SLICE`](super::wait::SLICE). Between two slices the link
+//! checks its stop flag and its limits: `progress_timeout`, the longest time without progress, and
+//! an absolute deadline.
 
 use std::io::{self, IoSlice, Read, Write};
 use std::net::Shutdown;

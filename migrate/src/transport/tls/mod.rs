@@ -1,6 +1,6 @@
 //! Mutual TLS 1.3 of a connection.
 //!
-//! A [`TlsSession`](session::TlsSession) is a state machine without I/O of its own, owned by the
+//! A [`TlsSession`] is a state machine without I/O of its own, owned by the
 //! thread that owns the connection. Both sides present a certificate, and each verifies the other's
 //! against the CA of its own directory. Files are read for each connection.
 
