@@ -54,12 +54,12 @@ Examples:
   driftline restore --store backup --checkpoint 3 --lazy --name clone-1 --disk path=copy.img";
 pub(super) const RECEIVE: &str = "\
 Examples:
-  driftline receive-migration tcp:10.0.0.2:7000 --api-sock b.sock
-  driftline receive-migration tcp:10.0.0.2:7000 --disk path=/srv/root.img,id=disk0,copy";
+  driftline receive-migration tcp:10.0.0.2:7000 --tls-dir /etc/driftline/tls --api-sock b.sock
+  driftline receive-migration unix:/run/moves.sock --disk path=/srv/root.img,id=disk0,copy";
 pub(super) const SEND: &str = "\
 Examples:
-  driftline send-migration tcp:10.0.0.2:7000 --api-sock a.sock
-  driftline send-migration tcp:10.0.0.2:7000 --api-sock a.sock --copy-disks --compress lz4";
+  driftline send-migration tcp:10.0.0.2:7000 --tls-dir /etc/driftline/tls --api-sock a.sock
+  driftline send-migration unix:/run/moves.sock --api-sock a.sock --copy-disks --compress lz4";
 pub(super) const PLAN: &str = "\
 Example:
   driftline plan --api-sock a.sock --bandwidth 100M";
