@@ -11,7 +11,7 @@ use super::socket::{PeerGroup, Socket};
 use super::tls::{PeerName, TlsError, TlsSession};
 
 /// A connection's bytes. Every call waits at most a slice; after an error that says to wait, the
-/// same call goes on where it stopped.
+/// same call continues.
 #[derive(Debug)]
 pub(super) struct Stream {
     socket: Socket,

@@ -37,7 +37,7 @@ impl Outgoing {
         self.end = (self.end + length).min(self.bytes.len());
     }
 
-    /// Writes everything. After an error it goes on where it stopped.
+    /// Writes everything. After an error, the next call continues.
     pub(super) fn write_to(&mut self, to: &mut impl Write) -> io::Result<()> {
         while !self.is_empty() {
             match to.write(&self.bytes[self.written..self.end])? {

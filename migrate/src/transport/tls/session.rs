@@ -122,9 +122,10 @@ impl TlsSession {
         }
     }
 
-    /// Continues the handshake until it ends. Goes on where it stopped after an error of the socket
-    /// that says to wait.
+    /// Continues the handshake until it ends. Reads from the socket once, so that the caller can
+    /// check its limits however slowly the peer sends; the next call continues.
     pub(in super::super) fn handshake(&mut self, socket: &mut Socket) -> io::Result<()> {
+        let mut has_read = false;
         loop {
             let step = self.step(None);
             // Also after a failure, which an alert tells the peer.
@@ -133,10 +134,12 @@ impl TlsSession {
                 TlsStep::Ended => return Err(TlsError::Vanished.into()),
                 TlsStep::Blocked if !self.state().is_handshaking() => return Ok(()),
                 TlsStep::Decrypted => return Ok(()),
+                TlsStep::Blocked if has_read => return Err(io::ErrorKind::WouldBlock.into()),
                 TlsStep::Blocked => {
                     if self.fill(socket)? == 0 {
                         return Err(TlsError::Vanished.into());
                     }
+                    has_read = true;
                     self.check_first_bytes()?;
                 }
                 TlsStep::More | TlsStep::Encrypted => {}
@@ -220,22 +223,25 @@ impl TlsSession {
     }
 
     /// Passes decrypted bytes to `take`, at most `most`. Returns their number, 0 at the end of the
-    /// session.
+    /// session. Reads from the socket once, as [`handshake`](Self::handshake) does.
     fn read_plain(
         &mut self,
         socket: &mut Socket,
         most: usize,
         take: impl FnOnce(&[u8]) -> io::Result<()>,
     ) -> io::Result<usize> {
+        let mut has_read = false;
         while self.plain.is_empty() {
             if self.peer_has_ended {
                 return Ok(0);
             }
             match self.step(None)? {
+                TlsStep::Blocked if has_read => return Err(io::ErrorKind::WouldBlock.into()),
                 TlsStep::Blocked => {
                     if self.fill(socket)? == 0 {
                         return Err(TlsError::Truncated.into());
                     }
+                    has_read = true;
                 }
                 TlsStep::More | TlsStep::Encrypted | TlsStep::Decrypted | TlsStep::Ended => {}
             }
