@@ -299,11 +299,23 @@ fn strangers_at_a_tls_port_change_nothing() {
     let mut endless = TcpStream::connect(&to).unwrap();
     endless.write_all(&handshake).unwrap();
     expect(2, "the peer sent nothing for");
+    let mut trickling = TcpStream::connect(&to).unwrap();
+    let trickle = std::thread::spawn(move || {
+        // Until the receiver has closed the connection. A whole message would be refused as such.
+        for byte in handshake.into_iter().chain([0; 500]) {
+            if trickling.write_all(&[byte]).is_err() {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    });
+    expect(3, "the peer sent nothing for");
+    trickle.join().unwrap();
     let client = ["s_client", "-connect", &to, "-quiet", "-no_ign_eof"];
     let mut without = openssl(&client);
-    expect(3, "the peer presented no certificate");
+    expect(4, "the peer presented no certificate");
     let mut old = openssl(&[&client[..], &["-tls1_2"]].concat());
-    expect(4, "the peer does not offer TLS 1.3");
+    expect(5, "the peer does not offer TLS 1.3");
     for child in [&mut without, &mut old] {
         child.kill().unwrap();
         child.wait().unwrap();
