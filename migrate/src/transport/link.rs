@@ -154,7 +154,7 @@ impl Link {
         Ok(())
     }
 
-    /// Writes guest memory without copying it first.
+    /// Writes guest memory, without copying it first if there is no TLS.
     pub(crate) fn write_all_volatile<B: BitmapSlice>(
         &mut self,
         slice: &VolatileSlice<'_, B>,
@@ -201,7 +201,7 @@ impl Link {
         self.stream.check_peer(allowed)
     }
 
-    /// Reads from the stream straight into guest memory.
+    /// Reads from the stream into guest memory, without a buffer in between if there is no TLS.
     pub(crate) fn read_exact_volatile<B: BitmapSlice>(
         &mut self,
         slice: &VolatileSlice<'_, B>,
