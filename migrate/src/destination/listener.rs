@@ -196,8 +196,8 @@ impl ListenerState {
                     return Err(WireError::Malformed { message: Tag::Hello, why });
                 }
             };
-            place.advance(stage);
             security::check_peer(&mut wire, self.tls.as_ref())?;
+            place.advance(stage);
             match stage {
                 Stage::Source => {
                     self.source(wire, header, place, came);

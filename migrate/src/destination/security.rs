@@ -14,7 +14,7 @@ use crate::transport::wire::Wire;
 const INTERNAL_ERROR: [u8; 7] = [21, 3, 3, 0, 2, 2, 80];
 
 /// Begins the session of a connection, if the receiver uses TLS. The link's deadline bounds the
-/// handshake. A refused peer gets the reason that its side of the protocol can read.
+/// handshake. A refused peer without TLS gets REFUSED, and one with TLS an alert.
 pub(super) fn secure(
     mut link: Link,
     tls: Option<&ReceiveTls>,

@@ -180,7 +180,7 @@ impl Link {
         written
     }
 
-    /// Whether a write has failed within a record of a session, so that no later one arrives.
+    /// Whether a record of a session was sent in part, so that the peer cannot read later ones.
     pub(crate) fn is_torn(&self) -> bool {
         self.is_torn
     }

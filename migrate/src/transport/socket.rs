@@ -25,7 +25,7 @@ pub(crate) struct Socket {
     is_tcp: bool,
 }
 
-/// What connections have in common that one peer can open in any number.
+/// Key by which the connections of one peer are counted.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum PeerGroup {
     /// An IP address.

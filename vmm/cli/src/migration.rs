@@ -70,11 +70,31 @@ async fn start_and_follow(args: &SendArgs) -> Result<ExitCode, Failure> {
     conclude(args, page)
 }
 
-/// Returns the destination as a request names it: a TCP address without its kind, as always.
+/// Returns the destination as a request names it: a TCP address without its kind, unless its host
+/// has the name of another kind.
 fn peer_text(address: &Address) -> String {
     match address {
-        Address::Tcp(address) => address.clone(),
+        Address::Tcp(short) if short.parse().as_ref() == Ok(address) => short.clone(),
         other => other.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn request_names_the_same_destination() {
+        for (given, named) in [
+            ("tcp:10.0.0.2:7001", "10.0.0.2:7001"),
+            ("tcp:unix:7001", "tcp:unix:7001"),
+            ("tcp:fd:7001", "tcp:fd:7001"),
+            ("unix:7001", "unix:7001"),
+        ] {
+            let address: Address = given.parse().unwrap();
+            assert_eq!(peer_text(&address), named);
+            assert_eq!(named.parse(), Ok(address));
+        }
     }
 }
 

@@ -1,8 +1,8 @@
 //! Mutual TLS 1.3 of a connection.
 //!
-//! A [`TlsSession`] is a state machine without I/O of its own, owned by the
-//! thread that owns the connection. Both sides present a certificate, and each verifies the other's
-//! against the CA of its own directory. Files are read for each connection.
+//! A [`TlsSession`] reads and writes the socket that it is given. The thread that owns the
+//! connection owns it, too. Both sides present a certificate, and each verifies the other's against
+//! the CA of its own directory. Files are read for each connection.
 
 mod config;
 mod error;

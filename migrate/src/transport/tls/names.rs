@@ -7,7 +7,7 @@ use rustls::pki_types::{CertificateDer, ServerName};
 use serde::{Deserialize, Serialize};
 use webpki::EndEntityCert;
 
-/// What begins the names of SPIFFE.
+/// Scheme of a SPIFFE id.
 const SPIFFE: &str = "spiffe://";
 
 /// Upper bound on the bytes of a SPIFFE id.

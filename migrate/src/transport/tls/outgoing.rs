@@ -37,14 +37,16 @@ impl Outgoing {
         self.end = (self.end + length).min(self.bytes.len());
     }
 
-    /// Writes everything. After an error, the next call continues.
+    /// Writes once. Returns `WouldBlock` if bytes are left, so that the caller can check its limits
+    /// however slowly the peer reads; the next call continues.
     pub(super) fn write_to(&mut self, to: &mut impl Write) -> io::Result<()> {
-        while !self.is_empty() {
-            match to.write(&self.bytes[self.written..self.end])? {
-                0 => return Err(io::ErrorKind::WriteZero.into()),
-                n => self.written += n,
-            }
+        if self.is_empty() {
+            return Ok(());
         }
-        Ok(())
+        match to.write(&self.bytes[self.written..self.end])? {
+            0 => return Err(io::ErrorKind::WriteZero.into()),
+            n => self.written += n,
+        }
+        if self.is_empty() { Ok(()) } else { Err(io::ErrorKind::WouldBlock.into()) }
     }
 }

@@ -1,7 +1,7 @@
 //! The TLS session of one connection, between its socket and its owner.
 //!
-//! The session holds at most one record of plaintext that was not read yet, [`INCOMING`] bytes from
-//! the socket, and the ciphertext of one [`PIECE`].
+//! The session holds at most [`INCOMING`] bytes from the socket, the plaintext of as many that was
+//! not read yet, and the ciphertext of one [`PIECE`] after at most [`SMALL`] bytes.
 
 use std::io::{self, Read};
 
@@ -127,11 +127,16 @@ impl TlsSession {
     pub(in super::super) fn handshake(&mut self, socket: &mut Socket) -> io::Result<()> {
         let mut has_read = false;
         loop {
-            let step = self.step(None);
-            // Also after a failure, which an alert tells the peer.
             self.outgoing.write_to(socket)?;
-            match step? {
+            let step = if self.is_undecided() { Ok(TlsStep::Blocked) } else { self.step(None) };
+            let step = step.inspect_err(|_| {
+                // An alert tells the peer. What is left of it is written before the connection's
+                // end.
+                let _ = self.outgoing.write_to(socket);
+            })?;
+            match step {
                 TlsStep::Ended => return Err(TlsError::Vanished.into()),
+                _ if !self.outgoing.is_empty() => {}
                 TlsStep::Blocked if !self.state().is_handshaking() => return Ok(()),
                 TlsStep::Decrypted => return Ok(()),
                 TlsStep::Blocked if has_read => return Err(io::ErrorKind::WouldBlock.into()),
@@ -145,6 +150,11 @@ impl TlsSession {
                 TlsStep::More | TlsStep::Encrypted => {}
             }
         }
+    }
+
+    /// Whether the peer has sent too little to tell whether it uses TLS.
+    fn is_undecided(&self) -> bool {
+        !self.has_begun && !self.unprocessed.is_empty()
     }
 
     /// Fails if the peer's first bytes are not of TLS.
@@ -277,16 +287,16 @@ impl TlsSession {
 
     /// Whether plaintext, a failure, or the end of the session can be read. Does not block.
     pub(in super::super) fn has_incoming(&mut self, socket: &mut Socket) -> bool {
+        let mut has_read = false;
         loop {
             if !self.plain.is_empty() || self.peer_has_ended {
                 return true;
             }
             match self.step(None) {
-                Ok(TlsStep::Blocked) if !socket.has_incoming() => return false,
+                Ok(TlsStep::Blocked) if has_read || !socket.has_incoming() => return false,
                 Ok(TlsStep::Blocked) => match self.fill(socket) {
-                    Ok(0) => return true,
-                    Ok(_) => {}
-                    Err(_) => return true,
+                    Ok(0) | Err(_) => return true,
+                    Ok(_) => has_read = true,
                 },
                 Ok(_) => {}
                 Err(_) => return true,
