@@ -79,25 +79,6 @@ fn peer_text(address: &Address) -> String {
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn request_names_the_same_destination() {
-        for (given, named) in [
-            ("tcp:10.0.0.2:7001", "10.0.0.2:7001"),
-            ("tcp:unix:7001", "tcp:unix:7001"),
-            ("tcp:fd:7001", "tcp:fd:7001"),
-            ("unix:7001", "unix:7001"),
-        ] {
-            let address: Address = given.parse().unwrap();
-            assert_eq!(peer_text(&address), named);
-            assert_eq!(named.parse(), Ok(address));
-        }
-    }
-}
-
 /// Returns the migration's current state. The first Ctrl-C cancels the migration; its outcome is
 /// still returned. The second one ends the wait: a migration in doubt cannot be cancelled, and may
 /// last.
@@ -245,4 +226,23 @@ pub(super) fn resolve(args: &ResolveArgs) -> Result<ExitCode, Failure> {
         print_json(&resolved(action, vm_id, &[&page.to]))?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn request_names_the_same_destination() {
+        for (given, named) in [
+            ("tcp:10.0.0.2:7001", "10.0.0.2:7001"),
+            ("tcp:unix:7001", "tcp:unix:7001"),
+            ("tcp:fd:7001", "tcp:fd:7001"),
+            ("unix:7001", "unix:7001"),
+        ] {
+            let address: Address = given.parse().unwrap();
+            assert_eq!(peer_text(&address), named);
+            assert_eq!(named.parse(), Ok(address));
+        }
+    }
 }
