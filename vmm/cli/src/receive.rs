@@ -14,11 +14,11 @@ use driftline_migrate::{
 
 use super::args::ReceiveArgs;
 use super::end::{end_in_bounded_time, run_to_end, stop_reason};
-use super::entrance::Entrance;
 use super::failure::Failure;
 use super::notify;
 use super::output::{bytes, count, print_json, print_message};
 use super::progress::{ReceiveProgress, receiving_line};
+use super::receiver_socket::ReceiverSocket;
 use super::setup::{NamedFiles, check_state_dir, guest_failure, host_config, log_machine, prepare};
 
 /// Outcome for a guest that was refused. Until COMMIT its source keeps the guest, whatever this
@@ -33,19 +33,21 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
         named.sockets.push(path.clone());
     }
     named.read.extend(args.tls_dir.clone());
-    let inherited = Entrance::inherited(&args.address)?;
+    let inherited = ReceiverSocket::inherited(&args.address)?;
     let listeners = prepare(&args.host, named)?;
-    let Entrance { listener, _socket } = match inherited {
-        Some(entrance) => entrance,
-        None => Entrance::open(&args.address)?,
+    let ReceiverSocket { listener, _socket } = match inherited {
+        Some(socket) => socket,
+        None => ReceiverSocket::open(&args.address)?,
     };
     let tls_dir = args.tls_dir.map(std::path::absolute).transpose()?;
-    let tls = tls_dir.map(|dir| ReceiveTls { dir, allow: args.allow_peer });
-    if let Some(tls) = &tls {
-        tls.check()?;
-    } else if !args.insecure {
-        listener.check_stays_here()?;
-    }
+    let options = ReceiveOptions {
+        answer_timeout: args.answer_timeout,
+        once: args.once,
+        insecure: args.insecure,
+        tls: tls_dir.map(|dir| ReceiveTls { dir, allow: args.allow_peer }),
+        ..ReceiveOptions::new(&args.host.state_dir)
+    };
+    options.check_protection(&listener).map_err(Failure::error)?;
     let address = listener.address().to_owned();
     let control = ReceiveControl::new();
     let give_up = control.clone();
@@ -73,13 +75,6 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
     let host = host_config(&args.host, args.devices)?;
     let memory = host.memory;
     let factory = Factory::new(host);
-    let options = ReceiveOptions {
-        answer_timeout: args.answer_timeout,
-        once: args.once,
-        insecure: args.insecure,
-        tls,
-        ..ReceiveOptions::new(&args.host.state_dir)
-    };
     let progress_view = ReceiveProgress::show(&control);
     let received = driftline_migrate::receive(listener, Arc::new(factory), &options, &control);
     drop(progress_view);

@@ -1,24 +1,29 @@
 //! Owns the socket at which a receiver waits.
 
+use std::fmt;
+
+use driftline_machine::inherited;
 use driftline_machine::socket::ListeningSocket;
 use driftline_migrate::{Address, Listener};
 
 use super::failure::Failure;
 
 /// The socket at which a receiver waits, and the file of a unix socket.
-pub(super) struct Entrance {
+pub(super) struct ReceiverSocket {
     pub(super) listener: Listener,
     /// Removes the file when the receiver ends.
     pub(super) _socket: Option<ListeningSocket>,
 }
 
-impl Entrance {
-    /// Takes over a descriptor, if `address` is one. Called before the process enters its sandbox,
-    /// in which no thread takes descriptors.
+impl ReceiverSocket {
+    /// Takes a descriptor that the process was started with, if `address` is one. Called before
+    /// the process opens files that can get its number.
     pub(super) fn inherited(address: &Address) -> Result<Option<Self>, Failure> {
         let Address::Descriptor(number) = address else { return Ok(None) };
-        let listener = Listener::inherited(*number)
-            .map_err(|e| Failure::error(format_args!("cannot wait on {address}: {e}")))?;
+        let refused =
+            |e: &dyn fmt::Display| Failure::error(format_args!("cannot wait on {address}: {e}"));
+        let fd = inherited::take(*number).map_err(|e| refused(&e))?;
+        let listener = Listener::inherited(fd).map_err(|e| refused(&e))?;
         Ok(Some(Self { listener, _socket: None }))
     }
 
@@ -36,7 +41,7 @@ impl Entrance {
                 Ok(Self { listener, _socket: Some(socket) })
             }
             Address::Descriptor(_) => {
-                Err(Failure::error(format_args!("{address} was not taken over at the start")))
+                Err(Failure::error(format_args!("{address} was not taken at the start")))
             }
         }
     }
