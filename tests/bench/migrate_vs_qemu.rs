@@ -19,13 +19,13 @@
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a bench")]
 
 mod copy;
+mod process;
 mod qemu;
 
 use std::fs;
-use std::path::Path;
-use std::time::Duration;
 
 use driftline_images::PayloadSpec;
+use process::{CpuTimes, has_ended, wait_for_pass};
 use qemu::QemuProcess;
 use tests::{Driftline, GuestConsole, SOON, ScratchDir, json_of};
 
@@ -200,14 +200,6 @@ fn pairs(
     (ours, theirs)
 }
 
-/// Waits until the guest has completed a pass over its working set.
-fn wait_for_pass(console: &GuestConsole, vcpus: u32) {
-    tests::wait_for("a pass of the guest", Duration::from_secs(120), || {
-        console.last_reports(vcpus)?.iter().all(|r| r.passes > 0).then_some(())
-    });
-    console.wait_reports(vcpus, 1, SOON);
-}
-
 fn driftline(load: &BenchLoad) -> MigrationSample {
     let scratch = ScratchDir::new();
     let vcpus = load.vcpus.to_string();
@@ -222,7 +214,7 @@ fn driftline(load: &BenchLoad) -> MigrationSample {
     assert!(sent.status.success(), "{}", String::from_utf8_lossy(&sent.stderr));
     let report = json_of(&sent);
     tests::wait_for("end of the source", SOON, || has_ended(source.pid()).then_some(()));
-    let cpu_s = [before.cpu_of(0), before.cpu_of(1)];
+    let cpu_s = before.cpu.since();
     source.wait_exit(SOON);
     let gap_ms = before.gap_ms(&source_console, &destination.console(), load.vcpus);
     let number = |name: &str| report[name].as_f64().expect("a figure of the report");
@@ -254,7 +246,7 @@ fn in_qemu(load: &BenchLoad) -> MigrationSample {
         QemuProcess::start(&scratch, "destination", &kernel, &cmdline, size, Some(&address));
     let before = MigrationStart::new(source.console(), [source.pid(), destination.pid()]);
     let report = source.migrate(&address, DOWNTIME_MS);
-    let cpu_s = [before.cpu_of(0), before.cpu_of(1)];
+    let cpu_s = before.cpu.since();
     let gap_ms = before.gap_ms(source.console(), destination.console(), load.vcpus);
     let downtime_us = destination.event_us("RESUME") - source.event_us("STOP");
     let number = |value: &serde_json::Value| value.as_f64().expect("a figure of query-migrate");
@@ -271,19 +263,13 @@ fn in_qemu(load: &BenchLoad) -> MigrationSample {
 
 /// Counters at the start of a migration.
 struct MigrationStart {
-    pids: [u32; 2],
-    cpu_s: [f64; 2],
+    cpu: CpuTimes,
     reports: usize,
 }
 
 impl MigrationStart {
     fn new(source: &GuestConsole, pids: [u32; 2]) -> Self {
-        Self { pids, cpu_s: pids.map(cpu_s), reports: source.reports().len() }
-    }
-
-    /// Returns the processor time of the source (0) or the destination (1) since then.
-    fn cpu_of(&self, side: usize) -> f64 {
-        cpu_s(self.pids[side]) - self.cpu_s[side]
+        Self { cpu: CpuTimes::of(pids), reports: source.reports().len() }
     }
 
     /// Returns the longest gap that the guest has reported since then: in its last reports at the
@@ -294,27 +280,6 @@ impl MigrationStart {
         let gaps = last[self.reports..].iter().chain(&first).map(|r| r.gap_us);
         gaps.max().unwrap_or(0) as f64 / 1e3
     }
-}
-
-/// Returns the fields of a process's `stat` after its name; the state is the first.
-fn stat(pid: u32) -> Vec<String> {
-    let path = Path::new("/proc").join(pid.to_string()).join("stat");
-    let stat = fs::read_to_string(path).unwrap_or_default();
-    // The name, in parentheses, may contain anything.
-    let fields = stat.rsplit(')').next().unwrap_or("");
-    fields.split_whitespace().map(str::to_owned).collect()
-}
-
-/// Returns whether a child has ended and has not been waited for.
-fn has_ended(pid: u32) -> bool {
-    stat(pid).first().is_none_or(|state| state == "Z")
-}
-
-/// Returns the user and system time of a process with its threads, in seconds.
-fn cpu_s(pid: u32) -> f64 {
-    let fields = stat(pid);
-    let ticks = |at: usize| fields.get(at).and_then(|f| f.parse::<f64>().ok()).unwrap_or(f64::NAN);
-    (ticks(11) + ticks(12)) / 100.0
 }
 
 fn median(samples: &[MigrationSample], of: impl Fn(&MigrationSample) -> f64) -> f64 {

@@ -99,6 +99,27 @@ impl QemuProcess {
         })
     }
 
+    /// Uses TLS with the certificates in `dir`, as `client` or `server`, and two channels.
+    #[allow(dead_code, reason = "only one bench compares TLS")]
+    pub fn use_tls(&mut self, dir: &Path, endpoint: &str) {
+        let dir = dir.to_str().expect("a path in UTF-8");
+        let credentials = json!({
+            "qom-type": "tls-creds-x509", "id": "tls0", "endpoint": endpoint, "dir": dir,
+            "verify-peer": true
+        });
+        self.execute("object-add", credentials);
+        let multifd = json!([{"capability": "multifd", "state": true}]);
+        self.execute("migrate-set-capabilities", json!({"capabilities": multifd}));
+        let parameters = json!({"tls-creds": "tls0", "multifd-channels": 2});
+        self.execute("migrate-set-parameters", parameters);
+    }
+
+    /// Waits for a guest at `address`, in a process that was started with `defer`.
+    #[allow(dead_code, reason = "only one bench compares TLS")]
+    pub fn listen(&mut self, address: &str) {
+        self.execute("migrate-incoming", json!({"uri": address}));
+    }
+
     /// Migrates to `address`. Returns the result of `query-migrate` at the end.
     pub fn migrate(&mut self, address: &str, downtime_ms: u64) -> Value {
         let limits = json!({"downtime-limit": downtime_ms, "max-bandwidth": 1u64 << 40});
