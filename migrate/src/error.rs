@@ -91,6 +91,12 @@ pub enum Cause {
         #[source]
         cause: Box<WireError>,
     },
+    /// The only connection of a receiver brought no source.
+    #[error("no guest came over the connection that this receiver was started with: {reason}")]
+    ConnectionRefused {
+        /// Why it was refused, with the peer.
+        reason: String,
+    },
     /// An operation failed on this side's guest.
     #[error("{0}")]
     Guest(#[from] GuestError),

@@ -34,6 +34,8 @@ impl<E: Into<Cause>> From<E> for ReceiveFailed {
 pub(super) struct ReceiveHost<'a, F: GuestFactory + ?Sized> {
     pub(super) builder: GuestBuilder<F>,
     pub(super) options: &'a ReceiveOptions,
+    /// Whether the receiver has one connection, and no other one can arrive.
+    pub(super) is_single: bool,
     pub(super) control: &'a ReceiveControl,
     pub(super) session: Arc<Session>,
     pub(super) incoming: Receiver<Incoming>,
@@ -46,36 +48,29 @@ pub(super) fn open<'a, F: GuestFactory + ?Sized + 'static>(
     options: &'a ReceiveOptions,
     control: &'a Arc<ReceiveControl>,
 ) -> Result<(ReceiveHost<'a, F>, Responder), ReceiveFailed> {
-    check_protection(&listener, options)?;
+    options.check_protection(&listener)?;
+    if options.tls.is_none() && listener.check_stays_here().is_err() {
+        tracing::warn!(
+            "insecure: every host that reaches {listener} can send a guest, and every host on the \
+             way can read and change one"
+        );
+    }
+    let is_single = listener.is_single();
     let records = Records::open(&options.records)?;
     records.sweep();
     let session = Arc::new(Session::new(records));
     let (responder, incoming) = listener::open(listener, session.clone(), control.clone(), options)
         .map_err(|cause| Cause::System { what: "listening", cause })?;
     let builder = GuestBuilder::new(factory, options.build_limit, options.disk_limit);
-    Ok((ReceiveHost { builder, options, control, session, incoming }, responder))
-}
-
-/// Fails if other hosts reach the listener without TLS, unless that was asked for.
-fn check_protection(listener: &Listener, options: &ReceiveOptions) -> Result<(), Cause> {
-    if let Some(tls) = &options.tls {
-        // Files that are wrong from the start would refuse every source.
-        return tls.check().map_err(|e| Cause::Tls(e.into()));
-    }
-    match listener.check_stays_here() {
-        Err(e) if !options.insecure => Err(Cause::Unprotected(e)),
-        Err(_) => {
-            tracing::warn!(
-                "insecure: every host that reaches {listener} can send a guest, and every host on \
-                 the way can read and change one"
-            );
-            Ok(())
-        }
-        Ok(()) => Ok(()),
-    }
+    Ok((ReceiveHost { builder, options, is_single, control, session, incoming }, responder))
 }
 
 impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
+    /// Whether only one source is accepted.
+    pub(super) fn accepts_one(&self) -> bool {
+        self.options.once || self.is_single
+    }
+
     /// Runs a phase, and shows it in the log and in the progress.
     pub(super) fn phase<T>(
         &self,

@@ -160,6 +160,10 @@ fn accept(listener: &Listener, shared: &Arc<ListenerState>) {
             static LIMIT: LogLimit = LogLimit::new();
             warn_limited(&LIMIT, format_args!("a connection is not served: {e}"));
         }
+        if listener.is_single() {
+            // The last thread that serves it drops the other end of the receiving thread's queue.
+            return;
+        }
     }
 }
 

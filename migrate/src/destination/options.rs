@@ -4,6 +4,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use super::copies;
+use crate::error::Cause;
+use crate::transport::listener::Listener;
 use crate::transport::protection::ReceiveTls;
 
 /// The default of [`ReceiveOptions::disk_limit`].
@@ -43,6 +45,8 @@ pub struct ReceiveOptions {
     /// Whether to wait on an address of other hosts without TLS. False.
     pub insecure: bool,
     /// Whether to accept one source only, and to fail if it fails before PREPARED. False.
+    ///
+    /// A receiver at an inherited connection always fails then.
     pub once: bool,
 }
 
@@ -61,6 +65,21 @@ impl ReceiveOptions {
             tls: None,
             insecure: false,
             once: false,
+        }
+    }
+
+    /// Fails if other hosts reach `listener` without TLS, unless that was asked for, or if the TLS
+    /// files cannot be used now: they would refuse every source. [`receive`](crate::receive) checks
+    /// this first.
+    ///
+    /// # Errors
+    ///
+    /// [`Cause::Unprotected`] has the address, [`Cause::Tls`] the file.
+    pub fn check_protection(&self, listener: &Listener) -> Result<(), Cause> {
+        match &self.tls {
+            Some(tls) => tls.check().map_err(|e| Cause::Tls(e.into())),
+            None if self.insecure => Ok(()),
+            None => Ok(listener.check_stays_here()?),
         }
     }
 }

@@ -2,6 +2,8 @@
 
 use std::io::{self, Write};
 
+use driftline_format::HEADER_LEN;
+
 use super::admission::Admitted;
 use crate::protocol::error::WireError;
 use crate::protocol::tag::Tag;
@@ -10,8 +12,14 @@ use crate::transport::protection::ReceiveTls;
 use crate::transport::tls::TlsError;
 use crate::transport::wire::Wire;
 
-/// The TLS alert `internal_error`, which tells a peer that this side has no session to offer.
-const INTERNAL_ERROR: [u8; 7] = [21, 3, 3, 0, 2, 2, 80];
+/// The TLS alert `internal_error`, which tells a peer that this side has no session to offer. A
+/// peer without TLS reads a whole header before it looks at it.
+const INTERNAL_ERROR: [u8; HEADER_LEN] = {
+    let mut bytes = [0; HEADER_LEN];
+    let (alert, _) = bytes.split_at_mut(7);
+    alert.copy_from_slice(&[21, 3, 3, 0, 2, 2, 80]);
+    bytes
+};
 
 /// Begins the session of a connection, if the receiver uses TLS. The link's deadline bounds the
 /// handshake. A refused peer without TLS gets REFUSED, and one with TLS an alert.

@@ -65,7 +65,7 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
                 Ok(Incoming::Joined(..)) => {}
                 // Queued while the session was free. A source that has it now is not affected.
                 Ok(Incoming::Left { peer, cause })
-                    if !self.options.once || self.session.vacant().is_err() =>
+                    if !self.accepts_one() || self.session.vacant().is_err() =>
                 {
                     listener::log_early_leave(self.control, &peer, &cause);
                 }
@@ -75,12 +75,24 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
                 }
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => {
-                    return Err(Cause::ThreadEnded { what: "listening" }.into());
+                    return Err(self.no_more_connections().into());
                 }
             }
             if self.control.stop.is_cancelled() {
                 return Err(Cause::Cancelled.into());
             }
+        }
+    }
+
+    /// Returns why no connection can arrive any more.
+    fn no_more_connections(&self) -> Cause {
+        match self.is_single {
+            true => {
+                let refusal = self.control.progress().last_refusal;
+                let reason = refusal.unwrap_or_else(|| "it was closed".to_owned());
+                Cause::ConnectionRefused { reason }
+            }
+            false => Cause::ThreadEnded { what: "listening" },
         }
     }
 
@@ -98,7 +110,7 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
         };
         let peer = wire.stream().peer();
         match cause {
-            Cause::Wire(cause) if cause.is_loss() && self.options.once => {
+            Cause::Wire(cause) if cause.is_loss() && self.accepts_one() => {
                 self.session.vacate();
                 let (before, cause) = ("its guest was built here", Box::new(cause));
                 Err(Cause::SourceLeft { peer, before, cause }.into())
@@ -155,7 +167,7 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
         arrival: Arrival<F::Guest>,
         failed: ReceiveFailed,
     ) -> Result<(), ReceiveFailed> {
-        if self.options.once || self.control.stop.is_cancelled() {
+        if self.accepts_one() || self.control.stop.is_cancelled() {
             return Err(failed);
         }
         let (peer, phase) = (arrival.wire.stream().peer(), self.control.progress().phase);

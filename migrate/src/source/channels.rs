@@ -1,5 +1,7 @@
 //! The connections of a migration, at its source.
 
+use std::io;
+
 use crate::transport::link::Link;
 use crate::transport::wire::Wire;
 
@@ -17,6 +19,14 @@ impl Channels {
     /// Number of channels, including the first.
     pub(super) fn count(&self) -> u32 {
         1 + self.joined.len() as u32
+    }
+
+    /// Makes new keys for TLS on all channels. Keys last for 2^24 records, 256 GiB, so none change
+    /// in a pause that follows.
+    pub(super) fn refresh_keys(&mut self) -> io::Result<()> {
+        std::iter::once(&mut self.first)
+            .chain(&mut self.joined)
+            .try_for_each(|wire| wire.stream_mut().refresh_keys())
     }
 
     /// Bytes sent over the channels that have joined.

@@ -47,7 +47,7 @@ pub use options::{MIN_BANDWIDTH, SendOptions};
 /// `control.progress()` shows the doubt.
 ///
 /// Costs one bit of memory a frame for tracking (three with `verify`), and 512 KiB of buffers for
-/// each connection (2 MiB with compression). Copied disks cost one bit a block, 512 KiB, and a
+/// each connection (2 MiB with compression, 1 MiB with TLS). Copied disks cost one bit a block, 512 KiB, and a
 /// thread.
 ///
 /// # Errors
@@ -60,9 +60,6 @@ pub fn send<G: Migratable + ?Sized>(
     control: &SendControl,
 ) -> Result<SendReport, SendError> {
     let begun = Instant::now();
-    if options.insecure && options.tls.is_none() {
-        tracing::warn!(to, "insecure: every host on the way can read and change the guest");
-    }
     let job = SendJob { guest, to, options, control, token: Token::random(), begun };
     let result = migrate(&job).map_err(|failed| {
         let cause = match control.stop.is_cancelled() {

@@ -74,12 +74,16 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
             progress_timeout: self.options.progress_timeout,
             only_here: !self.options.insecure && self.options.tls.is_none(),
         };
+        let session = self.options.tls.as_ref().map(|tls| tls.session(&address)).transpose();
+        let session = session.map_err(|e| Cause::Tls(e.into()))?;
         let mut link = Link::connect(&address, limits, stop).map_err(unreached)?;
         link.set_deadline(Some(Instant::now() + limit));
-        if let Some(tls) = &self.options.tls {
-            let session = tls.session(&address).map_err(|e| Cause::Tls(e.into()))?;
+        if let Some(session) = session {
             let failed = |cause| Cause::Handshake { peer: self.to.to_owned(), cause };
             link.secure(session).map_err(failed)?;
+        } else if purpose == Purpose::Move && !link.stays_here() {
+            let to = self.to;
+            tracing::warn!(to, "insecure: every host on the way can read and change the guest");
         }
         let mut wire = Wire::new(link);
         wire.send_header(Some((self.guest.vm_id(), layout_hash(self.guest.layout()))))?;

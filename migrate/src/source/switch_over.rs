@@ -90,6 +90,7 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
         channels: &mut Channels,
         precopy: PrecopyResult<'a, G>,
     ) -> Result<PreparedMigration<'a, G>, SendFailed> {
+        channels.refresh_keys().map_err(|e| Cause::from(WireError::from(e)))?;
         // Every failure below resumes the guest (`give_up`) before the record is dropped.
         // `record` is bound first, so that it is dropped last.
         let PauseStart { record, mut paused, mut transfer, mut stats } = self.pause(precopy)?;

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::io;
+use std::net::IpAddr;
 use std::os::fd::RawFd;
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -31,6 +32,14 @@ impl Address {
         let Self::Tcp(address) = self else { return None };
         let host = address.rsplit_once(':').map_or(&**address, |(host, _)| host);
         Some(host.strip_prefix('[').and_then(|h| h.strip_suffix(']')).unwrap_or(host))
+    }
+
+    /// Whether connections to it may leave this host. The name of a host is not looked up.
+    pub fn may_leave_host(&self) -> bool {
+        self.host().is_some_and(|host| match host.parse::<IpAddr>() {
+            Ok(ip) => !ip.to_canonical().is_loopback(),
+            Err(_) => host != "localhost",
+        })
     }
 }
 
@@ -94,6 +103,8 @@ mod tests {
             let host = address.host();
             assert_eq!(host.is_some(), shown.starts_with("tcp:"), "{shown}");
             assert_ne!(host, Some("[::1]"));
+            let leaves = address.may_leave_host();
+            assert_eq!(leaves, ["tcp:10.0.0.2:7001", "tcp:host:7001"].contains(&shown), "{shown}");
         }
         for text in ["", "host", "tcp:host", "tcp::1", "host:70000", "unix:", "fd:", "fd:2", "fd:x"]
         {

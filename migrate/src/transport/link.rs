@@ -104,6 +104,11 @@ impl Link {
         self.stream.peer()
     }
 
+    /// Whether the connection does not leave this host.
+    pub(crate) fn stays_here(&self) -> bool {
+        self.stream.stays_here()
+    }
+
     /// Returns the group in which the peer's connections are counted.
     pub(crate) fn peer_group(&self) -> PeerGroup {
         self.stream.peer_group()
@@ -189,6 +194,12 @@ impl Link {
     pub(crate) fn secure(&mut self, session: TlsSession) -> io::Result<()> {
         self.stream.set_tls(Some(session));
         self.wait_until("sent", |s| s.handshake())
+    }
+
+    /// Makes new keys for the session, if there is one, so that none are due for 2^24 records.
+    pub(crate) fn refresh_keys(&mut self) -> io::Result<()> {
+        self.stream.refresh_keys()?;
+        self.write_pending()
     }
 
     /// Drops the session, to tell a peer that does not use TLS about it.

@@ -3,13 +3,12 @@
 use std::fmt;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
-use std::os::fd::{OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixListener;
 
 use parking_lot::Mutex;
 use rustix::net::sockopt::{socket_acceptconn, socket_type};
 use rustix::net::{SocketType, getpeername};
-use rustix::process::{PidfdFlags, PidfdGetfdFlags, getpid, pidfd_getfd, pidfd_open};
 use socket2::SockRef;
 
 use super::policy::{self, UnprotectedAddress};
@@ -31,19 +30,10 @@ enum ConnectionSource {
     Single(Mutex<Option<OwnedFd>>),
 }
 
-/// A descriptor that no migration can arrive at.
+/// A descriptor at which no migration can arrive.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DescriptorError {
-    /// The process does not have the descriptor.
-    #[error("this process was not started with descriptor {number}: {cause}")]
-    Missing {
-        /// Its number.
-        number: RawFd,
-        /// The system's answer.
-        #[source]
-        cause: io::Error,
-    },
     /// It is not a stream socket.
     #[error("descriptor {number} is not a stream socket; pass a TCP or unix socket")]
     NotAStream {
@@ -80,13 +70,14 @@ impl Listener {
         Self { source: ConnectionSource::Listening(listener.into()), address, bound: None }
     }
 
-    /// Takes a stream socket that this process was started with: one that listens, or a connection.
+    /// Takes a stream socket that this process was started with: one that listens, or a connection,
+    /// over which one source can send.
     ///
     /// # Errors
     ///
     /// See [`DescriptorError`].
-    pub fn inherited(number: RawFd) -> Result<Self, DescriptorError> {
-        let fd = duplicate(number).map_err(|e| DescriptorError::Missing { number, cause: e })?;
+    pub fn inherited(fd: OwnedFd) -> Result<Self, DescriptorError> {
+        let number = fd.as_raw_fd();
         if !socket_type(&fd).is_ok_and(|kind| kind == SocketType::STREAM) {
             return Err(DescriptorError::NotAStream { number });
         }
@@ -116,6 +107,11 @@ impl Listener {
         }
     }
 
+    /// Whether it is a connection, after which no other one arrives.
+    pub(crate) fn is_single(&self) -> bool {
+        matches!(self.source, ConnectionSource::Single(_))
+    }
+
     /// Prepares the socket for [`accept`](Self::accept).
     pub(crate) fn prepare(&self) -> io::Result<()> {
         let ConnectionSource::Listening(fd) = &self.source else { return Ok(()) };
@@ -134,10 +130,7 @@ impl Listener {
             }
             ConnectionSource::Single(connection) => match connection.lock().take() {
                 Some(connection) => Ok(connection),
-                None => {
-                    std::thread::sleep(SLICE);
-                    Err(io::ErrorKind::WouldBlock.into())
-                }
+                None => Err(io::ErrorKind::NotConnected.into()),
             },
         }
     }
@@ -147,10 +140,4 @@ impl fmt::Display for Listener {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.address)
     }
-}
-
-/// Returns a duplicate of a descriptor of this process, by its number.
-fn duplicate(number: RawFd) -> io::Result<OwnedFd> {
-    let process = pidfd_open(getpid(), PidfdFlags::empty())?;
-    Ok(pidfd_getfd(process, number, PidfdGetfdFlags::empty())?)
 }

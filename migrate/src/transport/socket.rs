@@ -13,6 +13,7 @@ use socket2::{SockRef, TcpKeepalive};
 use vm_memory::bitmap::BitmapSlice;
 use vm_memory::{ReadVolatile, VolatileMemoryError, VolatileSlice, WriteVolatile};
 
+use super::policy;
 use super::wait::SLICE;
 
 /// Idle time after which the kernel probes the peer of a TCP connection.
@@ -74,6 +75,11 @@ impl Socket {
     /// Returns the group in which the peer's connections are counted.
     pub(super) fn peer_group(&self) -> PeerGroup {
         self.peer_address().map_or(PeerGroup::Local, |address| PeerGroup::Host(address.ip()))
+    }
+
+    /// Whether the connection does not leave this host.
+    pub(super) fn stays_here(&self) -> bool {
+        !self.is_tcp || self.peer_address().is_some_and(|peer| policy::stays_here(peer).is_ok())
     }
 
     fn peer_address(&self) -> Option<SocketAddr> {

@@ -54,6 +54,11 @@ impl Stream {
         self.socket.peer()
     }
 
+    /// Whether the connection does not leave this host.
+    pub(super) fn stays_here(&self) -> bool {
+        self.socket.stays_here()
+    }
+
     /// Returns the group in which the peer's connections are counted.
     pub(super) fn peer_group(&self) -> PeerGroup {
         self.socket.peer_group()
@@ -83,6 +88,11 @@ impl Stream {
             Some(tls) => tls.flush(&mut self.socket),
             None => Ok(()),
         }
+    }
+
+    /// Makes new keys for the session, if there is one; their announcement waits to be written.
+    pub(super) fn refresh_keys(&mut self) -> Result<(), TlsError> {
+        self.tls.as_mut().map_or(Ok(()), |tls| tls.refresh_keys())
     }
 
     /// Ends the session, if there is one; what it has to say waits to be written.

@@ -1,10 +1,12 @@
 //! Migrations over unix sockets and inherited descriptors.
 
-use std::os::fd::AsRawFd;
+use std::io::Write;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 
-use crate::common::{HostPair, Sender, exactly_one_runs, quick_send};
+use crate::common::{HostPair, Sender, exactly_one_runs, quick_send, raw};
+use driftline_format::{Header, MAGIC_STREAM, STREAM_VERSION};
 use driftline_guest::testing::MemoryConfig;
 use driftline_migrate::{Compression, Listener, SendOptions};
 
@@ -38,7 +40,7 @@ fn guest_moves_over_a_unix_socket() {
 fn inherited_listening_socket_is_used() {
     let dir = tempfile::tempdir().unwrap();
     let (listener, to) = unix_listener(&dir.path().join("a"));
-    moves(Listener::inherited(listener.as_raw_fd()).unwrap(), &to, |_| {});
+    moves(Listener::inherited(listener.into()).unwrap(), &to, |_| {});
 }
 
 #[test]
@@ -50,7 +52,7 @@ fn inherited_connection_carries_one_migration() {
     // The source's connection is accepted here and passed on, as a super-server does it.
     let sender = Sender::start(&guest, &to, &quick_send(&hosts));
     let (connection, _) = listener.accept().unwrap();
-    let inherited = Listener::inherited(connection.as_raw_fd()).unwrap();
+    let inherited = Listener::inherited(connection.into()).unwrap();
     let there = hosts.receive_on(inherited, hosts.factory(), hosts.receive_options());
     let sent = sender.result();
     sent.as_ref().unwrap();
@@ -58,22 +60,51 @@ fn inherited_connection_carries_one_migration() {
 }
 
 #[test]
-fn only_stream_sockets_are_inherited() {
-    let refused = |fd| Listener::inherited(fd).unwrap_err().to_string();
-    assert!(refused(100_000).starts_with("this process was not started with descriptor 100000"));
-    let file = tempfile::tempfile().unwrap();
-    assert!(refused(file.as_raw_fd()).contains("is not a stream socket"));
-    let datagrams = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
-    assert!(refused(datagrams.as_raw_fd()).contains("is not a stream socket"));
-    let (connected, _other) = UnixStream::pair().unwrap();
-    assert!(Listener::inherited(connected.as_raw_fd()).is_ok());
-    let kinds = socket2::Type::STREAM;
-    let unbound = socket2::Socket::new(socket2::Domain::UNIX, kinds, None).unwrap();
-    assert!(refused(unbound.as_raw_fd()).contains("neither listens nor is connected"));
+fn receiver_ends_with_its_inherited_connection() {
+    type Peer = fn(UnixStream);
+    let cases: [(Peer, &str); 3] = [
+        (drop, "no guest came over the connection that this receiver was started with"),
+        (
+            |mut peer| peer.write_all(&[b'-'; 64]).unwrap(),
+            "a process of this host: not a Driftline migration stream",
+        ),
+        (
+            |mut peer| {
+                // A source that leaves.
+                peer.write_all(&[raw::header(STREAM_VERSION), raw::hello(raw::MOVE)].concat())
+                    .unwrap();
+                Header::read_from(&mut peer, MAGIC_STREAM).unwrap();
+            },
+            "left before it sent its configuration",
+        ),
+    ];
+    for (peer, why) in cases {
+        let hosts = HostPair::new();
+        let (connection, other) = UnixStream::pair().unwrap();
+        let inherited = Listener::inherited(connection.into()).unwrap();
+        let there = hosts.receive_on(inherited, hosts.factory(), hosts.receive_options());
+        peer(other);
+        let said = there.error().to_string();
+        assert!(said.contains(why), "{said}");
+    }
 }
 
 #[test]
-fn source_refuses_addresses_that_are_none() {
+fn only_stream_sockets_are_inherited() {
+    let refused = |fd: OwnedFd| Listener::inherited(fd).unwrap_err().to_string();
+    assert!(refused(tempfile::tempfile().unwrap().into()).contains("is not a stream socket"));
+    let datagrams = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
+    assert!(refused(datagrams.into()).contains("is not a stream socket"));
+    let (connected, _other) = UnixStream::pair().unwrap();
+    let (number, connected) = (connected.as_raw_fd(), Listener::inherited(connected.into()));
+    assert_eq!(connected.unwrap().address(), format!("fd:{number}"));
+    let kinds = socket2::Type::STREAM;
+    let unbound = socket2::Socket::new(socket2::Domain::UNIX, kinds, None).unwrap();
+    assert!(refused(unbound.into()).contains("neither listens nor is connected"));
+}
+
+#[test]
+fn unusable_addresses_are_refused_by_name() {
     let hosts = HostPair::new();
     let guest = hosts.start(MemoryConfig::still());
     for (to, why) in [

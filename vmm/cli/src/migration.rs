@@ -48,6 +48,12 @@ async fn start_and_follow(args: &SendArgs) -> Result<ExitCode, Failure> {
         tls,
         insecure: args.insecure,
     };
+    if args.insecure && args.address.may_leave_host() {
+        let to = &args.address;
+        print_message(format_args!(
+            "insecure: every host on the way to {to} can read and change the guest"
+        ));
+    }
     let JobStarted { job } = match client.call(Method::POST, "/v1/migration", Some(&request)).await
     {
         Ok(begun) => begun,

@@ -43,7 +43,7 @@ fn host_of<'a, F: GuestFactory + 'static>(
 ) -> ReceiveHost<'a, F> {
     let builder = GuestBuilder::new(factory, options.build_limit, options.disk_limit);
     let session = Arc::new(Session::new(Records::open(&options.records).unwrap()));
-    ReceiveHost { builder, options, control, session, incoming }
+    ReceiveHost { builder, options, is_single: false, control, session, incoming }
 }
 
 #[test]

@@ -358,6 +358,30 @@ impl TlsSession {
         }
     }
 
+    /// Encrypts with new keys from here on. The message that announces them waits for
+    /// [`flush`](Self::flush).
+    pub(in super::super) fn refresh_keys(&mut self) -> Result<(), TlsError> {
+        self.process_all()?;
+        let incoming = &mut self.incoming[self.unprocessed.clone()];
+        let (discard, refreshed) = match &mut self.connection {
+            TlsConnection::Client(c) => {
+                refresh::<ClientConnectionData>(c.process_tls_records(incoming))
+            }
+            TlsConnection::Server(c) => {
+                refresh::<ServerConnectionData>(c.process_tls_records(incoming))
+            }
+        };
+        self.unprocessed.start += discard;
+        refreshed.map_err(TlsError::Session)?;
+        self.process_all()
+    }
+
+    /// Processes what has arrived and what the session has to say.
+    fn process_all(&mut self) -> Result<(), TlsError> {
+        while !matches!(self.step(None)?, TlsStep::Blocked | TlsStep::Ended) {}
+        Ok(())
+    }
+
     /// Whether ciphertext waits to be written.
     pub(in super::super) fn is_pending(&self) -> bool {
         !self.outgoing.is_empty()
@@ -453,6 +477,16 @@ fn on_status<Data>(
         _ => Ok(TlsStep::Blocked),
     });
     (discard, step)
+}
+
+/// Makes new keys. Returns the number of processed bytes.
+fn refresh<Data>(status: UnbufferedStatus<'_, '_, Data>) -> (usize, Result<(), rustls::Error>) {
+    let refreshed = status.state.and_then(|state| match state {
+        ConnectionState::WriteTraffic(traffic) => traffic.refresh_traffic_keys(),
+        // The peer has ended the session, which a later operation reports.
+        _ => Ok(()),
+    });
+    (status.discard, refreshed)
 }
 
 /// Queues the end of a session, unless the peer's bytes come first. Returns the number of processed

@@ -11,11 +11,12 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
+use driftline_format::STREAM_VERSION;
 use driftline_guest::testing::{MemoryConfig, MemoryGuest};
 use driftline_guest::{Lifecycle, RunState};
 use driftline_migrate::{Listener, Phase, ReceiveOptions, ReceiveTls, SendOptions, SendTls};
 
-use crate::common::{HostPair, LONG, Receiver, Sender, exactly_one_runs, quick_send, within};
+use crate::common::{HostPair, LONG, Receiver, Sender, exactly_one_runs, quick_send, raw, within};
 use certificates::{FUTURE, NOW, PAST, TestCa};
 
 const SOURCE: &str = "spiffe://test.example/source";
@@ -87,6 +88,7 @@ fn refusal_after(there: &Receiver, before: u64) -> String {
     progress.last_refusal.unwrap()
 }
 
+/// Starts `openssl` with a pipe as its input.
 fn openssl(args: &[&str]) -> Child {
     let mut command = Command::new("openssl");
     command.args(args).stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
@@ -271,6 +273,10 @@ fn receivers_without_the_right_certificate_are_refused() {
         let said = refusal_after(&there, n as u64);
         assert!(said.contains(at_receiver), "{said}");
     }
+    // A source without TLS is told as well.
+    let said = refused(&guest, &to, &quick_send(&secure.hosts));
+    assert!(said.contains("the peer uses TLS, and this side does not"), "{said}");
+    refusal_after(&there, 6);
     secure.ca.issue(&dir, "server", SERVER, NOW);
     let sent = Sender::start(&guest, &to, &options).result();
     exactly_one_runs(&secure.hosts, &guest, &sent, there, "after refusals");
@@ -284,7 +290,19 @@ fn strangers_at_a_tls_port_change_nothing() {
     options.handshake_timeout = Duration::from_millis(500);
     let there = secure.hosts.receiver_with(options);
     let to = there.to.clone();
-    let handshake = [22, 3, 1, 2, 0, 1, 0, 1, 0xfc, 3, 3];
+    let handshake = vec![22, 3, 1, 2, 0, 1, 0, 1, 0xfc, 3, 3];
+    // Sends a byte now and then until the receiver has closed the connection.
+    let trickle = |bytes: Vec<u8>| {
+        let mut stream = TcpStream::connect(&to).unwrap();
+        std::thread::spawn(move || {
+            for byte in bytes {
+                if stream.write_all(&[byte]).is_err() {
+                    return;
+                }
+                std::thread::sleep(Duration::from_millis(20));
+            }
+        })
+    };
     let expect = |n: u64, why: &str| {
         let said = refusal_after(&there, n);
         assert!(said.contains(why), "{said}");
@@ -299,29 +317,46 @@ fn strangers_at_a_tls_port_change_nothing() {
     let mut endless = TcpStream::connect(&to).unwrap();
     endless.write_all(&handshake).unwrap();
     expect(2, "the peer sent nothing for");
-    let mut trickling = TcpStream::connect(&to).unwrap();
-    let trickle = std::thread::spawn(move || {
-        // Until the receiver has closed the connection. A whole message would be refused as such.
-        for byte in handshake.into_iter().chain([0; 500]) {
-            if trickling.write_all(&[byte]).is_err() {
-                return;
-            }
-            std::thread::sleep(Duration::from_millis(20));
-        }
-    });
+    // A whole message would be refused as such.
+    let peer = trickle([&handshake[..], &[0; 500]].concat());
     expect(3, "the peer sent nothing for");
-    trickle.join().unwrap();
+    peer.join().unwrap();
+    let peer = trickle(raw::header(STREAM_VERSION)[..10].to_vec());
+    expect(4, "the peer does not use TLS, and this side does");
+    peer.join().unwrap();
     let client = ["s_client", "-connect", &to, "-quiet", "-no_ign_eof"];
     let mut without = openssl(&client);
-    expect(4, "the peer presented no certificate");
+    expect(5, "the peer presented no certificate");
     let mut old = openssl(&[&client[..], &["-tls1_2"]].concat());
-    expect(5, "the peer does not offer TLS 1.3");
+    expect(6, "the peer does not offer TLS 1.3");
     for child in [&mut without, &mut old] {
         child.kill().unwrap();
         child.wait().unwrap();
     }
     let sent = Sender::start(&guest, &to, &secure.send_options()).result();
     exactly_one_runs(&secure.hosts, &guest, &sent, there, "after strangers");
+}
+
+#[test]
+fn every_connection_needs_an_allowed_name() {
+    let secure = SecureHosts::new();
+    let there = secure.hosts.receiver_with(secure.receive_options());
+    let stranger = secure.other_client("stranger");
+    secure.ca.issue(&stranger, "client", "DNS:stranger", NOW);
+    let file = |name: &str| stranger.join(name).display().to_string();
+    let (certificate, key) = (file("client-cert.pem"), file("client-key.pem"));
+    let client = ["s_client", "-connect", &there.to, "-cert", &certificate, "-key", &key, "-quiet"];
+    for (n, purpose) in [raw::MOVE, raw::JOIN, raw::QUERY].into_iter().enumerate() {
+        let mut caller = openssl(&client);
+        let hello = [raw::header(STREAM_VERSION), raw::hello(purpose)].concat();
+        caller.stdin.as_mut().unwrap().write_all(&hello).unwrap();
+        let said = refusal_after(&there, n as u64);
+        assert!(said.contains("the sender's certificate is for stranger"), "{said}");
+        caller.kill().unwrap();
+        caller.wait().unwrap();
+    }
+    there.control.cancel().unwrap();
+    assert!(matches!(there.error().cause, driftline_migrate::Cause::Cancelled));
 }
 
 #[test]
