@@ -12,8 +12,8 @@ use tests::{Driftline, SOON, ScratchDir, driftline, json_of, one_at_a_time, run_
 
 /// The tracking modes that every host with KVM has.
 const MODES: [&str; 3] = ["dirty-ring", "dirty-bitmap", "dirty-bitmap-manual"];
-/// A paced guest that writes half of its working set in two seconds.
-const GUEST: &str = "payload,ws=64M,rate=16M";
+/// A paced guest that writes half of its working set in a second.
+const GUEST: &str = "payload,ws=32M,rate=16M";
 
 fn number(value: &Value) -> u64 {
     value.as_u64().expect("a number")
@@ -53,7 +53,7 @@ fn shows_hot_range_and_write_rate(mode: &str) {
         vm.console().last_reports(1)?.iter().all(|r| r.passes > 0).then_some(())
     });
     let before = progress(&vm);
-    let out = vm.cli("top", &["--once", "--json", "--interval", "2s"]);
+    let out = vm.cli("top", &["--once", "--json", "--interval", "1s"]);
     let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
     assert_eq!(out.status.code(), Some(0), "{mode}: {stderr}");
     let after = progress(&vm);
@@ -62,7 +62,7 @@ fn shows_hot_range_and_write_rate(mode: &str) {
 
     // The payload's working set begins at 16 MiB. Below lie its stacks, clocks and tables, to
     // which it writes little.
-    let hot = 16 << 20..80 << 20;
+    let hot = 16 << 20..48 << 20;
     let written = written(&page);
     let inside = |all: &[(u64, u64)]| -> u64 {
         all.iter().filter(|(at, _)| hot.contains(at)).map(|(_, frames)| frames).sum()

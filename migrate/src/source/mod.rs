@@ -47,8 +47,8 @@ pub use options::{MIN_BANDWIDTH, SendOptions};
 /// `control.progress()` shows the doubt.
 ///
 /// Costs one bit of memory a frame for tracking (three with `verify`), and 512 KiB of buffers for
-/// each connection (2 MiB with compression, 1 MiB with TLS). Copied disks cost one bit a block, 512 KiB, and a
-/// thread.
+/// each connection (2 MiB with compression, 1 MiB with TLS). Copied disks cost one bit a block,
+/// 512 KiB, and a thread.
 ///
 /// # Errors
 ///

@@ -61,8 +61,8 @@ fn inherited_connection_carries_one_migration() {
 
 #[test]
 fn receiver_ends_with_its_inherited_connection() {
-    type Peer = fn(UnixStream);
-    let cases: [(Peer, &str); 3] = [
+    type OtherEnd = fn(UnixStream);
+    let cases: [(OtherEnd, &str); 3] = [
         (drop, "no guest came over the connection that this receiver was started with"),
         (
             |mut peer| peer.write_all(&[b'-'; 64]).unwrap(),

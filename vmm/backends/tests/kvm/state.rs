@@ -83,7 +83,7 @@ fn writing_guest_continues_in_another_machine() {
             let mut machine = launch(config, &console);
             machine.resume().unwrap();
             console.wait_for("start", |text| text.contains("payload ready"));
-            for i in 0..if full() { 10 } else { 3 } {
+            for i in 0..if full() { 10 } else { 2 } {
                 std::thread::sleep(Duration::from_millis(20 + 41 * i));
                 let clock = if i % 2 == 0 { Clock::Advance } else { Clock::Continue };
                 let new = move_to_new(&machine, &console, clock);

@@ -144,7 +144,8 @@ fn not_begun(out: &std::process::Output, code: i32) -> Value {
 fn cancelled_migration_leaves_the_guest_running() {
     let tmp = TestDir::new();
     let guest = ["--backend", "threads", "--vcpus", "2", "--mem", "256M"];
-    let guest = [&guest[..], &["--guest", "payload,ws=64M,rate=max,fill=random"]].concat();
+    let work = "payload,ws=64M,rate=64M,fill=random,report=200";
+    let guest = [&guest[..], &["--guest", work]].concat();
     let mut first = Vmm::run(&tmp, "first", &guest);
     // On a busy host, a guest that has just started writes nothing during a short pass, and would
     // migrate.

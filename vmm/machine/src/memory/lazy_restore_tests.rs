@@ -165,7 +165,11 @@ fn wait_until_blocked(thread: i32) {
         let stat = std::fs::read_to_string(format!("/proc/self/task/{thread}/stat")).unwrap();
         stat.rsplit(") ").next().and_then(|rest| rest.chars().next())
     };
-    while state() == Some('R') {
+    // Twenty times in a row: before its page fault the thread may wait shortly for something else,
+    // such as other threads that map memory.
+    let mut blocked = 0;
+    while blocked < 20 {
+        blocked = if state() == Some('R') { 0 } else { blocked + 1 };
         assert!(since.elapsed() < SOON, "the thread does not wait");
         thread::sleep(Duration::from_millis(1));
     }
