@@ -153,6 +153,15 @@ impl GuestFactory for HookedCopyFactory {
         Ok((self.0.create(vm_id, config)?, vec![Box::new(RemovalHookCopy(self.1.clone()))]))
     }
 
+    fn create_on(
+        &self,
+        vm_id: VmId,
+        config: &[u8],
+        memory: &driftline_guest::SharedMemory,
+    ) -> Result<Arc<MemoryGuest>, driftline_guest::GuestError> {
+        self.0.create_on(vm_id, config, memory)
+    }
+
     fn create_with_drives(
         &self,
         from: &driftline_guest::Origin,
