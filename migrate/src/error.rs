@@ -53,6 +53,9 @@ pub enum Cause {
         /// The feature, and the option that requests it.
         feature: &'static str,
     },
+    /// The options of a hand-over on this host do not fit together.
+    #[error("{0}")]
+    NotLocal(#[from] LocalConflict),
     /// The peer could not be reached.
     #[error("cannot connect to {peer}: {cause}")]
     Connect {
@@ -222,6 +225,30 @@ pub enum Cause {
         /// The system's answer.
         #[source]
         cause: io::Error,
+    },
+}
+
+/// Why a guest is not handed over on this host.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum LocalConflict {
+    /// Descriptors do not travel to this address.
+    #[error(
+        "--local hands the guest over to another process of this host, which {to} does not name: \
+         give the unix:PATH of a receiver here, or leave --local out"
+    )]
+    Address {
+        /// The address as given.
+        to: String,
+    },
+    /// An option that is about copying or about other hosts.
+    #[error(
+        "--local hands memory and disks over as they are, on this host, so {option} has no use: \
+         leave one of the two out"
+    )]
+    Option {
+        /// The option.
+        option: &'static str,
     },
 }
 
