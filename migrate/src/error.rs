@@ -241,6 +241,17 @@ pub enum LocalConflict {
         /// The address as given.
         to: String,
     },
+    /// The receiver's process belongs to another user, who would get access to the guest's memory.
+    #[error(
+        "the receiver is a process of user {theirs}, and memory is handed over only to user \
+         {ours} and root: run the receiver as one of them, or this process as root"
+    )]
+    Receiver {
+        /// The receiver's user id.
+        theirs: u32,
+        /// This process's user id.
+        ours: u32,
+    },
     /// An option that is about copying or about other hosts.
     #[error(
         "--local hands memory and disks over as they are, on this host, so {option} has no use: \

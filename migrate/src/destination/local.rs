@@ -41,7 +41,7 @@ pub(super) fn receive(
     // First, so that whatever comes with the message is closed.
     let files = wire.receive_descriptors(places.descriptors)?;
     let (theirs, ours) = (wire.stream().peer_user()?, geteuid().as_raw());
-    if theirs != ours && theirs != 0 {
+    if !may_send(theirs, ours) {
         return Err(WireError::ForeignUser { theirs, ours });
     }
     let files: Vec<Arc<File>> = files.into_iter().map(|file| Arc::new(file.into())).collect();
@@ -51,6 +51,11 @@ pub(super) fn receive(
         Some(FileOffset::from_arc(file.clone(), place.offset))
     });
     Ok(SharedMemory::new(slots.collect()))
+}
+
+/// Whether a process of user `ours` builds a guest on memory of user `theirs`.
+fn may_send(theirs: u32, ours: u32) -> bool {
+    theirs == ours || theirs == 0
 }
 
 /// Populates this process's page tables for memory that exists, so that the guest does not fault on
@@ -75,4 +80,15 @@ pub(super) fn populate<G: GuestIdentity + GuestContents + Populate + ?Sized>(
     }
     tracing::debug!(vm = %guest.vm_id(), frames, took = ?begun.elapsed(), "page tables populated");
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_of_other_users_is_refused() {
+        assert!(may_send(1000, 1000) && may_send(0, 1000));
+        assert!(!may_send(1001, 1000) && !may_send(1000, 0));
+    }
 }

@@ -4,6 +4,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
 use driftline_guest::SharedMemory;
+use rustix::process::geteuid;
 
 use super::drives::CopyDrives;
 use super::guest::Migratable;
@@ -47,8 +48,20 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
     }
 }
 
+/// Whether a process of user `ours` gives its guest's memory to one of user `theirs`, who can write
+/// to it even if the guest stays. Root has named the receiver, whoever runs it.
+fn may_receive(theirs: u32, ours: u32) -> bool {
+    theirs == ours || theirs == 0 || ours == 0
+}
+
 /// Sends MEMORY. Several slots of one file share its descriptor.
 pub(super) fn send_memory(wire: &mut Wire<Link>, memory: &SharedMemory) -> Result<(), Cause> {
+    let asking = |cause| Cause::System { what: "asking who the receiver is", cause };
+    let theirs = wire.stream().peer_user().map_err(asking)?;
+    let ours = geteuid().as_raw();
+    if !may_receive(theirs, ours) {
+        return Err(LocalConflict::Receiver { theirs, ours }.into());
+    }
     let slots = memory.unchecked();
     fits("the guest's memory layout", slots.len() as u64, MAX_SLOTS.into())?;
     let mut files = Vec::new();
@@ -65,4 +78,15 @@ pub(super) fn send_memory(wire: &mut Wire<Link>, memory: &SharedMemory) -> Resul
     let descriptors: Vec<BorrowedFd<'_>> = files.iter().map(|file| file.as_fd()).collect();
     let places = MemoryPlaces { descriptors: descriptors.len(), slots: places };
     Ok(wire.send_memory(places, &descriptors)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_given_to_no_other_user() {
+        assert!(may_receive(1000, 1000) && may_receive(0, 1000) && may_receive(1000, 0));
+        assert!(!may_receive(1001, 1000));
+    }
 }
