@@ -64,7 +64,7 @@ pub(crate) struct SendArgs {
     #[arg(long, value_name = "NAME,NAME", num_args = 0..=1, require_equals = true,
           default_missing_value = "", help_heading = headings::TRANSFER)]
     pub(crate) copy_disks: Option<CopyDrives>,
-    /// Hand the guest over to a receiver on this host, without copying its memory
+    /// Hand the guest over on this host, without copying memory
     ///
     /// ADDRESS is the receiver's unix:PATH. Both processes map the same memory, so the guest must
     /// have been started with --memory-backing memfd. Its disks and taps change hands as in any

@@ -28,6 +28,14 @@ fn share_kib(pid: u32) -> u64 {
     line.and_then(|kib| kib.trim().trim_end_matches(" kB").parse().ok()).unwrap_or(0)
 }
 
+/// Returns what both processes have together, in KiB. `None` if that changes just now: the two
+/// shares are not read at the same moment, and one grows as the other falls.
+fn together_kib([one, other]: [u32; 2]) -> Option<u64> {
+    let before = share_kib(one);
+    let both = before + share_kib(other);
+    (share_kib(one).abs_diff(before) < 2 << 10).then_some(both)
+}
+
 /// Runs `work`. Returns its result, and the most memory that the processes had together meanwhile,
 /// in KiB.
 fn most_together<T>(pids: [u32; 2], work: impl FnOnce() -> T) -> (T, u64) {
@@ -36,7 +44,7 @@ fn most_together<T>(pids: [u32; 2], work: impl FnOnce() -> T) -> (T, u64) {
         let sampler = scope.spawn(|| {
             let mut most = 0;
             while !over.load(Ordering::SeqCst) {
-                most = most.max(pids.into_iter().map(share_kib).sum());
+                most = most.max(together_kib(pids).unwrap_or(0));
                 std::thread::sleep(Duration::from_millis(1));
             }
             most
