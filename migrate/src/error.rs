@@ -53,6 +53,9 @@ pub enum Cause {
         /// The feature, and the option that requests it.
         feature: &'static str,
     },
+    /// The options of a hand-over on this host do not fit together.
+    #[error("{0}")]
+    NotLocal(#[from] LocalConflict),
     /// The peer could not be reached.
     #[error("cannot connect to {peer}: {cause}")]
     Connect {
@@ -228,6 +231,41 @@ pub enum Cause {
         /// The system's answer.
         #[source]
         cause: io::Error,
+    },
+}
+
+/// Why a guest is not handed over on this host.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum LocalConflict {
+    /// Descriptors do not travel to this address.
+    #[error(
+        "--local hands the guest over to another process of this host, which {to} does not name: \
+         give the unix:PATH of a receiver here, or leave --local out"
+    )]
+    Address {
+        /// The address as given.
+        to: String,
+    },
+    /// The receiver's process belongs to another user, who would get access to the guest's memory.
+    #[error(
+        "the receiver is a process of user {theirs}, and memory is handed over only to user \
+         {ours} and root: run the receiver as one of them, or this process as root"
+    )]
+    Receiver {
+        /// The receiver's user id.
+        theirs: u32,
+        /// This process's user id.
+        ours: u32,
+    },
+    /// An option that is about copying or about other hosts.
+    #[error(
+        "--local hands memory and disks over as they are, on this host, so {option} has no use: \
+         leave one of the two out"
+    )]
+    Option {
+        /// The option.
+        option: &'static str,
     },
 }
 

@@ -61,8 +61,8 @@ pub use destination::{
     ReceiveOptions, Received, Responder, StreamSummary, YIELD_LIMIT, inspect, receive,
 };
 pub use error::{
-    BuildFailure, Cause, DriveFailure, GuestPlace, PrecopyLimit, ReceiveError, SendError,
-    ThrottleEffect, ThrottledVcpu,
+    BuildFailure, Cause, DriveFailure, GuestPlace, LocalConflict, PrecopyLimit, ReceiveError,
+    SendError, ThrottleEffect, ThrottledVcpu,
 };
 pub use journal::{Pending, Records, RecordsError, SourceRecord};
 pub use policy::convergence::{Goals, LimitReached, TimeoutStrategy, UnknownStrategy};

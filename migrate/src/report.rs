@@ -71,6 +71,9 @@ pub struct SendReport {
     pub zero_frames: u64,
     /// Frames sent with content, including repetitions.
     pub normal_frames: u64,
+    /// Bytes of guest memory that were handed over as they are, by descriptor; 0 unless that was
+    /// asked for (`--local`).
+    pub shared_memory_bytes: u64,
     /// Bytes of blocks of copied disks sent with content, including repetitions.
     pub disk_bytes: u64,
     /// Bytes of blocks of copied disks sent as zeros, including repetitions; holes are not sent.

@@ -6,6 +6,8 @@
 mod common;
 
 use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixListener;
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -13,7 +15,7 @@ use std::time::Duration;
 use common::{
     HookedGuest, HostPair, LONG, Proxy, ProxyPlan, Sender, each, quick_send, tag, within,
 };
-use driftline_guest::testing::{MemoryConfig, MemoryGuestFactory};
+use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
 use driftline_guest::{Lifecycle, RunState};
 use driftline_migrate::{Cause, Listener, Phase, ReceiveControl, ReceiveOptions, receive};
 
@@ -28,11 +30,30 @@ const FROM_SOURCE: [&str; 9] = [
     "STATE_END",
     "COMMIT",
 ];
+/// The messages of a hand-over on one host.
+const FROM_LOCAL_SOURCE: [&str; 9] = [
+    "HELLO",
+    "MEMORY",
+    "CONFIG",
+    "PASS_BEGIN",
+    "PASS_END",
+    "STATE",
+    "STATE_WHOLE",
+    "STATE_END",
+    "COMMIT",
+];
 
 fn options(hosts: &HostPair) -> driftline_migrate::SendOptions {
     let mut options = quick_send(hosts);
     options.downtime = Duration::from_secs(60);
     options
+}
+
+fn start_guest(hosts: &HostPair, is_local: bool) -> Arc<MemoryGuest> {
+    match is_local {
+        true => hosts.start_in_files(MemoryConfig::small()),
+        false => hosts.start(MemoryConfig::small()),
+    }
 }
 
 /// Starts this binary in a role. Returns the process and the first line that it prints after
@@ -65,8 +86,15 @@ fn print_line(line: &str) {
 #[ignore = "a role for the other tests, not a test"]
 fn role_destination() {
     let Ok(records) = std::env::var("RECORDS") else { return };
-    let listener = Listener::bind("127.0.0.1:0").unwrap();
-    print_line(listener.address().strip_prefix("tcp:").unwrap());
+    let listener = match std::env::var("SOCKETS") {
+        Err(_) => Listener::bind("127.0.0.1:0").unwrap(),
+        Ok(dir) => {
+            let path = Path::new(&dir).join(std::process::id().to_string());
+            Listener::unix(UnixListener::bind(&path).unwrap(), &path)
+        }
+    };
+    let address = listener.address();
+    print_line(address.strip_prefix("tcp:").unwrap_or(address));
     let mut options = ReceiveOptions::new(records);
     options.commit_deadline = Duration::from_secs(2);
     let result = receive(
@@ -85,10 +113,10 @@ fn role_destination() {
 #[ignore = "a role for the other tests, not a test"]
 fn role_source() {
     let (Ok(to), Ok(records)) = (std::env::var("TO"), std::env::var("RECORDS")) else { return };
-    let hosts = HostPair::new();
-    let guest = hosts.start(MemoryConfig::small());
+    let (hosts, is_local) = (HostPair::new(), to.starts_with("unix:"));
+    let guest = start_guest(&hosts, is_local);
     let mut options = driftline_migrate::SendOptions::new(records);
-    options.downtime = Duration::from_secs(60);
+    (options.downtime, options.local) = (Duration::from_secs(60), is_local);
     print_line("sending");
     let _ = driftline_migrate::send(&*guest, &to, &options, &driftline_migrate::SendControl::new());
     // Lives until the test kills it, so that only a kill ends its guest.
@@ -108,15 +136,30 @@ fn kill(slot: &Arc<Mutex<Option<Child>>>) -> impl FnMut() + Send + 'static {
 
 #[test]
 fn killed_destination_leaves_the_guest_at_the_source() {
-    for at in FROM_SOURCE {
+    killed_destination(&FROM_SOURCE, false);
+}
+
+#[test]
+fn killed_process_leaves_the_memory_that_it_shares() {
+    killed_destination(&FROM_LOCAL_SOURCE, true);
+}
+
+fn killed_destination(messages: &[&str], is_local: bool) {
+    for at in messages.iter().copied() {
         let hosts = HostPair::new();
-        let guest = hosts.start(MemoryConfig::small());
-        let records = ("RECORDS", hosts.destination_records().display().to_string());
-        let (child, to) = start("role_destination", std::slice::from_ref(&records));
+        let guest = start_guest(&hosts, is_local);
+        let sockets = tempfile::tempdir().unwrap();
+        let mut roles = vec![("RECORDS", hosts.destination_records().display().to_string())];
+        if is_local {
+            roles.push(("SOCKETS", sockets.path().display().to_string()));
+        }
+        let (child, to) = start("role_destination", &roles);
         let slot = Arc::new(Mutex::new(Some(child)));
         let plan = ProxyPlan::default().before_from_source(tag(at), kill(&slot));
         let proxy = Proxy::start(&to, plan);
-        let sender = Sender::start(&guest, &proxy.to, &options(&hosts));
+        let mut sending = options(&hosts);
+        sending.local = is_local;
+        let sender = Sender::start(&guest, &proxy.to, &sending);
         if at == "COMMIT" {
             // The destination died prepared, so the source is in doubt until a new process of the
             // site answers.
@@ -124,7 +167,7 @@ fn killed_destination_leaves_the_guest_at_the_source() {
                 sender.control.progress().phase == Phase::InDoubt
             });
             assert_eq!(guest.run_state(), RunState::Paused);
-            let (child, to) = start("role_destination", &[records]);
+            let (child, to) = start("role_destination", &roles);
             *slot.lock().unwrap() = Some(child);
             proxy.redirect(&to);
         }
@@ -138,9 +181,21 @@ fn killed_destination_leaves_the_guest_at_the_source() {
 
 #[test]
 fn killed_source_leaves_at_most_one_guest() {
-    each(FROM_SOURCE.into(), 5, |at| {
+    killed_source(&FROM_SOURCE, false);
+}
+
+#[test]
+fn killed_source_leaves_its_memory_to_the_guest() {
+    killed_source(&FROM_LOCAL_SOURCE, true);
+}
+
+fn killed_source(messages: &[&'static str], is_local: bool) {
+    each(messages.to_vec(), 5, |at| {
         let hosts = HostPair::new();
-        let there = hosts.receiver();
+        let there = match is_local {
+            true => hosts.local_receiver(hosts.receive_options()),
+            false => hosts.receiver(),
+        };
         let slot = Arc::new(Mutex::new(None));
         let plan = ProxyPlan::default().before_from_source(tag(at), {
             let (slot, mut killed) = (slot.clone(), false);

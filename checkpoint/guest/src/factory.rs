@@ -6,6 +6,7 @@ use crate::drive::{DriveCopy, DriveHead};
 use crate::error::GuestError;
 use crate::guest::Guest;
 use crate::lineage::Origin;
+use crate::shared_memory::SharedMemory;
 use crate::vm_id::VmId;
 
 /// A guest, and its drives or the copies of its drives that are being filled.
@@ -39,6 +40,22 @@ pub trait GuestFactory: Send + Sync {
         config: &[u8],
         drives: &[DriveHead],
     ) -> Result<GuestWithCopies<Self::Guest>, GuestError>;
+
+    /// Builds a guest on `memory`, which another process of this host has and whose guest may still
+    /// be running in it. The guest's drives are on this host already. Until the guest is resumed,
+    /// nothing is written to the memory: not by building the guest, by restoring its state, or by
+    /// ending it.
+    ///
+    /// # Errors
+    ///
+    /// As [`create`](Self::create), or `memory` is not that of such a guest
+    /// ([`SharedMemory::of`]).
+    fn create_on(
+        &self,
+        vm_id: VmId,
+        config: &[u8],
+        memory: &SharedMemory,
+    ) -> Result<Arc<Self::Guest>, GuestError>;
 
     /// Builds a guest that is restored from the checkpoint `from`. The factory decides whether the
     /// guest is the one that was checkpointed, or a new one.

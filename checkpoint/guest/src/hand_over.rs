@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use crate::delegate::Delegate;
 use crate::error::GuestError;
+use crate::shared_memory::SharedMemory;
 
 /// Maximum number of bytes that [`HandOver::detach`] returns. They are sent during the downtime,
 /// and the guest's peers decide how many arrive.
@@ -14,6 +15,15 @@ pub trait HandOver: Send + Sync {
     /// Announces a hand-over: for some milliseconds this host's processors should not enter sleep
     /// states, because threads wait for each other during the downtime. A hint.
     fn stay_awake(&self);
+
+    /// Returns the files that hold the guest's memory, for another process of this host that
+    /// continues with them ([`GuestFactory::create_on`](crate::GuestFactory::create_on)). The guest
+    /// may run.
+    ///
+    /// # Errors
+    ///
+    /// The memory is not in files, or not all of it yet.
+    fn share_memory(&self) -> Result<SharedMemory, GuestError>;
 
     /// Makes disks' written data durable without stopping the guest, so that a later release has
     /// less left to do. Returns whether that was done within `limit`; the rest continues in the
@@ -66,6 +76,10 @@ pub trait HandOver: Send + Sync {
 impl<T: Delegate<dyn HandOver>> HandOver for T {
     fn stay_awake(&self) {
         self.delegate().stay_awake();
+    }
+
+    fn share_memory(&self) -> Result<SharedMemory, GuestError> {
+        self.delegate().share_memory()
     }
 
     fn flush(&self, limit: Duration) -> Result<bool, GuestError> {

@@ -21,6 +21,7 @@
 //! WriteProtection frames that are not written until they are copied
 //! PageSource      the pages of a lazily restored guest that have not arrived yet
 //! MemoryLoader    first contents of untouched memory
+//! SharedMemory    memory in files that another process of this host can map
 //! GuestDrive      a drive of a guest, to be copied; DriveCopy is the copy in the making
 //! CopyBeforeWrite saves a block's old content before the guest overwrites it
 //! ```
@@ -43,6 +44,7 @@ mod lineage;
 mod page_source;
 mod populate;
 mod section;
+mod shared_memory;
 mod stateful;
 #[cfg(feature = "testing")]
 pub mod testing;
@@ -70,6 +72,7 @@ pub use lineage::{Line, LineId, Origin};
 pub use page_source::{LazyRestoreProgress, PageSource, PageSourceError};
 pub use populate::{MemoryLoader, Populate};
 pub use section::{Section, SectionTag};
+pub use shared_memory::{SharedMemory, SharedMemoryError};
 pub use stateful::{Clock, SavedState, Stateful};
 pub use vm_id::{VmId, VmIdError};
 pub use write_protect::WriteProtection;

@@ -5,7 +5,8 @@ use std::sync::{Arc, Mutex};
 use driftline_checkpoint::{Checkpointer, RestoreError, restore};
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, Op};
 use driftline_guest::{
-    Clock, DriveHead, GuestError, GuestFactory, GuestWithCopies, Lifecycle, Origin, RunState, VmId,
+    Clock, DriveHead, GuestError, GuestFactory, GuestWithCopies, Lifecycle, Origin, RunState,
+    SharedMemory, VmId,
 };
 use driftline_store::Store;
 
@@ -26,6 +27,15 @@ impl GuestFactory for RecordingFactory {
         drives: &[DriveHead],
     ) -> Result<GuestWithCopies<MemoryGuest>, GuestError> {
         self.inner.create_with_copies(vm_id, config, drives)
+    }
+
+    fn create_on(
+        &self,
+        vm_id: VmId,
+        config: &[u8],
+        memory: &SharedMemory,
+    ) -> Result<Arc<MemoryGuest>, GuestError> {
+        self.inner.create_on(vm_id, config, memory)
     }
 
     fn create_with_drives(

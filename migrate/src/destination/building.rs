@@ -11,7 +11,7 @@ use std::sync::mpsc::{self, Receiver, SendError, SyncSender};
 use std::thread::{Builder as Thread, JoinHandle};
 use std::time::{Duration, Instant};
 
-use driftline_guest::{DriveHead, GuestFactory, Lifecycle, VmId};
+use driftline_guest::{DriveHead, GuestFactory, Lifecycle, SharedMemory, VmId};
 use parking_lot::Mutex;
 
 use super::copies::{Copies, CopyLimits};
@@ -43,12 +43,13 @@ impl<F: GuestFactory + ?Sized + 'static> GuestBuilder<F> {
         Self { factory, limit, disk_limit, abandoned: Mutex::default(), busy: Arc::default() }
     }
 
-    /// Builds a guest and copies of `drives`.
+    /// Builds a guest and copies of `drives`; on `memory`, if that is given.
     pub(super) fn build(
         &self,
         vm_id: VmId,
         config: &[u8],
         drives: &[DriveHead],
+        memory: Option<SharedMemory>,
         stop: &Arc<StopFlag>,
     ) -> Result<BuiltGuest<F>, Cause> {
         let mut abandoned = self.abandoned.lock();
@@ -68,7 +69,13 @@ impl<F: GuestFactory + ?Sized + 'static> GuestBuilder<F> {
         let span = tracing::Span::current();
         let work = move || {
             let _span = span.entered();
-            let built = factory.create_with_copies(vm_id, &config, &drives);
+            let built = match memory {
+                None => factory.create_with_copies(vm_id, &config, &drives),
+                Some(memory) => {
+                    let guest = factory.create_on(vm_id, &config, &memory);
+                    guest.map(|guest| (guest, Vec::new()))
+                }
+            };
             let built = built.map_err(Cause::from).and_then(|(guest, copies)| {
                 // Also a guest whose copies cannot be served is dropped on this thread.
                 let busy = busy.upgrade().unwrap_or_default();

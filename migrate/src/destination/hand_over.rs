@@ -35,7 +35,7 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
         arrival: Arrival<F::Guest>,
         restored: RestoredGuest,
     ) -> Result<(Arc<F::Guest>, ReceiveReport), ReceiveFailed> {
-        let Arrival { mut wire, guest, drives: _, mut copies, token, came } = arrival;
+        let Arrival { mut wire, guest, mut copies, token, came, .. } = arrival;
         let was_running = restored.was_running;
         let (_say_prepared, _) = self.session.post(DestinationEvent::Restored);
         if let Err(cause) = self.await_commit(&mut wire, &*guest, token, &restored) {

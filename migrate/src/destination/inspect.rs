@@ -64,10 +64,11 @@ pub struct StreamSummary {
 /// If the stream violates the protocol up to the end of the state. It may end there.
 pub fn inspect(stream: impl Read) -> Result<StreamSummary, WireError> {
     let mut wire = Wire::new(stream);
-    let Introduction { header, program, drives, token, layout, config_bytes } =
+    let Introduction { header, program, drives, shares_memory, token, layout, config_bytes } =
         introduction(&mut wire)?;
     let (memory_frames, drive_count) = (layout.frames(), drives.len());
-    let mut stream = StreamState::new(layout, drives);
+    let stream = StreamState::new(layout, drives);
+    let mut stream = if shares_memory { stream.with_shared_memory() } else { stream };
     let StreamContents { content_crc, sections, was_running } = contents(&mut wire, &mut stream)?;
     let (totals, blocks) = (stream.totals(), stream.drive_totals());
     // A stream may end here: COMMIT is sent only to a prepared destination.
@@ -105,6 +106,7 @@ struct Introduction {
     header: Header,
     program: String,
     drives: Vec<DriveHead>,
+    shares_memory: bool,
     token: Token,
     layout: Layout,
     config_bytes: u64,
@@ -116,10 +118,15 @@ fn introduction(wire: &mut Wire<impl Read>) -> Result<Introduction, WireError> {
         WireMessage::Hello { version, .. } => version.to_owned(),
         other => return Err(other.unexpected("HELLO")),
     };
-    let mut drives = Vec::new();
+    let (mut drives, mut shares_memory) = (Vec::new(), false);
     let (token, layout, config_bytes) = loop {
         match wire.recv()? {
             WireMessage::Drive(DriveMessage::Drives(heads)) if drives.is_empty() => drives = heads,
+            WireMessage::Memory(_) if !shares_memory => {
+                // The byte that carried the descriptors.
+                wire.recv_content()?;
+                shares_memory = true;
+            }
             WireMessage::Config { token, layout, config } => {
                 break (token, layout, config.len() as u64);
             }
@@ -128,7 +135,7 @@ fn introduction(wire: &mut Wire<impl Read>) -> Result<Introduction, WireError> {
     };
     let (found, expected) = (header.layout_hash().into(), layout_hash(&layout).into());
     same("the layout's hash", found, expected)?;
-    Ok(Introduction { header, program, drives, token, layout, config_bytes })
+    Ok(Introduction { header, program, drives, shares_memory, token, layout, config_bytes })
 }
 
 /// The contents and the state of a stream.

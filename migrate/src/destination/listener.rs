@@ -13,9 +13,10 @@ use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::Layout;
 use driftline_format::{FormatError, Header};
-use driftline_guest::DriveHead;
+use driftline_guest::{DriveHead, SharedMemory};
 
 use super::admission::{Admission, Admitted, ServingThread, Stage, THREADS};
+use super::local;
 use super::options::ReceiveOptions;
 use super::security;
 use super::session::{Session, SessionRefusal};
@@ -23,7 +24,6 @@ use crate::control::ReceiveControl;
 use crate::log_limit::LogLimit;
 use crate::protocol::decision::Verdict;
 use crate::protocol::error::WireError;
-use crate::protocol::features::FEATURES;
 use crate::protocol::ids::Token;
 use crate::protocol::message::{DriveMessage, Purpose, WireMessage};
 use crate::protocol::tag::Tag;
@@ -56,6 +56,8 @@ pub(super) struct AcceptedSource {
     pub(super) header: Header,
     pub(super) token: Token,
     pub(super) drives: Vec<DriveHead>,
+    /// The source's memory, if it is handed over by descriptors.
+    pub(super) memory: Option<SharedMemory>,
     pub(super) layout: Layout,
     pub(super) config: Vec<u8>,
     pub(super) came: Instant,
@@ -65,6 +67,7 @@ pub(super) struct AcceptedSource {
 struct GuestDescription {
     token: Token,
     drives: Vec<DriveHead>,
+    memory: Option<SharedMemory>,
     layout: Layout,
     config: Vec<u8>,
 }
@@ -264,8 +267,8 @@ impl ListenerState {
 
     fn say_hello(&self, wire: &mut Wire<Link>) -> Result<(), WireError> {
         wire.send_header(None)?;
-        let version = env!("CARGO_PKG_VERSION");
-        wire.send(&WireMessage::Hello { purpose: Purpose::Serve, features: FEATURES, version })
+        let (version, features) = (env!("CARGO_PKG_VERSION"), local::features(wire.stream()));
+        wire.send(&WireMessage::Hello { purpose: Purpose::Serve, features, version })
     }
 
     /// Serves a source: reads its CONFIG, and gives it the session if the session is still free.
@@ -293,8 +296,9 @@ impl ListenerState {
         match self.session.claim(header.vm_id(), described.token, || leave(place)) {
             Ok(()) => {
                 wire.stream_mut().set_deadline(None);
-                let GuestDescription { token, drives, layout, config } = described;
-                let caller = AcceptedSource { wire, header, token, drives, layout, config, came };
+                let GuestDescription { token, drives, memory, layout, config } = described;
+                let caller =
+                    AcceptedSource { wire, header, token, drives, memory, layout, config, came };
                 if self.incoming.send(Incoming::Source(Box::new(caller))).is_err() {
                     self.session.vacate();
                 }
@@ -307,17 +311,24 @@ impl ListenerState {
     fn configuration(&self, wire: &mut Wire<Link>) -> Result<GuestDescription, WireError> {
         self.say_hello(wire)?;
         wire.stream_mut().set_deadline(Some(Instant::now() + self.handshake));
-        let mut drives = Vec::new();
+        let (mut drives, mut memory) = (Vec::new(), None);
         loop {
-            match wire.recv()? {
-                WireMessage::Drive(DriveMessage::Drives(heads)) if drives.is_empty() => {
-                    drives = heads
+            let places = match wire.recv()? {
+                // No disk is copied within a host.
+                WireMessage::Drive(DriveMessage::Drives(heads))
+                    if drives.is_empty() && memory.is_none() =>
+                {
+                    drives = heads;
+                    continue;
                 }
+                WireMessage::Memory(places) if drives.is_empty() && memory.is_none() => places,
                 WireMessage::Config { token, layout, config } => {
-                    return Ok(GuestDescription { token, drives, layout, config: config.to_vec() });
+                    let config = config.to_vec();
+                    return Ok(GuestDescription { token, drives, memory, layout, config });
                 }
                 other => return Err(other.unexpected("CONFIG")),
-            }
+            };
+            memory = Some(local::receive(wire, &places)?);
         }
     }
 

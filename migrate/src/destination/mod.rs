@@ -11,6 +11,7 @@ mod hand_over;
 mod host;
 mod inspect;
 mod listener;
+mod local;
 mod memory_writer;
 mod options;
 mod pace;

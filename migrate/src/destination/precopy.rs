@@ -36,14 +36,19 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
         &self,
         arrival: &mut Arrival<F::Guest>,
     ) -> Result<CompleteGuest, ReceiveFailed> {
-        let Arrival { wire, guest, drives, copies, token, .. } = arrival;
+        let Arrival { wire, guest, drives, copies, shares_memory, token, .. } = arrival;
         let context = ReceiveContext {
             control: self.control,
             pace: PaceLimit::begin(self.options.pace_window),
             progress_timeout: self.options.progress_timeout,
             joined: &|count| self.collect_joined(*token, count),
         };
-        let received = GuestReceiver::new(&**guest, drives, copies).run(wire, context);
+        let receiver = GuestReceiver::new(&**guest, drives, copies);
+        let receiver = match *shares_memory {
+            true => receiver.with_shared_memory(),
+            false => receiver,
+        };
+        let received = receiver.run(wire, context);
         received.map_err(|cause| self.give_up(arrival, cause))
     }
 

@@ -14,6 +14,7 @@ use driftline_guest::{Clock, DriveHead, Guest, GuestError, Section};
 
 use super::channels::ReceiveChannels;
 use super::copies::Copies;
+use super::local;
 use super::memory_writer::MemoryWriter;
 use super::pace::PaceLimit;
 use super::prealloc;
@@ -73,6 +74,8 @@ pub(super) struct GuestReceiver<'g, G: Guest + ?Sized> {
     stream: StreamState,
     channels: ReceiveChannels,
     copies: &'g mut Copies,
+    /// Whether the guest is built on the source's memory.
+    shares_memory: bool,
 }
 
 /// Inputs of the first channel's thread besides the connection.
@@ -145,7 +148,13 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
     /// Prepares to receive memory into `guest`, and `drives` into `copies`.
     pub(super) fn new(guest: &'g G, drives: &'g [DriveHead], copies: &'g mut Copies) -> Self {
         let stream = StreamState::new(guest.layout().clone(), drives.to_vec());
-        Self { guest, stream, channels: ReceiveChannels::new(), copies }
+        let channels = ReceiveChannels::new();
+        Self { guest, stream, channels, copies, shares_memory: false }
+    }
+
+    /// Expects no memory: the guest is built on that of its source.
+    pub(super) fn with_shared_memory(self) -> Self {
+        Self { stream: self.stream.with_shared_memory(), shares_memory: true, ..self }
     }
 
     /// Receives until the state is complete; acknowledges each pass.
@@ -306,6 +315,10 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
             reading.context.pace.renew(self.moved_bytes());
         }
         self.channels.acknowledge();
+        if self.shares_memory && pass == 0 {
+            // The source pauses its guest after the acknowledgement.
+            local::populate(self.guest, &reading.context.control.stop)?;
+        }
         wire.send(&WireMessage::PassAck { pass, counts })?;
         let rate = reading.end_pass(self.received_bytes(wire), self.channels.moved_bytes());
         if matches!(reading.restore, StateRestore::NotBegun) {

@@ -6,7 +6,9 @@ use std::time::Instant;
 
 use driftline_dirty_tracker::Layout;
 use driftline_format::{Header, layout_hash};
-use driftline_guest::{DriveHead, Guest, GuestFactory, GuestIdentity, HandOver, Lifecycle};
+use driftline_guest::{
+    DriveHead, Guest, GuestFactory, GuestIdentity, HandOver, Lifecycle, SharedMemory,
+};
 
 use super::admission::Stage;
 use super::copies::Copies;
@@ -32,8 +34,20 @@ pub(super) struct Arrival<G: Guest + ?Sized> {
     pub(super) drives: Vec<DriveHead>,
     /// Copies of these disks, removed on drop unless they are kept.
     pub(super) copies: Copies,
+    /// Whether the guest is built on the source's memory.
+    pub(super) shares_memory: bool,
     pub(super) token: Token,
     pub(super) came: Instant,
+}
+
+/// What a guest is built from.
+struct SourceMachine<'s> {
+    layout: &'s Layout,
+    config: &'s [u8],
+    /// Disks that are copied.
+    drives: &'s [DriveHead],
+    /// The source's memory, if it is handed over by descriptors.
+    memory: Option<SharedMemory>,
 }
 
 /// A source that does not get READY.
@@ -99,12 +113,16 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
     /// Builds a source's guest, or refuses the source and frees the session. Fails if the source
     /// has left and no other one is accepted.
     fn admit(&self, caller: AcceptedSource) -> Result<Option<Arrival<F::Guest>>, ReceiveFailed> {
-        let AcceptedSource { mut wire, header, token, drives, layout, config, came } = caller;
+        let AcceptedSource { mut wire, header, token, drives, memory, layout, config, came } =
+            caller;
         wire.stream_mut().set_stop(self.control.stop.clone());
-        let built = self.build(&mut wire, &header, token, &layout, &config, &drives);
+        let shares_memory = memory.is_some();
+        let machine = SourceMachine { layout: &layout, config: &config, drives: &drives, memory };
+        let built = self.build(&mut wire, &header, token, machine);
         let (cause, copies) = match built {
             Ok((guest, copies)) => {
-                return Ok(Some(Arrival { wire, guest, drives, copies, token, came }));
+                let arrival = Arrival { wire, guest, drives, copies, shares_memory, token, came };
+                return Ok(Some(arrival));
             }
             Err(RefusedSource { cause, copies }) => (cause, copies),
         };
@@ -133,16 +151,16 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
         wire: &mut Wire<Link>,
         header: &Header,
         token: Token,
-        layout: &Layout,
-        config: &[u8],
-        drives: &[DriveHead],
+        machine: SourceMachine<'_>,
     ) -> Result<(Arc<F::Guest>, Copies), RefusedSource> {
+        let SourceMachine { layout, config, drives, memory } = machine;
         let vm_id = header.vm_id();
         let (theirs, ours) = (header.layout_hash().into(), layout_hash(layout).into());
         if theirs != ours {
             return Err(Cause::Differs { what: "the layout's hash", ours, theirs }.into());
         }
-        let (guest, copies) = self.builder.build(vm_id, config, drives, &self.control.stop)?;
+        let (guest, copies) =
+            self.builder.build(vm_id, config, drives, memory, &self.control.stop)?;
         let differs = LayoutDifference::between(guest.layout(), layout);
         let ready = differs.map_or(Ok(()), |d| Err(Cause::LayoutDiffers(d))).and_then(|()| {
             let secret = Secret::random()

@@ -137,6 +137,8 @@ pub(crate) enum Reason {
     },
     /// The guest wrote nothing during the last pass.
     Quiet,
+    /// Memory is handed over as it is, so nothing of it is left.
+    SameMemory,
     /// A limit was reached.
     Limit(LimitReached),
 }
@@ -164,7 +166,7 @@ impl Reason {
     pub(crate) fn expected(&self) -> Option<Duration> {
         match self {
             Self::Fits { expected, .. } => Some(*expected),
-            Self::Quiet => None,
+            Self::Quiet | Self::SameMemory => None,
             Self::Limit(limit) => limit.expected,
         }
     }
@@ -180,6 +182,7 @@ impl fmt::Display for Reason {
                 ms(*target)
             ),
             Self::Quiet => f.write_str("the guest wrote nothing during the last pass"),
+            Self::SameMemory => f.write_str("its memory is handed over, not copied"),
             Self::Limit(limit) => limit.fmt(f),
         }
     }

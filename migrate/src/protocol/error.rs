@@ -111,6 +111,17 @@ pub enum WireError {
         /// Least bytes in that time.
         least: u64,
     },
+    /// A process of another user hands guest memory over.
+    #[error(
+        "a process of user {theirs} hands over the memory of its guest, and only user {ours} and \
+         root may: run the source and the receiver as one user"
+    )]
+    ForeignUser {
+        /// The peer's user id.
+        theirs: u32,
+        /// This process's user id.
+        ours: u32,
+    },
     /// A hand-over message of another migration.
     #[error("a {} message names migration {found}, and this is {expected}", message.name())]
     Token {

@@ -14,7 +14,10 @@ pub(crate) const COPIES_DRIVES: u64 = 16;
 pub(crate) const EARLY_STATE: u64 = 32;
 /// This end understands STATE_WHOLE.
 pub(crate) const WHOLE_STATE: u64 = 64;
-/// All features, which this program offers.
+/// Guest memory is taken over by descriptors (MEMORY). Offered only over a unix socket without TLS,
+/// which can carry descriptors.
+pub(crate) const LOCAL: u64 = 128;
+/// All features that this program offers over any connection.
 pub(crate) const FEATURES: u64 = SEVERAL_CONNECTIONS
     | PACKED_CONTENTS
     | MEMORY_DIGEST

@@ -4,8 +4,8 @@ use driftline_dirty_tracker::PAGE_SIZE;
 
 use super::ids::SECRET_BYTES;
 use super::limits::{
-    FRAMES_HEAD, MAX_CONFIG, MAX_DRIVE_ID, MAX_DRIVES, MAX_EXPECTED_RUNS, MAX_PAGES,
-    MAX_QUEUED_PACKETS, MAX_SECTION, MAX_SLOTS, MAX_TEXT, MAX_ZERO_RUNS,
+    DESCRIPTOR_BYTE, FRAMES_HEAD, MAX_CONFIG, MAX_DRIVE_ID, MAX_DRIVES, MAX_EXPECTED_RUNS,
+    MAX_PAGES, MAX_QUEUED_PACKETS, MAX_SECTION, MAX_SLOTS, MAX_TEXT, MAX_ZERO_RUNS,
 };
 
 /// The number that names a message on the wire. Numbers are never reused.
@@ -74,10 +74,12 @@ pub enum Tag {
     Digest = 30,
     /// Source: end of a state that precedes the last pass.
     StateWhole = 31,
+    /// Source, before CONFIG: the guest's memory itself, by descriptors.
+    Memory = 32,
 }
 
 impl Tag {
-    const ALL: [Tag; 31] = [
+    const ALL: [Tag; 32] = [
         Tag::Hello,
         Tag::Refused,
         Tag::Abort,
@@ -109,6 +111,7 @@ impl Tag {
         Tag::BlockZeros,
         Tag::BlocksEnd,
         Tag::StateWhole,
+        Tag::Memory,
     ];
 
     /// Returns the tag with this number, if this version has it.
@@ -150,6 +153,7 @@ impl Tag {
             Self::BlockZeros => "BLOCK_ZEROS",
             Self::BlocksEnd => "BLOCKS_END",
             Self::StateWhole => "STATE_WHOLE",
+            Self::Memory => "MEMORY",
         }
     }
 
@@ -180,14 +184,16 @@ impl Tag {
             Self::Running => 24,
             Self::Query => 32 + SECRET_BYTES as u32,
             Self::Answer => 24,
+            Self::Memory => 8 + MAX_SLOTS * 16 + DESCRIPTOR_BYTE,
         }
     }
 
     /// Returns the number of bytes of a payload of `length` bytes that its checksum covers: all,
-    /// except for FRAMES.
+    /// except for FRAMES and MEMORY.
     pub(crate) const fn checked(self, length: u32) -> u32 {
         match self {
             Self::Frames if length > FRAMES_HEAD => FRAMES_HEAD,
+            Self::Memory => length.saturating_sub(DESCRIPTOR_BYTE),
             _ => length,
         }
     }

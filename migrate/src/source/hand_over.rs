@@ -316,6 +316,10 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
             transferred_bytes,
             zero_frames: totals.zero,
             normal_frames: totals.normal,
+            shared_memory_bytes: match self.options.local {
+                true => self.guest.layout().frames().saturating_mul(PAGE_SIZE),
+                false => 0,
+            },
             disk_bytes: drive_totals.normal.saturating_mul(PAGE_SIZE),
             disk_zero_bytes: drive_totals.zero.saturating_mul(PAGE_SIZE),
             throughput_bytes_per_s: per_second(

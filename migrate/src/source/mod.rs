@@ -12,6 +12,7 @@ mod guest;
 mod hand_over;
 mod job;
 mod limit;
+mod local;
 mod options;
 mod passes;
 mod paused_guest;
@@ -20,6 +21,7 @@ mod rate_limiter;
 mod record;
 mod run_table;
 mod setup;
+mod shared_memory;
 mod storage_thread;
 mod switch_over;
 mod throttle;
@@ -87,7 +89,10 @@ pub fn send<G: Migratable + ?Sized>(
 fn migrate<G: Migratable + ?Sized>(job: &SendJob<'_, G>) -> Result<SendReport, SendFailed> {
     let (mut channels, connected) = job.phase(Phase::Connect, || job.connect())?;
     let set_up = job.peer_phase(Phase::Setup, &mut channels, |to| job.set_up(to, connected))?;
-    let copied = job.peer_phase(Phase::Precopy, &mut channels, |to| job.precopy(to, set_up))?;
+    let copied = job.peer_phase(Phase::Precopy, &mut channels, |to| match job.options.local {
+        true => job.prepare_local(to, set_up),
+        false => job.precopy(to, set_up),
+    })?;
     let ready =
         job.peer_phase(Phase::SwitchOver, &mut channels, |to| job.switch_over(to, copied))?;
     let committed = job.peer_phase(Phase::HandOver, &mut channels, |to| job.commit(to, ready))?;

@@ -48,6 +48,10 @@ pub struct SendOptions {
     pub tls: Option<SendTls>,
     /// Whether to connect to another host without TLS. False.
     pub insecure: bool,
+    /// Whether the guest is handed over to a receiver on this host at a unix socket, with its
+    /// memory as it is: nothing is copied. The guest's memory must be in files. Does not go with
+    /// several connections, compression, `verify`, copied disks, a bandwidth limit or TLS. False.
+    pub local: bool,
     /// Upper bound on opening a connection, and again on its HELLO and its JOIN. 10 s.
     pub connect_timeout: Duration,
     /// Upper bound on building the machine at the destination. 30 s.
@@ -86,6 +90,7 @@ impl SendOptions {
             throttle: true,
             tls: None,
             insecure: false,
+            local: false,
             connect_timeout: Duration::from_secs(10),
             setup_timeout: Duration::from_secs(30),
             progress_timeout: Duration::from_secs(10),

@@ -27,11 +27,12 @@ use crate::report::{PassReport, VcpuThrottle, ms, per_second};
 const MAX_RECHECKS: u32 = 2;
 
 /// Upper bound on flushing disks before the first judgement is repeated.
-const FLUSH_LIMIT: Duration = Duration::from_secs(1);
+pub(super) const FLUSH_LIMIT: Duration = Duration::from_secs(1);
 
 /// The result of pre-copy. Later writes are in `writes` and in the disks' own subscriptions.
 pub(super) struct PrecopyResult<'a, G: Migratable + ?Sized> {
-    pub(super) writes: Subscription,
+    /// `None` if memory is handed over as it is.
+    pub(super) writes: Option<Subscription>,
     pub(super) verifier: Option<Verifier>,
     pub(super) drives: Drives,
     pub(super) passes: Passes<'a>,
@@ -207,7 +208,7 @@ impl<'j, 'a, G: Migratable + ?Sized> Precopy<'j, 'a, G> {
     /// hand-over record durable, and repeats the decision with the writes of that time.
     fn decide_next(mut self, done: PassDone) -> Result<AfterPass<'j, 'a, G>, SendFailed> {
         // Starts the flush without waiting for it.
-        self.flush_disks(Duration::ZERO);
+        flush_disks(self.job.guest, Duration::ZERO);
         let mut epoch = self.drain()?;
         let window = self.drained.elapsed();
         self.drained = Instant::now();
@@ -220,7 +221,7 @@ impl<'j, 'a, G: Migratable + ?Sized> Precopy<'j, 'a, G> {
         if matches!(judgement, Judgement::SwitchOver(_)) && self.rechecks <= MAX_RECHECKS {
             self.rechecks += 1;
             if self.rechecks == 1 {
-                self.flush_disks(FLUSH_LIMIT);
+                flush_disks(self.job.guest, FLUSH_LIMIT);
             }
             // The record is made durable now, so that the pause does not wait for its disk. With
             // `verify` it is made after the comparison of digests, which takes long: an operator
@@ -266,7 +267,7 @@ impl<'j, 'a, G: Migratable + ?Sized> Precopy<'j, 'a, G> {
         let throttle = self.guest_throttle.figures();
         let stats = Stats { setup: self.setup, passes: self.reports, throttle, reason };
         PrecopyResult {
-            writes: self.writes,
+            writes: Some(self.writes),
             verifier: self.verifier,
             drives: self.drives,
             passes: self.passes,
@@ -291,16 +292,6 @@ impl<'j, 'a, G: Migratable + ?Sized> Precopy<'j, 'a, G> {
         self.guest_throttle.judge(&self.goals, &self.measured, pending, self.begun.elapsed())
     }
 
-    /// Flushes disks while the guest runs, and waits at most `limit`. The rest of the flush delays
-    /// the release of the disks in the pause.
-    fn flush_disks(&self, limit: Duration) {
-        match self.job.guest.flush(limit) {
-            Ok(done) => tracing::debug!(done, "flushed"),
-            // Until the hand-over a failed flush is reported to the guest, and fails no migration.
-            Err(e) => tracing::warn!(vm = %self.job.guest.vm_id(), "{e}"),
-        }
-    }
-
     fn show(&self, frames: u64, window: Duration) {
         let pending = frames + self.drives.pending();
         let dirty = per_second(pending.saturating_mul(PAGE_SIZE), window);
@@ -314,5 +305,15 @@ impl<'j, 'a, G: Migratable + ?Sized> Precopy<'j, 'a, G> {
             p.link_rate_bytes_per_s = link;
             p.expected_downtime_ms = expected;
         });
+    }
+}
+
+/// Flushes disks while the guest runs, and waits at most `limit`. The rest of the flush delays the
+/// release of the disks in the pause.
+pub(super) fn flush_disks<G: Migratable + ?Sized>(guest: &G, limit: Duration) {
+    match guest.flush(limit) {
+        Ok(done) => tracing::debug!(done, "flushed"),
+        // Until the hand-over a failed flush is reported to the guest, and fails no migration.
+        Err(e) => tracing::warn!(vm = %guest.vm_id(), "{e}"),
     }
 }

@@ -4,17 +4,18 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use driftline_format::layout_hash;
-use driftline_guest::GuestDrive;
+use driftline_guest::{GuestDrive, SharedMemory};
 
 use super::channels::Channels;
 use super::drives;
 use super::guest::Migratable;
 use super::job::{SendFailed, SendJob};
 use super::record::StagedRecord;
+use super::shared_memory;
 use crate::error::{Cause, fits};
 use crate::journal::Records;
 use crate::protocol::features::{
-    COPIES_DRIVES, FEATURES, MEMORY_DIGEST, PACKED_CONTENTS, SEVERAL_CONNECTIONS,
+    COPIES_DRIVES, FEATURES, LOCAL, MEMORY_DIGEST, PACKED_CONTENTS, SEVERAL_CONNECTIONS,
 };
 use crate::protocol::ids::Secret;
 use crate::protocol::limits::{MAX_CONFIG, MAX_CONNECTIONS, MAX_SLOTS};
@@ -36,6 +37,8 @@ pub(super) struct Connected {
     features: u64,
     /// Disks that are copied.
     drives: Vec<Box<dyn GuestDrive>>,
+    /// The guest's memory, if it is handed over by descriptors.
+    memory: Option<SharedMemory>,
 }
 
 /// A migration whose destination has built the machine, with all channels open.
@@ -52,11 +55,12 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
         // Opened now, so that an unusable directory fails the migration before the pause.
         let records = Records::open(&self.options.records)?;
         let stop = self.control.stop.clone();
+        let memory = self.local_memory()?;
         let drives = drives::chosen(self.guest, &self.options.copy_drives)?;
         let limit = self.options.connect_timeout;
         let (first, features) = self.introduce(Purpose::Move, limit, stop)?;
         let channels = Channels { first, joined: Vec::new() };
-        Ok((channels, Connected { records, features, drives }))
+        Ok((channels, Connected { records, features, drives, memory }))
     }
 
     /// Opens a connection within `limit`, and exchanges HELLOs within the same time again, unless
@@ -107,7 +111,7 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
         channels: &mut Channels,
         connected: Connected,
     ) -> Result<SetUp, SendFailed> {
-        let Connected { records, features, drives } = connected;
+        let Connected { records, features, drives, memory } = connected;
         self.check_features(features, !drives.is_empty())?;
         let config = self.guest.config();
         fits("the guest's configuration", config.len() as u64, MAX_CONFIG.into())?;
@@ -115,6 +119,9 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
         fits("the guest's memory layout", layout.slots().len() as u64, MAX_SLOTS.into())?;
         let wire = &mut channels.first;
         drives::announce(wire, &drives)?;
+        if let Some(memory) = &memory {
+            shared_memory::send_memory(wire, memory)?;
+        }
         wire.send(&WireMessage::Config { token: self.token, layout, config: &config })?;
         // No bytes arrive while the machine is built. The deadline is for a peer that trickles.
         wire.stream_mut().set_progress_timeout(self.options.setup_timeout);
@@ -146,6 +153,7 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
                 "several connections (--connections)",
             ),
             (copies_drives, COPIES_DRIVES, "copies of disks (--copy-disks)"),
+            (self.options.local, LOCAL, "a hand-over on one host (--local)"),
         ];
         match asked.into_iter().find(|(is, bit, _)| *is && features & bit == 0) {
             Some((.., feature)) => Err(Cause::NotOffered { feature }),

@@ -42,7 +42,7 @@ pub(super) struct PreparedMigration<'a, G: Migratable + ?Sized> {
 /// Memory that is no longer needed. Freeing it takes time, so it is dropped after the guest has
 /// moved, or once the migration is in doubt.
 pub(super) struct DeferredDrop<'a> {
-    _writes: Subscription,
+    _writes: Option<Subscription>,
     _verifier: Option<Verifier>,
     _drives: Drives,
     _passes: Passes<'a>,
@@ -54,7 +54,8 @@ struct PauseTransfer<'j, 'a, G: Migratable + ?Sized> {
     job: &'j SendJob<'a, G>,
     limit: Limit,
     features: u64,
-    writes: Subscription,
+    /// `None` if memory is handed over as it is: the last pass has no frames.
+    writes: Option<Subscription>,
     /// Set if digests of memory are compared.
     verifier: Option<Verifier>,
     drives: Drives,
@@ -78,7 +79,7 @@ struct PauseStart<'j, 'a, G: Migratable + ?Sized> {
 /// The last pass, acknowledged.
 struct LastPass {
     /// The set that it sent, not committed yet (I4).
-    epoch: DirtySet,
+    epoch: Option<DirtySet>,
     done: PassDone,
     state_digest: u32,
 }
@@ -231,17 +232,18 @@ impl<'a, G: Migratable + ?Sized> PauseTransfer<'_, 'a, G> {
         &mut self,
         channels: &mut Channels,
         paused: &PausedGuest<'a, G>,
-    ) -> Result<(DirtySet, PassSent), Cause> {
-        let epoch = paused.drain(&mut self.writes)?;
+    ) -> Result<(Option<DirtySet>, PassSent), Cause> {
+        let epoch = self.writes.as_mut().map(|writes| paused.drain(writes)).transpose()?;
         self.timings.end("drained");
         // The devices are paused, so no write is in flight.
         self.drives.drain();
         self.passes.lift_rate_limit();
         if let Some(verifier) = &mut self.verifier {
-            verifier.sends(epoch.runs())?;
+            verifier.sends(epoch.iter().flat_map(DirtySet::runs))?;
         }
         channels.first.stream().set_cork(self.verifier.is_none());
-        let (runs, frames) = (epoch.runs(), epoch.frames());
+        let runs = epoch.iter().flat_map(DirtySet::runs);
+        let frames = epoch.as_ref().map_or(0, DirtySet::frames);
         let drives = &mut self.drives;
         let sent = self.passes.begin(channels, self.pass, runs, frames, drives, self.limit)?;
         Ok((epoch, sent))
@@ -283,7 +285,9 @@ impl<'a, G: Migratable + ?Sized> PauseTransfer<'_, 'a, G> {
         stats: &mut Stats,
     ) -> Result<Uuid, Cause> {
         let LastPass { epoch, done, state_digest } = last;
-        epoch.commit();
+        if let Some(epoch) = epoch {
+            epoch.commit();
+        }
         self.drives.commit();
         stats.passes.push(done.report(self.drives.passed, 0, done.time));
         let prepared = match wire.recv()? {

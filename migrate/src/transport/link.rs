@@ -4,6 +4,8 @@
 //! checks its stop flag and its limits: `progress_timeout`, the longest time without progress, and
 //! an absolute deadline.
 
+mod descriptors;
+
 use std::io::{self, IoSlice, Read, Write};
 use std::net::Shutdown;
 use std::os::fd::OwnedFd;

@@ -44,6 +44,11 @@ impl Stream {
         }
     }
 
+    /// Returns the socket, unless a session protects its bytes.
+    pub(super) fn plain_socket(&self) -> Option<&Socket> {
+        self.tls.is_none().then_some(&self.socket)
+    }
+
     /// Returns another handle of the connection.
     pub(super) fn try_clone(&self) -> io::Result<OwnedFd> {
         self.socket.try_clone()

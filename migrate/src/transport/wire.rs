@@ -3,6 +3,8 @@
 //! Generic over the stream, so that tests, tools and the fuzzer share the code with a socket. One
 //! reused buffer holds payloads. It grows at most to the bound of a known tag.
 
+mod memory;
+
 use std::io::{self, IoSlice, Read, Write};
 use std::time::{Duration, Instant};
 

@@ -5,16 +5,33 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use crate::common::{
-    AT_ONCE, At, CUT_COMMIT_DEADLINE, CutPoint, HostPair, LONG, Proxy, ProxyPlan, Sender,
+    AT_ONCE, At, CUT_COMMIT_DEADLINE, CutPoint, HostPair, LONG, Proxy, ProxyPlan, Receiver, Sender,
     await_last_message, each, exactly_one_runs, quick_send, tag, within,
 };
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, repeats};
+use driftline_migrate::ReceiveOptions;
+
+/// How memory reaches the destination.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum HandOverKind {
+    Copying,
+    /// Over a unix socket, by descriptors.
+    Local,
+}
 
 /// Returns options for one pass and the pause, so that runs are alike.
-fn options(hosts: &HostPair) -> driftline_migrate::SendOptions {
+fn options(hosts: &HostPair, kind: HandOverKind) -> driftline_migrate::SendOptions {
     let mut options = quick_send(hosts);
     options.downtime = Duration::from_secs(60);
+    options.local = kind == HandOverKind::Local;
     options
+}
+
+fn receiver(hosts: &HostPair, kind: HandOverKind, options: ReceiveOptions) -> Receiver {
+    match kind {
+        HandOverKind::Copying => hosts.receiver_with(options),
+        HandOverKind::Local => hosts.local_receiver(options),
+    }
 }
 
 fn config() -> MemoryConfig {
@@ -22,19 +39,22 @@ fn config() -> MemoryConfig {
 }
 
 /// Starts a guest, and waits until it has runs long enough for FRAMES.
-fn start(hosts: &HostPair) -> Arc<MemoryGuest> {
-    let guest = hosts.start(config());
+fn start(hosts: &HostPair, kind: HandOverKind) -> Arc<MemoryGuest> {
+    let guest = match kind {
+        HandOverKind::Copying => hosts.start(config()),
+        HandOverKind::Local => hosts.start_in_files(config()),
+    };
     within(LONG, "1,000 writes", || guest.writes() > 1000);
     guest
 }
 
 /// Returns the tags of a whole migration from the source and from the destination; 0 is the header.
-fn units() -> (Vec<u16>, Vec<u16>) {
+fn units(kind: HandOverKind) -> (Vec<u16>, Vec<u16>) {
     let hosts = HostPair::new();
-    let guest = start(&hosts);
-    let there = hosts.receiver();
+    let guest = start(&hosts, kind);
+    let there = receiver(&hosts, kind, hosts.receive_options());
     let proxy = Proxy::start(&there.to, ProxyPlan::default());
-    let sent = Sender::start(&guest, &proxy.to, &options(&hosts)).result();
+    let sent = Sender::start(&guest, &proxy.to, &options(&hosts, kind)).result();
     exactly_one_runs(&hosts, &guest, &sent, there, "no cut");
     await_last_message(&proxy);
     within(LONG, "RUNNING is forwarded", || {
@@ -55,39 +75,42 @@ fn some_of_each(tags: &[u16]) -> Vec<(usize, u16)> {
     units().filter(|(unit, tag)| among(*unit, *tag)).collect()
 }
 
-fn cut_everywhere(cut: CutPoint) {
-    let (from_source, from_destination) = units();
+fn cut_everywhere(kind: HandOverKind, cut: CutPoint) {
+    let (from_source, from_destination) = units(kind);
+    assert_eq!(from_source.contains(&tag("MEMORY")), kind == HandOverKind::Local);
     assert_eq!(from_source.last(), Some(&tag("ENDED")), "{from_source:?}");
     assert_eq!(from_destination.last(), Some(&tag("RUNNING")), "{from_destination:?}");
     let sides = [(true, from_source), (false, from_destination)];
     let cuts = sides.iter().flat_map(|(source, tags)| {
         some_of_each(tags).into_iter().map(|(unit, tag)| (*source, unit, tag))
     });
-    each(cuts.collect(), AT_ONCE, |(source, unit, tag)| cut_at(cut, source, unit, tag));
+    each(cuts.collect(), AT_ONCE, |(source, unit, tag)| cut_at(kind, cut, source, unit, tag));
 }
 
-fn cut_at(cut: CutPoint, source: bool, unit: usize, tag: u16) {
+fn cut_at(kind: HandOverKind, cut: CutPoint, source: bool, unit: usize, tag: u16) {
     let side = if source { "source" } else { "destination" };
-    let context = format!("{cut:?} unit {unit} (tag {tag}) from the {side}");
+    let context = format!("{kind:?}, {cut:?} unit {unit} (tag {tag}) from the {side}");
     println!("{context}");
     let hosts = HostPair::new();
-    let guest = start(&hosts);
+    let guest = start(&hosts, kind);
     let mut receiving = hosts.receive_options();
-    let mut sending = options(&hosts);
+    let mut sending = options(&hosts, kind);
     receiving.commit_deadline = CUT_COMMIT_DEADLINE;
     if cut == CutPoint::Stall {
         // Only a limit ends a stall. It is short for the stalled step, and long for earlier steps,
         // which a busy machine may delay.
         let limit = |here| if here { Duration::from_millis(300) } else { LONG };
         sending.connect_timeout = limit(unit <= 1);
-        receiving.handshake_timeout = limit(unit <= if source { 2 } else { 1 });
-        sending.setup_timeout = limit(unit == 2);
+        // The unit of CONFIG, which MEMORY precedes.
+        let config = if kind == HandOverKind::Local { 3 } else { 2 };
+        receiving.handshake_timeout = limit(unit <= if source { config } else { 1 });
+        sending.setup_timeout = limit(unit == 2 || source && unit == config);
         receiving.progress_timeout = limit(true);
         sending.progress_timeout = limit(true);
         receiving.commit_deadline = Duration::from_millis(500);
         sending.commit_timeout = Duration::from_millis(400);
     }
-    let mut there = hosts.receiver_with(receiving);
+    let mut there = receiver(&hosts, kind, receiving);
     // With the limits of a stall a whole migration may fail on a busy machine. The short form sends
     // the guest again only after one kind of cut.
     there.again = match cut {
@@ -102,49 +125,70 @@ fn cut_at(cut: CutPoint, source: bool, unit: usize, tag: u16) {
 
 #[test]
 fn cut_before_every_message() {
-    cut_everywhere(CutPoint::Before);
+    cut_everywhere(HandOverKind::Copying, CutPoint::Before);
 }
 
 #[test]
 fn cut_in_every_message() {
-    cut_everywhere(CutPoint::Within);
+    cut_everywhere(HandOverKind::Copying, CutPoint::Within);
 }
 
 #[test]
 fn cut_after_every_message() {
-    cut_everywhere(CutPoint::After);
+    cut_everywhere(HandOverKind::Copying, CutPoint::After);
 }
 
 #[test]
 fn stall_at_every_message() {
-    cut_everywhere(CutPoint::Stall);
+    cut_everywhere(HandOverKind::Copying, CutPoint::Stall);
+}
+
+#[test]
+fn local_hand_over_is_cut_at_every_message() {
+    for cut in [CutPoint::Before, CutPoint::Within, CutPoint::After] {
+        cut_everywhere(HandOverKind::Local, cut);
+    }
+}
+
+#[test]
+fn local_hand_over_stalls_at_every_message() {
+    cut_everywhere(HandOverKind::Local, CutPoint::Stall);
 }
 
 #[test]
 fn flipped_bit_in_any_message_is_detected() {
-    let (from_source, from_destination) = units();
+    flip_everywhere(HandOverKind::Copying);
+}
+
+#[test]
+fn local_hand_over_detects_any_flipped_bit() {
+    flip_everywhere(HandOverKind::Local);
+}
+
+fn flip_everywhere(kind: HandOverKind) {
+    let (from_source, from_destination) = units(kind);
     for (source, mut tags) in [(true, from_source), (false, from_destination)] {
         // By tag, because the numbers of PAGES and ZERO vary.
         tags.sort();
         tags.dedup();
         // In the head of a record, and in its payload (or in the head again if there is none).
         let flips = tags.into_iter().flat_map(|tag| [(tag, 13), (tag, 30)]);
-        each(flips.collect(), AT_ONCE, |(tag, byte)| flip(source, tag, byte));
+        each(flips.collect(), AT_ONCE, |(tag, byte)| flip(kind, source, tag, byte));
     }
 }
 
 /// Flips a bit in the first message of a tag.
-fn flip(source: bool, tag_number: u16, byte: usize) {
-    let context = format!("bit flipped in byte {byte} of tag {tag_number}");
+fn flip(kind: HandOverKind, source: bool, tag_number: u16, byte: usize) {
+    let context = format!("{kind:?}, bit flipped in byte {byte} of tag {tag_number}");
     for _ in 0..10 {
         let hosts = HostPair::new();
-        let guest = start(&hosts);
-        let mut there = hosts.receiver();
+        let guest = start(&hosts, kind);
+        let mut there = receiver(&hosts, kind, hosts.receive_options());
         // After cuts, the short form sends the guest again, too.
         there.again = repeats(false, true);
         let plan = ProxyPlan::flip(source, At::Tag(tag_number), byte);
         let proxy = Proxy::start(&there.to, plan);
-        let sent = Sender::start(&guest, &proxy.to, &options(&hosts)).result();
+        let sent = Sender::start(&guest, &proxy.to, &options(&hosts, kind)).result();
         exactly_one_runs(&hosts, &guest, &sent, there, &context);
         // After RUNNING is sent, the guest is at the destination.
         let moved = [tag("RUNNING"), tag("ENDED")].contains(&tag_number);

@@ -12,7 +12,7 @@ use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
 use driftline_guest::{
     Clock, DirtyLog, DriveHead, Guest, GuestContents, GuestError, GuestFactory, GuestIdentity,
     GuestWithCopies, HandOver, Lifecycle, Origin, Populate, RunState, SavedState, Section,
-    Stateful, VcpuPauses, VmId, WriteThrottle,
+    SharedMemory, Stateful, VcpuPauses, VmId, WriteThrottle,
 };
 use driftline_migrate::{MIN_BANDWIDTH, Phase, SendControl, SendStatus, TimeoutStrategy, send};
 use vm_memory::{Bytes, GuestAddress};
@@ -194,6 +194,15 @@ impl GuestFactory for ShowsGuest {
         let (guest, copies) = self.0.create_with_copies(vm_id, config, drives)?;
         *self.1.lock().unwrap() = Some(guest.clone());
         Ok((guest, copies))
+    }
+
+    fn create_on(
+        &self,
+        vm_id: VmId,
+        config: &[u8],
+        memory: &SharedMemory,
+    ) -> Result<Arc<MemoryGuest>, GuestError> {
+        self.0.create_on(vm_id, config, memory)
     }
 
     fn create_with_drives(

@@ -8,6 +8,7 @@
 //! | `strangers` | callers that are not a source change nothing |
 //! | `golden` | recorded streams are read |
 //! | `tls` | peers without the right certificates change nothing |
+//! | `local` | memory is handed over on one host, not copied |
 //! | `transports` | every kind of socket carries a migration |
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test code")]
 
@@ -16,6 +17,7 @@ mod cuts;
 mod drives;
 mod faults;
 mod golden;
+mod local;
 mod loopback;
 mod options;
 mod strangers;

@@ -1,6 +1,10 @@
 //! Chooses a guest's backend by its configuration: the KVM machine or host threads.
 
-use driftline_guest::{DriveHead, GuestError, GuestFactory, GuestWithCopies, Origin, VmId};
+use std::sync::Arc;
+
+use driftline_guest::{
+    DriveHead, GuestError, GuestFactory, GuestWithCopies, Origin, SharedMemory, VmId,
+};
 use driftline_machine::config::{BackendKind, HostConfig, MachineConfig, guest_span};
 use driftline_machine::machine::{BuildOptions, EarlyVm, KvmMachine, MachineError, MachineFactory};
 use driftline_machine::vm::{SharedVm, Vm};
@@ -97,13 +101,18 @@ impl Factory {
         vm_id: VmId,
         config: MachineConfig,
         drives: &[DriveHead],
+        memory: Option<&SharedMemory>,
     ) -> Result<GuestWithCopies<dyn Vm>, GuestError> {
         if let Some(drive) = drives.first() {
             let why = "a guest of the threads backend has no disks";
             return Err(GuestError::malformed(format_args!("disk \"{}\"", drive.id), why));
         }
         let _logged = guest_span(vm_id, &config.identity).entered();
-        Ok((ThreadMachine::new(vm_id, config, &self.host)?, Vec::new()))
+        let machine = match memory {
+            None => ThreadMachine::new(vm_id, config, &self.host)?,
+            Some(memory) => ThreadMachine::on(vm_id, config, &self.host, memory)?,
+        };
+        Ok((machine, Vec::new()))
     }
 }
 
@@ -118,10 +127,24 @@ impl GuestFactory for Factory {
     ) -> Result<GuestWithCopies<dyn Vm>, GuestError> {
         let decoded = MachineConfig::decode(config)?;
         if decoded.backend == BackendKind::Threads {
-            return self.on_threads(vm_id, decoded.on_host(&self.host)?, drives);
+            return self.on_threads(vm_id, decoded.on_host(&self.host)?, drives, None);
         }
         let (machine, copies) = self.kvm.create_with_copies(vm_id, config, drives)?;
         Ok((machine, copies))
+    }
+
+    fn create_on(
+        &self,
+        vm_id: VmId,
+        config: &[u8],
+        memory: &SharedMemory,
+    ) -> Result<Arc<dyn Vm>, GuestError> {
+        let decoded = MachineConfig::decode(config)?;
+        if decoded.backend == BackendKind::Threads {
+            let config = decoded.on_host(&self.host)?;
+            return Ok(self.on_threads(vm_id, config, &[], Some(memory))?.0);
+        }
+        Ok(self.kvm.create_on(vm_id, config, memory)?)
     }
 
     fn create_with_drives(
@@ -133,7 +156,7 @@ impl GuestFactory for Factory {
         let stored = MachineConfig::decode(config)?;
         if stored.backend == BackendKind::Threads {
             let (vm_id, config) = stored.on_host(&self.host)?.restored(from, &self.host);
-            return self.on_threads(vm_id, config, drives);
+            return self.on_threads(vm_id, config, drives, None);
         }
         let (machine, drives) = self.kvm.create_with_drives(from, config, drives)?;
         Ok((machine, drives))

@@ -5,10 +5,11 @@ use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use driftline_guest::{
-    DriveHead, GuestError, GuestFactory, GuestWithCopies, Lifecycle, Origin, VmId,
+    DriveHead, GuestError, GuestFactory, GuestWithCopies, Lifecycle, Origin, SharedMemory, VmId,
 };
 use driftline_machine::config::DiskConfig;
 use driftline_migrate::{Pending, Records, RecordsError, Resolution, SourceRecord};
@@ -125,16 +126,12 @@ pub(super) struct CheckedFactory<F> {
 }
 
 impl<F: GuestFactory> CheckedFactory<F> {
-    fn check(
-        &self,
-        vm_id: VmId,
-        (guest, drives): GuestWithCopies<F::Guest>,
-    ) -> Result<GuestWithCopies<F::Guest>, GuestError> {
+    fn check(&self, vm_id: VmId, guest: Arc<F::Guest>) -> Result<Arc<F::Guest>, GuestError> {
         if let Err(e) = self.pending_hand_overs.refuse(vm_id) {
             guest.stop("it may be running elsewhere");
             return Err(GuestError::System { what: "starting it here", cause: e.into() });
         }
-        Ok((guest, drives))
+        Ok(guest)
     }
 }
 
@@ -147,7 +144,17 @@ impl<F: GuestFactory> GuestFactory for CheckedFactory<F> {
         config: &[u8],
         drives: &[DriveHead],
     ) -> Result<GuestWithCopies<F::Guest>, GuestError> {
-        self.check(vm_id, self.inner.create_with_copies(vm_id, config, drives)?)
+        let (guest, copies) = self.inner.create_with_copies(vm_id, config, drives)?;
+        Ok((self.check(vm_id, guest)?, copies))
+    }
+
+    fn create_on(
+        &self,
+        vm_id: VmId,
+        config: &[u8],
+        memory: &SharedMemory,
+    ) -> Result<Arc<F::Guest>, GuestError> {
+        self.check(vm_id, self.inner.create_on(vm_id, config, memory)?)
     }
 
     fn create_with_drives(
@@ -156,7 +163,8 @@ impl<F: GuestFactory> GuestFactory for CheckedFactory<F> {
         config: &[u8],
         drives: &[DriveHead],
     ) -> Result<GuestWithCopies<F::Guest>, GuestError> {
-        self.check(from.vm_id, self.inner.create_with_drives(from, config, drives)?)
+        let (guest, drives) = self.inner.create_with_drives(from, config, drives)?;
+        Ok((self.check(from.vm_id, guest)?, drives))
     }
 }
 

@@ -47,6 +47,7 @@ async fn start_and_follow(args: &SendArgs) -> Result<ExitCode, Failure> {
         throttle: !args.no_throttle,
         tls,
         insecure: args.insecure,
+        local: args.local,
     };
     if args.insecure && args.address.may_leave_host() {
         let to = &args.address;
@@ -166,6 +167,10 @@ fn report_table(report: &SendReport) -> String {
         ("throttled", throttle_summary(&report.throttle)),
         ("ended because", report.converged.clone()),
     ];
+    if report.shared_memory_bytes > 0 {
+        let handed_over = output::bytes(report.shared_memory_bytes);
+        lines.push(("memory", format!("{handed_over} handed over as it is, nothing copied")));
+    }
     if report.disk_bytes > 0 || report.disk_zero_bytes > 0 {
         let (sent, zeros) =
             (output::bytes(report.disk_bytes), output::bytes(report.disk_zero_bytes));

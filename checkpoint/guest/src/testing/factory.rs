@@ -6,7 +6,10 @@ use super::config::MemoryConfig;
 use super::drives::{TestDisk, TestDiskHandle};
 use super::faults::{ExclusiveDrive, Faults, Op};
 use super::guest::MemoryGuest;
-use crate::{DriveCopy, DriveHead, GuestError, GuestFactory, GuestWithCopies, Origin, VmId};
+use super::memory::TestGuestMemory;
+use crate::{
+    DriveCopy, DriveHead, GuestError, GuestFactory, GuestWithCopies, Origin, SharedMemory, VmId,
+};
 
 /// Builds [`MemoryGuest`]s with the faults and the drive that the test chose.
 #[derive(Clone, Debug, Default)]
@@ -17,6 +20,22 @@ pub struct MemoryGuestFactory {
     pub drive: Arc<ExclusiveDrive>,
     /// The drives with data of every guest that it builds, which a restore overwrites.
     pub disks: Vec<Arc<TestDisk>>,
+    /// Whether the memory of every guest that it builds is in files.
+    pub shares_memory: bool,
+}
+
+impl MemoryGuestFactory {
+    fn build(
+        &self,
+        vm_id: VmId,
+        config: &[u8],
+        memory: TestGuestMemory<'_>,
+    ) -> Result<Arc<MemoryGuest>, GuestError> {
+        self.faults.check(Op::Create, "building the guest")?;
+        let config = MemoryConfig::decode(config)?;
+        let (faults, drive) = (self.faults.clone(), self.drive.clone());
+        MemoryGuest::build(vm_id, config, memory, faults, drive, self.disks.clone())
+    }
 }
 
 impl GuestFactory for MemoryGuestFactory {
@@ -31,11 +50,18 @@ impl GuestFactory for MemoryGuestFactory {
         if let Some(drive) = drives.first() {
             return Err(GuestError::unsupported(drive, "no copies of drives are made here"));
         }
-        self.faults.check(Op::Create, "building the guest")?;
-        let config = MemoryConfig::decode(config)?;
-        let (faults, drive) = (self.faults.clone(), self.drive.clone());
-        let guest = MemoryGuest::build(vm_id, config, faults, drive, self.disks.clone())?;
-        Ok((guest, Vec::new()))
+        let memory =
+            if self.shares_memory { TestGuestMemory::Files } else { TestGuestMemory::Private };
+        Ok((self.build(vm_id, config, memory)?, Vec::new()))
+    }
+
+    fn create_on(
+        &self,
+        vm_id: VmId,
+        config: &[u8],
+        memory: &SharedMemory,
+    ) -> Result<Arc<MemoryGuest>, GuestError> {
+        self.build(vm_id, config, TestGuestMemory::Shared(memory))
     }
 
     fn create_with_drives(

@@ -4,20 +4,19 @@ mod hand_over;
 mod state;
 
 use std::fmt;
-use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Subscription, TrackedBitmap, Tracker};
+use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Subscription, Tracker};
 use parking_lot::Mutex;
-use vm_memory::mmap::MmapRegionBuilder;
-use vm_memory::{Bytes, GuestAddress, GuestRegionMmap};
+use vm_memory::{Bytes, GuestAddress};
 
 use super::config::MemoryConfig;
 use super::drives::{TestDisk, TestDiskHandle};
 use super::faults::{ExclusiveDrive, Faults, Op};
+use super::memory::{TestGuestMemory, system};
 use super::memory_loader::TestMemoryLoader;
 use super::pages::{PageSweep, WrongFrame, WrongMemory, fill, nth_frame};
 use super::write_protection::{FrameProtectionState, SoftwareWriteProtection};
@@ -100,7 +99,8 @@ impl MemoryGuest {
         config: MemoryConfig,
         disks: Vec<Arc<TestDisk>>,
     ) -> Result<Arc<Self>, GuestError> {
-        Self::build(vm_id, config, Arc::default(), Arc::default(), disks)
+        let (faults, drive) = Default::default();
+        Self::build(vm_id, config, TestGuestMemory::Private, faults, drive, disks)
     }
 
     /// Creates a paused guest of another line that has never run.
@@ -131,6 +131,7 @@ impl MemoryGuest {
     pub(super) fn build(
         vm_id: VmId,
         config: MemoryConfig,
+        memory: TestGuestMemory<'_>,
         faults: Arc<Faults>,
         drive: Arc<ExclusiveDrive>,
         disks: Vec<Arc<TestDisk>>,
@@ -138,7 +139,7 @@ impl MemoryGuest {
         static SERIAL: AtomicU64 = AtomicU64::new(1);
         let layout = config.layout()?;
         let tracker = Arc::new(Tracker::new(layout.clone()));
-        let ram = map(&layout, &tracker)?;
+        let ram = memory.map(&layout, &tracker)?;
         let (layout, gate) = (Arc::new(layout), Arc::new(WriterGate::new(config.writers.into())));
         let mut guest = Self {
             vm_id,
@@ -287,27 +288,6 @@ impl MemoryGuest {
             state => Err(GuestError::State { request, state }),
         }
     }
-}
-
-fn system(what: &'static str, e: impl std::error::Error + Send + Sync + 'static) -> GuestError {
-    GuestError::System { what, cause: Box::new(e) }
-}
-
-/// Maps the slots as regions in which writes mark `tracker`.
-fn map(layout: &Layout, tracker: &Arc<Tracker>) -> Result<GuestRam, GuestError> {
-    let mut regions = Vec::new();
-    for slot in layout.slots() {
-        let bitmap = TrackedBitmap::new(tracker.clone(), slot.base);
-        let region = MmapRegionBuilder::new_with_bitmap(slot.run().bytes() as usize, bitmap)
-            .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE)
-            .with_mmap_flags(libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_PRIVATE)
-            .build()
-            .map_err(|e| system("mapping memory", e))?;
-        let region = GuestRegionMmap::new(region, GuestAddress(slot.base.gpa()))
-            .ok_or_else(|| system("mapping memory", io::Error::other("a slot overflows")))?;
-        regions.push(region);
-    }
-    GuestRam::from_regions(regions).map_err(|e| system("mapping memory", e))
 }
 
 impl GuestIdentity for MemoryGuest {

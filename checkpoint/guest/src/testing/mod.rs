@@ -24,6 +24,7 @@ mod drives;
 mod factory;
 mod faults;
 mod guest;
+mod memory;
 mod memory_loader;
 mod pages;
 mod threads;

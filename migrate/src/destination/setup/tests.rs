@@ -102,8 +102,10 @@ fn layouts_with_one_hash_are_distinguished() {
     let config = MemoryConfig { slots: ours.slots().copied().collect(), ..MemoryConfig::still() };
     let guest = MemoryGuest::new(VmId::random(), config).unwrap();
     let header = Header::new(MAGIC_STREAM, guest.vm_id(), 0, layout_hash(&theirs));
+    let config = guest.config();
     let mut build = |layout: &Layout| {
-        let built = host.build(&mut wire, &header, Token::random(), layout, &guest.config(), &[]);
+        let machine = SourceMachine { layout, config: &config, drives: &[], memory: None };
+        let built = host.build(&mut wire, &header, Token::random(), machine);
         built.map_err(|refused| refused.cause)
     };
     let cause = build(&theirs).err().expect("the layouts differ");
@@ -153,6 +155,15 @@ impl GuestFactory for HookedCopyFactory {
         Ok((self.0.create(vm_id, config)?, vec![Box::new(RemovalHookCopy(self.1.clone()))]))
     }
 
+    fn create_on(
+        &self,
+        vm_id: VmId,
+        config: &[u8],
+        memory: &driftline_guest::SharedMemory,
+    ) -> Result<Arc<MemoryGuest>, driftline_guest::GuestError> {
+        self.0.create_on(vm_id, config, memory)
+    }
+
     fn create_with_drives(
         &self,
         from: &driftline_guest::Origin,
@@ -170,7 +181,7 @@ fn source_with_wrong_layout(wire: Wire<Link>) -> AcceptedSource {
     let header = Header::new(MAGIC_STREAM, guest.vm_id(), 0, layout_hash(&layout));
     let drives = vec![DriveHead { id: "d".into(), bytes: 4096, readonly: false }];
     let (token, config, came) = (Token::random(), guest.config(), Instant::now());
-    AcceptedSource { wire, header, token, drives, layout, config, came }
+    AcceptedSource { wire, header, token, drives, memory: None, layout, config, came }
 }
 
 #[test]

@@ -8,6 +8,7 @@ use zerocopy::FromBytes;
 use super::counts::Counts;
 use super::drives::DriveMessage;
 use super::kinds::{PreparedPayload, Purpose, WireMessage};
+use super::memory::MemoryPlaces;
 use super::raw::*;
 use super::runs::{RunTable, exactly, fixed, malformed, text};
 use crate::protocol::codec::Codec;
@@ -49,6 +50,7 @@ impl<'a> WireMessage<'a> {
             Tag::Drives | Tag::Blocks | Tag::BlockZeros | Tag::BlocksEnd => {
                 Self::Drive(DriveMessage::parse(tag, bytes)?)
             }
+            Tag::Memory => Self::Memory(MemoryPlaces::parse(bytes)?),
             Tag::Join => {
                 let raw = exactly::<RawIdAndSecret>(tag, bytes)?;
                 Self::Join { token: token(raw.id), secret: Secret::from_bytes(raw.secret) }

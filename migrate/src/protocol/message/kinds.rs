@@ -6,6 +6,7 @@ use uuid::Uuid;
 
 use super::counts::Counts;
 use super::drives::DriveMessage;
+use super::memory::MemoryPlaces;
 use super::runs::RunTable;
 use crate::protocol::codec::Codec;
 use crate::protocol::decision::Verdict;
@@ -105,6 +106,8 @@ pub(crate) enum WireMessage<'a> {
     Prepared(PreparedPayload),
     Late(&'a [u8]),
     Drive(DriveMessage<'a>),
+    /// The byte with the descriptors is still in the stream.
+    Memory(MemoryPlaces),
     Commit {
         token: Token,
     },
@@ -155,6 +158,7 @@ impl WireMessage<'_> {
             Self::Prepared(_) => Tag::Prepared,
             Self::Late(_) => Tag::Late,
             Self::Drive(message) => message.tag(),
+            Self::Memory(_) => Tag::Memory,
             Self::Commit { .. } => Tag::Commit,
             Self::Running { .. } => Tag::Running,
             Self::Query { .. } => Tag::Query,

@@ -1,14 +1,15 @@
 //! The messages of the protocol, and their bytes in both directions.
 //!
 //! A message is the payload of one record (`driftline_format`). PROTOCOL.md specifies each of them.
-//! Decoding borrows from the receive buffer. The only allocation whose size the peer decides is the
-//! slots of one CONFIG (at most [`MAX_SLOTS`](super::limits::MAX_SLOTS)).
+//! Decoding borrows from the receive buffer. The only allocations whose size the peer decides are
+//! the slots of one CONFIG or MEMORY (at most [`MAX_SLOTS`](super::limits::MAX_SLOTS)).
 
 mod counts;
 mod decode;
 mod drives;
 mod encode;
 mod kinds;
+mod memory;
 mod raw;
 mod runs;
 mod state;
@@ -17,6 +18,7 @@ pub(crate) use counts::Counts;
 pub(crate) use drives::{DriveMessage, blocks_head};
 pub(crate) use encode::clip;
 pub(crate) use kinds::{PreparedPayload, Purpose, WireMessage};
+pub(crate) use memory::{MemoryPlace, MemoryPlaces};
 pub(crate) use raw::{RawRun, packed_head, runs_head, section_head};
 pub(crate) use runs::RunTable;
 pub(crate) use state::StateDigest;

@@ -78,7 +78,8 @@ pub(super) struct RawCounts {
 #[repr(C)]
 pub(crate) struct RawRuns {
     pub(super) runs: U32,
-    /// In PACKED the codec, in messages about blocks their disk; otherwise 0.
+    /// In PACKED the codec, in messages about blocks their disk, in MEMORY the number of
+    /// descriptors; otherwise 0.
     pub(super) of: U32,
 }
 

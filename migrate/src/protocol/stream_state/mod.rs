@@ -43,6 +43,8 @@ pub(crate) struct StreamState {
     drives: DriveStreamState,
     /// Whether this is a joined channel, which carries only a share of each pass.
     is_joined: bool,
+    /// Whether this side has the source's memory itself, so that no frame may arrive.
+    is_shared: bool,
     /// Whether a digest was requested. That is allowed once, because a digest takes time.
     verified: bool,
     position: StreamPosition,
@@ -114,6 +116,7 @@ impl StreamState {
             layout,
             drives: DriveStreamState::new(drives),
             is_joined: false,
+            is_shared: false,
             verified: false,
             position,
             passes: 0,
@@ -130,6 +133,17 @@ impl StreamState {
     /// Returns the state of a joined channel.
     pub(crate) fn joined(layout: Layout) -> Self {
         Self { is_joined: true, ..Self::new(layout, Vec::new()) }
+    }
+
+    /// Makes this the state of a stream whose memory came by descriptors. The guest may be running
+    /// in that memory, so none of it may be written or made.
+    pub(crate) fn with_shared_memory(self) -> Self {
+        Self { is_shared: true, ..self }
+    }
+
+    /// Returns the most frames that one pass may have.
+    fn most_frames(&self) -> u64 {
+        if self.is_shared { 0 } else { self.layout.frames() }
     }
 
     /// Whether a pass is in progress.
@@ -194,7 +208,9 @@ impl StreamState {
                 self.position = P::Whole;
                 Ok(self.restore(frames))
             }
-            (P::Between, M::Connections { joined }) if self.passes == 0 && !is_joined => {
+            (P::Between, M::Connections { joined })
+                if self.passes == 0 && !is_joined && !self.is_shared =>
+            {
                 at_most("connections", u64::from(joined) + 1, MAX_CONNECTIONS.into())?;
                 Ok(StreamStep::Join { joined })
             }
@@ -226,7 +242,7 @@ impl StreamState {
 
     /// Counts frames that pass 0 will send.
     fn expect<'a>(&mut self, runs: RunTable<'a>) -> Result<StreamStep<'a>, WireError> {
-        let left = self.layout.frames() - self.expected;
+        let left = self.most_frames() - self.expected;
         self.expected += checked(&self.layout, Tag::Expect, runs.iter(), left)?;
         self.expected_runs += runs.len();
         at_most("expected runs", self.expected_runs as u64, MAX_EXPECTED as u64)?;
@@ -242,7 +258,7 @@ impl StreamState {
         if self.drives.are_none() {
             self.note_pass(frames)?;
         }
-        at_most("frames in a pass", frames, self.layout.frames())?;
+        at_most("frames in a pass", frames, self.most_frames())?;
         let (counts, others) = (Counts::default(), Counts::default());
         self.position = StreamPosition::InPass { frames, counts, others };
         Ok(if early { self.restore(frames) } else { StreamStep::Noted })

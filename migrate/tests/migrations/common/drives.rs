@@ -15,8 +15,8 @@ use driftline_guest::testing::{MemoryGuest, MemoryGuestFactory};
 use driftline_guest::{
     Clock, CollectionReport, CopyBeforeWrite, DirtyLog, DriveCopy, DriveHead, GuestContents,
     GuestDrive, GuestError, GuestFactory, GuestIdentity, GuestRam, GuestWithCopies, HandOver,
-    Lifecycle, Line, Origin, Populate, RunState, SavedState, Section, Stateful, VcpuPauses, VmId,
-    WriteProtection, WriteThrottle, block_layout,
+    Lifecycle, Line, Origin, Populate, RunState, SavedState, Section, SharedMemory, Stateful,
+    VcpuPauses, VmId, WriteProtection, WriteThrottle, block_layout,
 };
 
 const SECTOR: u64 = 512;
@@ -356,6 +356,15 @@ impl GuestFactory for DriveCopyFactory {
         };
         let copies: Result<Vec<_>, GuestError> = drives.iter().map(copy).collect();
         Ok((self.guests.create(vm_id, config)?, copies?))
+    }
+
+    fn create_on(
+        &self,
+        vm_id: VmId,
+        config: &[u8],
+        memory: &SharedMemory,
+    ) -> Result<Arc<MemoryGuest>, GuestError> {
+        self.guests.create_on(vm_id, config, memory)
     }
 
     fn create_with_drives(

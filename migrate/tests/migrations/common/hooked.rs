@@ -7,8 +7,8 @@ use driftline_dirty_tracker::{FrameRun, Layout, Subscription};
 use driftline_guest::testing::MemoryGuest;
 use driftline_guest::{
     Clock, CollectionReport, DirtyLog, GuestContents, GuestError, GuestIdentity, GuestRam,
-    HandOver, Lifecycle, Line, Populate, RunState, Section, Stateful, VcpuWrites, VmId,
-    WriteThrottle,
+    HandOver, Lifecycle, Line, Populate, RunState, Section, SharedMemory, Stateful, VcpuWrites,
+    VmId, WriteThrottle,
 };
 
 pub struct HookedGuest {
@@ -34,6 +34,9 @@ driftline_guest::delegate!(
 impl HandOver for HookedGuest {
     fn stay_awake(&self) {
         self.guest.stay_awake();
+    }
+    fn share_memory(&self) -> Result<SharedMemory, GuestError> {
+        self.guest.share_memory()
     }
     fn flush(&self, limit: Duration) -> Result<bool, GuestError> {
         self.guest.flush(limit)

@@ -3,16 +3,19 @@
 #![allow(dead_code, unused_imports, reason = "each test binary uses its own part")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test code")]
 
+mod connection;
 mod drives;
 mod hooked;
 mod proxy;
 pub mod raw;
 
+use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+pub use connection::ProxyConnection;
 use driftline_guest::testing::{
     ExclusiveDrive, Faults, MemoryConfig, MemoryGuest, MemoryGuestFactory,
 };
@@ -73,10 +76,20 @@ impl HostPair {
 
     /// Starts a guest, which holds the disk.
     pub fn start(&self, config: MemoryConfig) -> Arc<MemoryGuest> {
+        self.start_on(config, false)
+    }
+
+    /// Starts a guest whose memory is in files.
+    pub fn start_in_files(&self, config: MemoryConfig) -> Arc<MemoryGuest> {
+        self.start_on(config, true)
+    }
+
+    fn start_on(&self, config: MemoryConfig, shares_memory: bool) -> Arc<MemoryGuest> {
         let template = MemoryGuest::new(driftline_guest::VmId::random(), config).unwrap();
         let factory = MemoryGuestFactory {
             faults: self.here.clone(),
             drive: self.drive.clone(),
+            shares_memory,
             ..Default::default()
         };
         let guest = factory.create(template.vm_id(), &template.config()).unwrap();
@@ -125,6 +138,16 @@ impl HostPair {
         options: ReceiveOptions,
     ) -> Receiver {
         self.receive_on(Listener::bind("127.0.0.1:0").unwrap(), factory, options)
+    }
+
+    /// Starts a receiver that waits at a unix socket of its own.
+    pub fn local_receiver(&self, options: ReceiveOptions) -> Receiver {
+        let path =
+            tempfile::Builder::new().make_in(self.dir.path(), |path| UnixListener::bind(path));
+        let (listener, path) = path.unwrap().into_parts();
+        // The directory is removed with this value.
+        let path = path.keep().unwrap();
+        self.receive_on(Listener::unix(listener, &path), self.factory(), options)
     }
 
     /// Starts a receiver that waits at `listener`.

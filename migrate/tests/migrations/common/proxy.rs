@@ -1,14 +1,16 @@
 //! A proxy between source and destination that reads records, and cuts, stalls or acts at a chosen
 //! one.
 
-use std::io::{Read, Write};
-use std::net::{Shutdown, TcpListener, TcpStream};
+use std::io::Read;
+use std::net::Shutdown;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use driftline_format::{HEADER_LEN, RECORD_HEAD_LEN};
+
+use super::connection::{ProxyConnection, ProxyListener};
 
 /// Where a connection is cut, relative to a record.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -132,9 +134,8 @@ impl Proxy {
 
     /// Starts a proxy whose plan applies to the connection of this number, from 0.
     pub fn nth(destination: &str, which: usize, plan: ProxyPlan) -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let to = listener.local_addr().unwrap().to_string();
-        listener.set_nonblocking(true).unwrap();
+        let listener = ProxyListener::like(destination);
+        let to = listener.address.clone();
         let stop = Arc::new(AtomicBool::new(false));
         let (from_source, from_destination) = (Arc::default(), Arc::default());
         let seen = [Arc::clone(&from_source), Arc::clone(&from_destination)];
@@ -144,15 +145,14 @@ impl Proxy {
             let only_first = plan.only_first;
             let mut plan = Some(plan);
             let mut others = which;
-            let mut open: Vec<TcpStream> = Vec::new();
+            let mut open: Vec<ProxyConnection> = Vec::new();
             while !halt.load(Ordering::SeqCst) {
-                let Ok((near, _)) = listener.accept() else {
+                let Some(near) = listener.accept() else {
                     std::thread::sleep(Duration::from_millis(2));
                     continue;
                 };
-                near.set_nonblocking(false).unwrap();
                 let to = destination.lock().unwrap().clone();
-                let Some(Ok(far)) = to.map(TcpStream::connect) else { continue };
+                let Some(Ok(far)) = to.map(|to| ProxyConnection::to(&to)) else { continue };
                 if only_first && plan.is_some() {
                     destination.lock().unwrap().take();
                 }
@@ -167,8 +167,8 @@ impl Proxy {
                     None => relay(near, far, ProxyPlan::default(), &Default::default()),
                 }
             }
-            for stream in open {
-                let _ = stream.shutdown(Shutdown::Both);
+            for connection in open {
+                connection.shutdown(Shutdown::Both);
             }
         });
         let destination = target;
@@ -183,9 +183,14 @@ impl Drop for Proxy {
     }
 }
 
-fn relay(near: TcpStream, far: TcpStream, plan: ProxyPlan, seen: &[Arc<Mutex<Vec<u16>>>; 2]) {
-    near.set_nodelay(true).unwrap();
-    far.set_nodelay(true).unwrap();
+fn relay(
+    near: ProxyConnection,
+    far: ProxyConnection,
+    plan: ProxyPlan,
+    seen: &[Arc<Mutex<Vec<u16>>>; 2],
+) {
+    near.set_nodelay();
+    far.set_nodelay();
     let stalled = Arc::new(AtomicBool::new(false));
     let ProxyPlan { cut, act, flip, trickle, record, .. } = plan;
     let (mut act, mut trickle) = (act, trickle);
@@ -208,10 +213,10 @@ fn relay(near: TcpStream, far: TcpStream, plan: ProxyPlan, seen: &[Arc<Mutex<Vec
         std::thread::spawn(move || {
             way.run();
             if !way.stalled.load(Ordering::SeqCst) {
-                let _ = way.to.shutdown(Shutdown::Write);
+                way.to.shutdown(Shutdown::Write);
                 if way.made {
-                    let _ = way.from.shutdown(Shutdown::Both);
-                    let _ = way.to.shutdown(Shutdown::Both);
+                    way.from.shutdown(Shutdown::Both);
+                    way.to.shutdown(Shutdown::Both);
                 }
                 // A sender that has filled this buffer would otherwise wait in a write until its
                 // limit: the connection is open until the proxy ends, so nothing resets it.
@@ -222,8 +227,8 @@ fn relay(near: TcpStream, far: TcpStream, plan: ProxyPlan, seen: &[Arc<Mutex<Vec
 }
 
 struct ProxyDirection {
-    from: TcpStream,
-    to: TcpStream,
+    from: ProxyConnection,
+    to: ProxyConnection,
     unit: AtomicUsize,
     cut: Option<(At, CutPoint)>,
     /// Whether the cut was made.
@@ -242,6 +247,8 @@ impl ProxyDirection {
         loop {
             let unit = self.unit.load(Ordering::SeqCst);
             let Some((tag, mut bytes)) = self.next(unit) else { return };
+            // Closed unless they are passed on.
+            let descriptors = self.from.take_descriptors();
             if let Some((at, act)) = &mut self.act
                 && *at == tag
             {
@@ -262,7 +269,7 @@ impl ProxyDirection {
                 None => {}
                 Some(CutPoint::Before) => return,
                 Some(CutPoint::Within) => {
-                    let _ = self.to.write_all(&bytes[..bytes.len() / 2]);
+                    let _ = self.to.write_with(&bytes[..bytes.len() / 2], &[]);
                     return;
                 }
                 Some(CutPoint::Stall) => {
@@ -271,7 +278,7 @@ impl ProxyDirection {
                 }
                 Some(CutPoint::After) => {
                     self.seen.lock().unwrap().push(tag);
-                    let _ = self.to.write_all(&bytes);
+                    let _ = self.to.write_with(&bytes, &descriptors);
                     // Gives the peer time to read the bytes before the connection is shut down.
                     std::thread::sleep(Duration::from_millis(20));
                     return;
@@ -281,14 +288,15 @@ impl ProxyDirection {
                 let slow = |b: &u8| {
                     // The pace of a trickle.
                     std::thread::sleep(Duration::from_millis(100));
-                    (&self.to).write_all(&[*b]).is_ok()
+                    self.to.write_with(&[*b], &[]).is_ok()
                 };
                 if !bytes.iter().all(slow) {
                     return;
                 }
                 bytes.clear();
             }
-            if self.stalled.load(Ordering::SeqCst) || self.to.write_all(&bytes).is_err() {
+            let stalled = self.stalled.load(Ordering::SeqCst);
+            if stalled || self.to.write_with(&bytes, &descriptors).is_err() {
                 return;
             }
             self.seen.lock().unwrap().push(tag);

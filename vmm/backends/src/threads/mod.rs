@@ -9,6 +9,7 @@
 mod clock;
 mod end;
 mod error;
+mod hand_over;
 mod memory;
 mod state;
 #[cfg(test)]
@@ -24,8 +25,8 @@ use std::time::{Duration, Instant};
 use driftline_dirty_tracker::{FrameRun, Layout, Subscription};
 use driftline_guest::{
     Clock, CollectionReport, DirtyLog, GuestContents, GuestDrive, GuestError, GuestIdentity,
-    GuestRam, HandOver, LazyRestoreProgress, Lifecycle, Line, MemoryLoader, PageSource, Populate,
-    RunState, SavedState, Section, Stateful, VcpuPauses, VcpuWrites, VmId, WriteProtection,
+    GuestRam, LazyRestoreProgress, Lifecycle, Line, MemoryLoader, PageSource, Populate, RunState,
+    SavedState, Section, SharedMemory, Stateful, VcpuPauses, VcpuWrites, VmId, WriteProtection,
     WriteThrottle,
 };
 use driftline_images::PayloadSpec;
@@ -37,7 +38,7 @@ use driftline_machine::devices::{
     SerialWriter, open_serial_output,
 };
 use driftline_machine::machine::MachineError;
-use driftline_machine::memory::Memory;
+use driftline_machine::memory::{Memory, MemoryError};
 use driftline_machine::sandbox::{self, Class};
 use driftline_machine::tracking::TrackingMode;
 use driftline_machine::vm::{EndReason, Timings, VcpuInfo, Vm, VmInfo};
@@ -91,9 +92,32 @@ impl ThreadMachine {
         config: MachineConfig,
         host: &HostConfig,
     ) -> Result<Arc<Self>, GuestError> {
+        Self::build(vm_id, config, host, |bytes| Memory::new(bytes, &host.memory))
+    }
+
+    /// Builds a paused guest on the memory of another one.
+    ///
+    /// # Errors
+    ///
+    /// As [`new`](Self::new), or `shared` is not the memory of such a guest.
+    pub(crate) fn on(
+        vm_id: VmId,
+        config: MachineConfig,
+        host: &HostConfig,
+        shared: &SharedMemory,
+    ) -> Result<Arc<Self>, GuestError> {
+        Self::build(vm_id, config, host, |bytes| Memory::shared(bytes, &host.memory, shared))
+    }
+
+    fn build(
+        vm_id: VmId,
+        config: MachineConfig,
+        host: &HostConfig,
+        memory: impl FnOnce(u64) -> Result<Memory, MemoryError>,
+    ) -> Result<Arc<Self>, GuestError> {
         config.check().map_err(|e| GuestError::malformed("the configuration", e))?;
         let spec = payload_spec(&config)?;
-        let memory = Memory::new(config.mem_bytes, &host.memory).map_err(MachineError::from)?;
+        let memory = memory(config.mem_bytes).map_err(MachineError::from)?;
         let placement = place(&spec, config.vcpus, memory.layout())
             .map_err(|e| WorkloadError::from(e).of(&config.boot))?;
         let (serial, serial_thread) = open_serial_output(&host.serial, host.serial_limit)
@@ -377,34 +401,6 @@ impl Stateful for ThreadMachine {
             move |worker: &mut WorkerControl| worker.state = state
         })?;
         Ok(())
-    }
-}
-
-impl HandOver for ThreadMachine {
-    fn stay_awake(&self) {
-        // No vCPU waits for an interrupt here.
-    }
-
-    fn flush(&self, _: Duration) -> Result<bool, GuestError> {
-        // This backend has no disks.
-        Ok(true)
-    }
-
-    fn release(&self) -> Result<(), GuestError> {
-        self.require_paused("release the resources of").map(drop)
-    }
-
-    fn detach(&self) -> Result<Vec<u8>, GuestError> {
-        // No peer can reach this guest.
-        self.require_paused("detach").map(|_| Vec::new())
-    }
-
-    fn attach(&self, _: &[u8]) -> Result<(), GuestError> {
-        Ok(())
-    }
-
-    fn acquire(&self) -> Result<(), GuestError> {
-        self.require_paused("take the resources of").map(drop)
     }
 }
 

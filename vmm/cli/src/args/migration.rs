@@ -64,6 +64,14 @@ pub(crate) struct SendArgs {
     #[arg(long, value_name = "NAME,NAME", num_args = 0..=1, require_equals = true,
           default_missing_value = "", help_heading = headings::TRANSFER)]
     pub(crate) copy_disks: Option<CopyDrives>,
+    /// Hand the guest over on this host, without copying memory
+    ///
+    /// ADDRESS is the receiver's unix:PATH. Both processes map the same memory, so the guest must
+    /// have been started with --memory-backing memfd. Its disks and taps change hands as in any
+    /// migration. The receiver must run as the same user, or this process as root.
+    #[arg(long, conflicts_with_all = ["max_bandwidth", "connections", "compress", "verify",
+          "copy_disks", "tls_dir", "insecure"], help_heading = headings::TRANSFER)]
+    pub(crate) local: bool,
     /// Use mutual TLS with the files in this directory
     ///
     /// The guest's VMM reads ca-cert.pem, client-cert.pem and client-key.pem for each connection.

@@ -26,6 +26,7 @@ mod hostile;
 mod identity;
 mod jail;
 mod large_disk;
+mod local;
 mod log;
 mod lost;
 mod messages;

@@ -62,6 +62,7 @@ impl MigrationJob {
             throttle: request.throttle,
             tls: request.tls.clone(),
             insecure: request.insecure,
+            local: request.local,
             ..SendOptions::new(records)
         };
         let (worker, counted) = (job.clone(), pauses.clone());

@@ -80,8 +80,8 @@ fn everything() -> Scrape {
         "status": "completed", "vm_id": guest.info.vm_id, "total_time_ms": 1.0,
         "downtime_ms": 2.5, "paused_at_unix_us": 1, "setup_time_ms": 1.0,
         "transferred_bytes": 1, "zero_frames": 1, "normal_frames": 1, "disk_bytes": 0,
-        "disk_zero_bytes": 0, "throughput_bytes_per_s": 1, "converged": "", "passes": [],
-        "throttle": [],
+        "disk_zero_bytes": 0, "shared_memory_bytes": 0, "throughput_bytes_per_s": 1,
+        "converged": "", "passes": [], "throttle": [],
     });
     guest.migrations.latest = Some(MigrationPage {
         job: 1,

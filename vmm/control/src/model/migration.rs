@@ -44,6 +44,10 @@ pub struct MigrationRequest {
     /// Whether the destination may be on another host without TLS.
     #[serde(default)]
     pub insecure: bool,
+    /// Whether the guest is handed over to a receiver on this host, at unix:PATH, with its memory
+    /// as it is: nothing is copied. The guest needs the memory backing "memfd".
+    #[serde(default)]
+    pub local: bool,
     /// Whether vCPUs that outrun the link are throttled; by default they are.
     #[serde(default = "default_throttle")]
     pub throttle: bool,

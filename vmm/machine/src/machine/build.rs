@@ -5,7 +5,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Instant;
 
-use driftline_guest::VmId;
+use driftline_guest::{SharedMemory, VmId};
 use kvm_bindings::*;
 use kvm_ioctls::{Kvm, VcpuFd};
 
@@ -46,6 +46,9 @@ pub enum FirstContents {
     /// Those of a file, which belong to a state that is restored. Otherwise as
     /// [`Zeros`](Self::Zeros).
     File(PrivateFile),
+    /// The memory of another guest, which may still be running in it. Otherwise as
+    /// [`Zeros`](Self::Zeros).
+    Shared(SharedMemory),
     /// What another process serves when it is touched. Otherwise as [`File`](Self::File).
     Handler(PageHandlerSocket),
 }
@@ -137,6 +140,9 @@ impl KvmMachine {
             FirstContents::File(file) => Memory::of_file(config.mem_bytes, &host.memory, &file)?,
             FirstContents::Handler(handler) => {
                 Memory::of_handler(config.mem_bytes, &host.memory, handler)?
+            }
+            FirstContents::Shared(shared) => {
+                Memory::shared(config.mem_bytes, &host.memory, &shared)?
             }
             _ if measured.sparse => Memory::sparse(config.mem_bytes, &host.memory)?,
             _ => Memory::new(config.mem_bytes, &host.memory)?,

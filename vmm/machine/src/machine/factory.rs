@@ -2,10 +2,12 @@
 
 use std::sync::Arc;
 
-use driftline_guest::{DriveHead, GuestError, GuestFactory, GuestWithCopies, Origin, VmId};
+use driftline_guest::{
+    DriveHead, GuestError, GuestFactory, GuestWithCopies, Origin, SharedMemory, VmId,
+};
 use parking_lot::Mutex;
 
-use super::{BuildOptions, EarlyVm, KvmMachine};
+use super::{BuildOptions, EarlyVm, FirstContents, KvmMachine};
 use crate::config::{HostConfig, MachineConfig, guest_span};
 use crate::devices::{ParentGuest, make_copies, open_drives};
 
@@ -29,15 +31,16 @@ impl MachineFactory {
         self
     }
 
-    fn empty(
+    fn build(
         &self,
         vm_id: VmId,
         config: MachineConfig,
         host: &HostConfig,
+        contents: FirstContents,
     ) -> Result<Arc<KvmMachine>, GuestError> {
         let _logged = guest_span(vm_id, &config.identity).entered();
         let early = self.early.lock().take();
-        let options = BuildOptions { early, ..BuildOptions::empty() };
+        let options = BuildOptions { contents, early, ..BuildOptions::default() };
         Ok(KvmMachine::build(vm_id, config, host, options)?)
     }
 }
@@ -54,7 +57,18 @@ impl GuestFactory for MachineFactory {
         let host = self.host.with_copies_of(drives);
         let config = MachineConfig::decode(config)?.on_host(&host)?;
         let copies = make_copies(vm_id, &config, drives)?;
-        Ok((self.empty(vm_id, config, &host)?, copies))
+        Ok((self.build(vm_id, config, &host, FirstContents::Zeros)?, copies))
+    }
+
+    fn create_on(
+        &self,
+        vm_id: VmId,
+        config: &[u8],
+        memory: &SharedMemory,
+    ) -> Result<Arc<KvmMachine>, GuestError> {
+        let host = self.host.with_copies_of(&[]);
+        let config = MachineConfig::decode(config)?.on_host(&host)?;
+        self.build(vm_id, config, &host, FirstContents::Shared(memory.clone()))
     }
 
     fn create_with_drives(
@@ -68,6 +82,6 @@ impl GuestFactory for MachineFactory {
         let (vm_id, config) = stored.clone().on_host(&host)?.restored(from, &host);
         let parent = ParentGuest { guest: from.vm_id, devices: &stored.devices };
         let drives = open_drives(vm_id, &parent, &config, drives, &host)?;
-        Ok((self.empty(vm_id, config, &host)?, drives))
+        Ok((self.build(vm_id, config, &host, FirstContents::Zeros)?, drives))
     }
 }

@@ -50,8 +50,8 @@ use driftline_dirty_tracker::{FrameRun, FrameSet, Layout, Subscription};
 use driftline_guest::{
     Clock, CollectionReport, DirtyLog, GuestContents, GuestDrive, GuestError, GuestIdentity,
     GuestRam, HandOver, LazyRestoreProgress, Lifecycle, Line, MemoryLoader, PageSource, Populate,
-    RunState, SavedState, Section, Stateful, VcpuPauses, VcpuWrites, VmId, WriteProtection,
-    WriteThrottle,
+    RunState, SavedState, Section, SharedMemory, Stateful, VcpuPauses, VcpuWrites, VmId,
+    WriteProtection, WriteThrottle,
 };
 
 use crate::actor::Handle;
@@ -347,6 +347,10 @@ impl Stateful for KvmMachine {
 impl HandOver for KvmMachine {
     fn stay_awake(&self) {
         pm_qos::stay_awake();
+    }
+
+    fn share_memory(&self) -> Result<SharedMemory, GuestError> {
+        Ok(self.memory.share()?)
     }
 
     fn flush(&self, limit: Duration) -> Result<bool, GuestError> {

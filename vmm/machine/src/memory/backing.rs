@@ -15,8 +15,8 @@ use rayon::prelude::*;
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::io::Errno;
 use rustix::mm::{Advice, madvise};
-use vm_memory::FileOffset;
-use vm_memory::mmap::MmapRegionBuilder;
+use vm_memory::mmap::{MmapRegionBuilder, MmapRegionError};
+use vm_memory::{FileOffset, MmapRegion};
 
 use driftline_dirty_tracker::TrackedBitmap;
 
@@ -149,11 +149,55 @@ impl PrivateFile {
         offset: u64,
         len: usize,
         bitmap: TrackedBitmap,
-    ) -> Result<vm_memory::MmapRegion<TrackedBitmap>, vm_memory::mmap::MmapRegionError> {
+    ) -> Result<MmapRegion<TrackedBitmap>, MmapRegionError> {
         MmapRegionBuilder::new_with_bitmap(len, bitmap)
             .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE)
             .with_mmap_flags(libc::MAP_PRIVATE | libc::MAP_NORESERVE)
             .with_file_offset(FileOffset::from_arc(self.0.clone(), offset))
+            .build()
+    }
+}
+
+/// `f_type` of hugetlbfs (`HUGETLBFS_MAGIC`).
+const HUGETLBFS: u64 = 0x9584_58f6;
+
+/// Returns whether the pages of a memory file come from the pool.
+pub(super) fn is_of_pool(file: &File) -> io::Result<bool> {
+    Ok(rustix::fs::fstatfs(file.as_fd())?.f_type as u64 == HUGETLBFS)
+}
+
+/// The first contents of memory.
+#[derive(Clone, Copy)]
+pub(super) enum MemoryContents<'c> {
+    Zeros,
+    Private(&'c PrivateFile),
+    /// The memory of another process: the checked place of each slot.
+    Shared(&'c [FileOffset]),
+}
+
+impl MemoryContents<'_> {
+    /// Maps `len` bytes: the slot number `nth`, from 0, which begins at byte `offset` of all
+    /// memory. Writes through vm-memory are recorded in `bitmap`.
+    pub(super) fn map(
+        self,
+        options: &MemoryOptions,
+        nth: usize,
+        offset: u64,
+        len: usize,
+        bitmap: TrackedBitmap,
+    ) -> Result<MmapRegion<TrackedBitmap>, MmapRegionError> {
+        let place = match self {
+            Self::Zeros => return options.map(len, bitmap),
+            Self::Private(file) => return file.map(offset, len, bitmap),
+            Self::Shared(places) => places.get(nth).ok_or(MmapRegionError::MappingPastEof)?,
+        };
+        let is_pooled = is_of_pool(place.file()).map_err(MmapRegionError::Mmap)?;
+        let reserve = if is_pooled { 0 } else { libc::MAP_NORESERVE };
+        MmapRegionBuilder::new_with_bitmap(len, bitmap)
+            .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE)
+            .with_mmap_flags(libc::MAP_SHARED | reserve)
+            .with_hugetlbfs(is_pooled)
+            .with_file_offset(place.clone())
             .build()
     }
 }
@@ -181,7 +225,7 @@ impl MemoryOptions {
         &self,
         len: usize,
         bitmap: TrackedBitmap,
-    ) -> Result<vm_memory::MmapRegion<TrackedBitmap>, vm_memory::mmap::MmapRegionError> {
+    ) -> Result<MmapRegion<TrackedBitmap>, MmapRegionError> {
         let mut flags = match self.backing {
             Backing::Anon => libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
             Backing::Memfd => libc::MAP_SHARED,
@@ -200,7 +244,7 @@ impl MemoryOptions {
             Backing::Anon => builder.build(),
             Backing::Memfd => {
                 let file = memory_file(len as u64, self.is_pooled());
-                let file = file.map_err(vm_memory::mmap::MmapRegionError::Mmap)?;
+                let file = file.map_err(MmapRegionError::Mmap)?;
                 builder.with_file_offset(FileOffset::new(file, 0)).build()
             }
         }

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use driftline_dirty_tracker::{Gfn, LayoutError};
-use driftline_guest::GuestError;
+use driftline_guest::{GuestError, SharedMemoryError};
 use vm_memory::GuestRegionCollectionError;
 use vm_memory::mmap::MmapRegionError;
 
@@ -81,6 +81,9 @@ pub enum MemoryError {
     /// A page handler does not serve a page.
     #[error(transparent)]
     NotServed(#[from] FrameError),
+    /// The memory of another guest cannot be used.
+    #[error("the memory that was handed over cannot be used: {0}")]
+    Shared(#[from] SharedMemoryError),
     /// The layout is invalid. Only a programming error leads here.
     #[error(transparent)]
     Layout(#[from] LayoutError),
@@ -186,6 +189,12 @@ pub enum FrameError {
     /// Frames cannot be protected while others are still being fetched.
     #[error("the lazy restore has not finished")]
     RestoreUnfinished,
+    /// The memory is in no file, or in one that gets no writes.
+    #[error("it is private to this process: start the guest with --memory-backing memfd")]
+    PrivateMemory,
+    /// The memory is still being restored.
+    #[error("the lazy restore of the guest has not finished: try again later")]
+    Arriving,
     /// An earlier release of all protected frames has failed.
     #[error("an earlier release failed")]
     ReleaseFailed,
@@ -224,6 +233,7 @@ impl From<FrameError> for GuestError {
             FrameError::System { what, .. } => what,
             FrameError::RestoreUnfinished | FrameError::ReleaseFailed => "protecting frames",
             FrameError::SecondRestore => "starting a lazy restore",
+            FrameError::PrivateMemory | FrameError::Arriving => "handing over guest memory",
             FrameError::HandlerLost(_) | FrameError::HandlerSilent { .. } => "fetching frames",
         };
         match e {

@@ -15,6 +15,7 @@ mod page_handler;
 mod prefault;
 mod region;
 mod resident;
+mod shared;
 mod userfault;
 mod write_protect;
 mod write_watch;
@@ -28,6 +29,7 @@ use driftline_guest::{GuestRam, LazyRestoreProgress, MemoryLoader, PageSource, W
 use driftline_store::{MemoryFileLayout, SlotPlace};
 use vm_memory::{GuestAddress, GuestMemoryBackend, GuestRegionMmap};
 
+use backing::MemoryContents;
 pub use backing::{Backing, HugePages, MemoryOptions, PrivateFile};
 pub(crate) use discard::Discarder;
 pub use error::{FrameError, HandlerStep, MemoryError, MisfitCause, PageHandlerError};
@@ -83,7 +85,7 @@ impl Memory {
     /// Does as [`new`](Self::new), without the check against the host's total memory. For a guest
     /// that touches little.
     pub(crate) fn sparse(bytes: u64, options: &MemoryOptions) -> Result<Self, MemoryError> {
-        Self::map(layout(bytes)?, options, None, None)
+        Self::map(layout(bytes)?, options, None, MemoryContents::Zeros)
     }
 
     /// Does as [`new`](Self::new), with the contents of `file`, which is mapped privately: a frame
@@ -100,7 +102,7 @@ impl Memory {
     ) -> Result<Self, MemoryError> {
         file.check_length(bytes)?;
         let options = MemoryOptions { prefault: options.prefault, ..MemoryOptions::default() };
-        Self::map(layout(bytes)?, &options, host_limit_bytes(), Some(file))
+        Self::map(layout(bytes)?, &options, host_limit_bytes(), MemoryContents::Private(file))
     }
 
     /// Does as [`new`](Self::new), with the contents that the process at `handler` serves. The kind
@@ -116,7 +118,8 @@ impl Memory {
         handler: PageHandlerSocket,
     ) -> Result<Self, MemoryError> {
         let options = MemoryOptions { huge_pages: options.huge_pages, ..MemoryOptions::default() };
-        let memory = Self::map(layout(bytes)?, &options, host_limit_bytes(), None)?;
+        let memory =
+            Self::map(layout(bytes)?, &options, host_limit_bytes(), MemoryContents::Zeros)?;
         let places = MemoryFileLayout::new(&memory.layout);
         let handler = PageHandler::begin(&memory.ram, &places, handler)?;
         // Memory that was just mapped has none.
@@ -144,21 +147,22 @@ impl Memory {
 
     /// Does as [`new`](Self::new), for any layout.
     pub(crate) fn of_layout(layout: Layout, options: &MemoryOptions) -> Result<Self, MemoryError> {
-        Self::map(layout, options, host_limit_bytes(), None)
+        Self::map(layout, options, host_limit_bytes(), MemoryContents::Zeros)
     }
 
-    /// Maps the memory of `layout`, which must not exceed `limit_bytes`, if that is given, from
-    /// `file`, if that is given.
+    /// Maps the memory of `layout`, which must not exceed `limit_bytes`, if that is given.
     fn map(
         layout: Layout,
         options: &MemoryOptions,
         limit_bytes: Option<u64>,
-        file: Option<&PrivateFile>,
+        contents: MemoryContents<'_>,
     ) -> Result<Self, MemoryError> {
         let bytes = layout.frames() * PAGE_SIZE;
         let layout = Arc::new(layout);
         let tracker = Arc::new(Tracker::new(layout.clone()));
-        if options.is_pooled() {
+        // The host has the pages of shared memory already.
+        let is_shared = matches!(contents, MemoryContents::Shared(_));
+        if options.is_pooled() && !is_shared {
             check_pool(bytes)?;
         } else if let Some(has) = limit_bytes.filter(|has| *has < bytes) {
             let cause = MisfitCause::Host { bytes: has };
@@ -167,15 +171,12 @@ impl Memory {
         if bytes >= pool::SHARED_FROM || options.prefault {
             pool::start().map_err(MemoryError::Pool)?;
         }
-        let mut regions = Vec::new();
-        for SlotPlace { slot, offset } in MemoryFileLayout::new(&layout).slots() {
+        let (places, mut regions) = (MemoryFileLayout::new(&layout), Vec::new());
+        for (i, SlotPlace { slot, offset }) in places.slots().iter().enumerate() {
             let bitmap = TrackedBitmap::new(tracker.clone(), slot.base);
             let len =
                 usize::try_from(slot.run().bytes()).map_err(MemoryError::does_not_fit(bytes))?;
-            let map = match file {
-                Some(file) => file.map(*offset, len, bitmap),
-                None => options.map(len, bitmap),
-            };
+            let map = contents.map(options, i, *offset, len, bitmap);
             let map = map.map_err(MemoryError::does_not_fit(bytes))?;
             options.advise(map.as_ptr(), len).map_err(MemoryError::does_not_fit(bytes))?;
             if options.prefault {
@@ -187,7 +188,10 @@ impl Memory {
             let region = GuestRegionMmap::new(map, GuestAddress(slot.base.gpa()));
             regions.push(region.ok_or(MisfitCause::End).map_err(MemoryError::does_not_fit(bytes))?);
         }
-        let adaptive_prefault = options.huge_pages.is_none().then(AdaptivePrefault::default);
+        let is_of_file = !matches!(contents, MemoryContents::Zeros);
+        // Pages that exist already stay as they are.
+        let chooses = options.huge_pages.is_none() && !is_shared;
+        let adaptive_prefault = chooses.then(AdaptivePrefault::default);
         let ram = GuestRam::from_regions(regions).map_err(MemoryError::does_not_fit(bytes))?;
         Ok(Self {
             ram,
@@ -195,7 +199,7 @@ impl Memory {
             tracker,
             adaptive_prefault,
             protected: Arc::default(),
-            is_of_file: file.is_some(),
+            is_of_file,
             options: *options,
         })
     }

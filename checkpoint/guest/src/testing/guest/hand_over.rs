@@ -3,12 +3,22 @@
 
 use std::time::Duration;
 
+use driftline_dirty_tracker::TrackedBitmap;
+use vm_memory::{GuestMemoryBackend, GuestMemoryRegion, GuestRegionMmap};
+
 use super::MemoryGuest;
 use crate::testing::faults::Op;
-use crate::{GuestError, HandOver};
+use crate::{GuestError, HandOver, SharedMemory};
 
 impl HandOver for MemoryGuest {
     fn stay_awake(&self) {}
+
+    fn share_memory(&self) -> Result<SharedMemory, GuestError> {
+        let place = |region: &GuestRegionMmap<TrackedBitmap>| region.file_offset().cloned();
+        let places: Option<Vec<_>> = self.ram.iter().map(place).collect();
+        let private = || GuestError::unsupported("its memory", "it is private to its process");
+        places.map(SharedMemory::new).ok_or_else(private)
+    }
 
     fn flush(&self, _: Duration) -> Result<bool, GuestError> {
         self.faults.check(Op::Flush, "flushing the drive")?;

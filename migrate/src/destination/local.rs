@@ -1,0 +1,94 @@
+//! Taking over the memory of a source on this host: the descriptors of MEMORY.
+//!
+//! The peer is not believed. Its descriptors are used as guest memory only by
+//! [`GuestFactory::create_on`](driftline_guest::GuestFactory::create_on), which checks that each is
+//! a memory file that cannot shrink. Until COMMIT this side does not write to the memory: the guest
+//! runs in it at the source, or will run in it again.
+
+use std::fs::File;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use driftline_guest::{GuestContents, GuestIdentity, Populate, SharedMemory};
+use rustix::process::geteuid;
+use vm_memory::FileOffset;
+
+use crate::error::Cause;
+use crate::protocol::error::WireError;
+use crate::protocol::features::{FEATURES, LOCAL};
+use crate::protocol::message::MemoryPlaces;
+use crate::transport::link::Link;
+use crate::transport::stop::StopFlag;
+use crate::transport::wire::Wire;
+
+/// Upper bound on populating page tables before the pause. The source waits for PASS_ACK meanwhile,
+/// by default for 10 s.
+const POPULATE_LIMIT: Duration = Duration::from_secs(4);
+
+/// Frames whose page tables one call populates: some milliseconds.
+const POPULATE_FRAMES: u64 = 4096;
+
+/// Returns the features that this end offers over `link`.
+pub(super) fn features(link: &Link) -> u64 {
+    if link.carries_descriptors() { FEATURES | LOCAL } else { FEATURES }
+}
+
+/// Receives the descriptors of MEMORY, which have not been checked.
+pub(super) fn receive(
+    wire: &mut Wire<Link>,
+    places: &MemoryPlaces,
+) -> Result<SharedMemory, WireError> {
+    // First, so that whatever comes with the message is closed.
+    let files = wire.receive_descriptors(places.descriptors)?;
+    let (theirs, ours) = (wire.stream().peer_user()?, geteuid().as_raw());
+    if !may_send(theirs, ours) {
+        return Err(WireError::ForeignUser { theirs, ours });
+    }
+    let files: Vec<Arc<File>> = files.into_iter().map(|file| Arc::new(file.into())).collect();
+    // No index is out of bounds: MEMORY was decoded, and has this number of descriptors.
+    let slots = places.slots.iter().filter_map(|place| {
+        let file = files.get(place.descriptor)?;
+        Some(FileOffset::from_arc(file.clone(), place.offset))
+    });
+    Ok(SharedMemory::new(slots.collect()))
+}
+
+/// Whether a process of user `ours` builds a guest on memory of user `theirs`.
+fn may_send(theirs: u32, ours: u32) -> bool {
+    theirs == ours || theirs == 0
+}
+
+/// Populates this process's page tables for memory that exists, so that the guest does not fault on
+/// each of its pages after the take-over. Holes stay holes. Ends early at [`POPULATE_LIMIT`]; the
+/// rest is populated when it is touched.
+pub(super) fn populate<G: GuestIdentity + GuestContents + Populate + ?Sized>(
+    guest: &G,
+    stop: &StopFlag,
+) -> Result<(), Cause> {
+    let begun = Instant::now();
+    let mut frames = 0;
+    for run in guest.resident()?.into_iter().flat_map(|run| run.chunks(POPULATE_FRAMES)) {
+        if stop.is_cancelled() {
+            return Err(Cause::Cancelled);
+        }
+        if begun.elapsed() >= POPULATE_LIMIT {
+            tracing::debug!(vm = %guest.vm_id(), frames, "page tables are populated in part");
+            return Ok(());
+        }
+        guest.prefault(run);
+        frames += run.count;
+    }
+    tracing::debug!(vm = %guest.vm_id(), frames, took = ?begun.elapsed(), "page tables populated");
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_of_other_users_is_refused() {
+        assert!(may_send(1000, 1000) && may_send(0, 1000));
+        assert!(!may_send(1001, 1000) && !may_send(1000, 0));
+    }
+}

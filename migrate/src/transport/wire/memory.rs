@@ -1,0 +1,51 @@
+//! MEMORY, whose last byte carries descriptors.
+
+use std::os::fd::{BorrowedFd, OwnedFd};
+
+use super::Wire;
+use crate::protocol::error::{WireError, same};
+use crate::protocol::limits::DESCRIPTOR_BYTE;
+use crate::protocol::message::{MemoryPlaces, WireMessage};
+use crate::protocol::tag::Tag;
+use crate::transport::link::Link;
+use driftline_format::RECORD_HEAD_LEN;
+
+impl Wire<Link> {
+    /// Sends MEMORY with its descriptors.
+    pub(crate) fn send_memory(
+        &mut self,
+        places: MemoryPlaces,
+        descriptors: &[BorrowedFd<'_>],
+    ) -> Result<(), WireError> {
+        let payload = WireMessage::Memory(places).to_bytes();
+        let length = payload.len() + DESCRIPTOR_BYTE as usize;
+        let mut record = self.head(Tag::Memory, length, &[&payload]).to_vec();
+        record.extend_from_slice(&payload);
+        self.stream.write_all_more(&record, &mut self.torn)?;
+        self.stream.send_descriptors(descriptors)?;
+        self.torn = false;
+        self.next_out = self.next_out.wrapping_add(1);
+        self.sent_bytes += (RECORD_HEAD_LEN + length) as u64;
+        Ok(())
+    }
+
+    /// Receives the descriptors of the MEMORY that [`recv`](Self::recv) has just returned, which
+    /// must be `announced` in number.
+    pub(crate) fn receive_descriptors(
+        &mut self,
+        announced: usize,
+    ) -> Result<Vec<OwnedFd>, WireError> {
+        let length = std::mem::take(&mut self.content);
+        debug_assert_eq!(length, DESCRIPTOR_BYTE as usize);
+        self.out_of_step = true;
+        let received = self.stream.receive_descriptors()?;
+        self.out_of_step = false;
+        self.received_bytes += length as u64;
+        if received.truncated {
+            let why = "it carries more descriptors than it may";
+            return Err(WireError::Malformed { message: Tag::Memory, why });
+        }
+        same("the descriptors of MEMORY", received.all.len() as u64, announced as u64)?;
+        Ok(received.all)
+    }
+}

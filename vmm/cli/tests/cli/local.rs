@@ -1,0 +1,145 @@
+//! Hand-overs to another process of this host, from the command line: nothing is copied.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use crate::common::{TestDir, Vmm, fail, receiver, side_by_side, succeed, wait_for};
+use driftline_machine::testing::kvm_or_skip;
+use serde_json::Value;
+
+const THREADS: &[&str] = &["--backend", "threads", "--mem", "64M", "--vcpus", "2"];
+const KVM: &[&str] = &["--backend", "kvm", "--mem", "128M", "--vcpus", "2", "--prefault"];
+const IN_FILES: &[&str] =
+    &["--memory-backing", "memfd", "--guest", "payload,ws=16M,rate=32M,report=200"];
+
+/// Starts a process that waits for a guest at a unix socket. Returns it with its address.
+fn local_receiver<'p>(tmp: &'p TestDir, name: &'static str, more: &[&str]) -> (Vmm<'p>, String) {
+    let address = format!("unix:{}", tmp.text(&format!("{name}.in")));
+    let vmm = Vmm::start(tmp, name, &[&["receive-migration", &address], more].concat());
+    let line = format!("waiting for a migration on {address}\n");
+    wait_for("the receiver to listen", || vmm.stderr().contains(&line).then_some(()));
+    (vmm, address)
+}
+
+/// Returns a process's share of resident memory, in KiB; 0 once it has ended.
+fn share_kib(pid: u32) -> u64 {
+    let rollup = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).unwrap_or_default();
+    let line = rollup.lines().find_map(|line| line.strip_prefix("Pss:"));
+    line.and_then(|kib| kib.trim().trim_end_matches(" kB").parse().ok()).unwrap_or(0)
+}
+
+/// Returns what both processes have together, in KiB. `None` if that changes just now: the two
+/// shares are not read at the same moment, and one grows as the other falls.
+fn together_kib([one, other]: [u32; 2]) -> Option<u64> {
+    let before = share_kib(one);
+    let both = before + share_kib(other);
+    (share_kib(one).abs_diff(before) < 2 << 10).then_some(both)
+}
+
+/// Runs `work`. Returns its result, and the most memory that the processes had together meanwhile,
+/// in KiB.
+fn most_together<T>(pids: [u32; 2], work: impl FnOnce() -> T) -> (T, u64) {
+    let over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let sampler = scope.spawn(|| {
+            let mut most = 0;
+            while !over.load(Ordering::SeqCst) {
+                most = most.max(together_kib(pids).unwrap_or(0));
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            most
+        });
+        let result = work();
+        over.store(true, Ordering::SeqCst);
+        (result, sampler.join().unwrap())
+    })
+}
+
+fn changes_hands_three_times(machine: &[&str], mem_bytes: u64) {
+    let tmp = TestDir::new();
+    let mut vmm = Vmm::run(&tmp, "first", &[machine, IN_FILES].concat());
+    let id = vmm.info().unwrap()["vm_id"].clone();
+    let mut before = vmm.await_progress(2, &[]);
+    let own_kib = share_kib(vmm.pid());
+    for name in ["second", "third", "fourth"] {
+        // The kind of memory is that of the guest, whatever the receiver's own.
+        let (mut next, to) = local_receiver(&tmp, name, &[]);
+        let (report, most_kib) = most_together([vmm.pid(), next.pid()], || {
+            vmm.tell(&["send-migration", &to, "--local", "--json"])
+        });
+        let report: Value = serde_json::from_str(&report).unwrap();
+        assert_eq!(report["status"], "completed", "{report}");
+        assert_eq!(report["shared_memory_bytes"], mem_bytes, "{report}");
+        assert_eq!((&report["normal_frames"], &report["zero_frames"]), (&0.into(), &0.into()));
+        assert!(report["transferred_bytes"].as_u64().unwrap() < 256 << 10, "{report}");
+        assert_eq!(vmm.wait(), Some(0), "{}", vmm.stderr());
+        next.await_api();
+        assert_eq!((&next.info().unwrap()["vm_id"], next.state()), (&id, "running".to_owned()));
+        before = next.await_progress(2, &before);
+        println!("{name}: {own_kib} KiB before, at most {most_kib} KiB together: {report}");
+        assert!(most_kib < own_kib + (32 << 10), "{most_kib} KiB, and {own_kib} KiB before");
+        vmm = next;
+    }
+    if machine.contains(&"none") {
+        return;
+    }
+    // To a process that gets a copy, for which writes must be tracked.
+    let (mut copy, to) = receiver(&tmp, "copy", &[]);
+    vmm.tell(&["send-migration", &to]);
+    assert_eq!(vmm.wait(), Some(0));
+    copy.await_api();
+    copy.await_progress(2, &before);
+    copy.tell(&["stop"]);
+    assert_eq!(copy.wait(), Some(0));
+}
+
+#[test]
+fn guest_of_threads_changes_hands() {
+    changes_hands_three_times(THREADS, 64 << 20);
+}
+
+#[test]
+fn kvm_guest_changes_hands() {
+    if kvm_or_skip("kvm_guest_changes_hands") {
+        side_by_side(["dirty-ring", "dirty-bitmap", "userfault-wp", "none"], |mode| {
+            changes_hands_three_times(&[KVM, &["--tracking", mode]].concat(), 128 << 20);
+        });
+    }
+}
+
+#[test]
+fn checkpoints_follow_a_hand_over() {
+    let tmp = TestDir::new();
+    let store = tmp.text("store");
+    let vmm = Vmm::run(&tmp, "first", &[THREADS, IN_FILES].concat());
+    vmm.tell(&["checkpoint", "--store", &store, "--every", "20ms", "--count", "3"]);
+    let (mut next, to) = local_receiver(&tmp, "second", &[]);
+    let table = vmm.tell(&["send-migration", &to, "--local"]);
+    assert!(table.contains("64 MiB handed over as it is, nothing copied"), "{table}");
+    next.await_api();
+    next.tell(&["checkpoint", "--store", &store, "--every", "20ms", "--count", "3"]);
+    next.tell(&["stop"]);
+    assert_eq!(next.wait(), Some(0));
+    succeed(&["store", "verify", &store]);
+}
+
+#[test]
+fn guest_that_cannot_change_hands_is_refused() {
+    let tmp = TestDir::new();
+    let private = ["--guest", "payload,ws=4M,rate=1M,report=200"];
+    let vmm = Vmm::run(&tmp, "first", &[THREADS, &private].concat());
+    let (mut next, to) = local_receiver(&tmp, "second", &[]);
+    let said = vmm.refuse(4, &["send-migration", &to, "--local"]);
+    assert!(said.contains("start the guest with --memory-backing memfd"), "{said}");
+    let said = vmm.refuse(4, &["send-migration", "tcp:127.0.0.1:1", "--local"]);
+    assert!(said.contains("give the unix:PATH of a receiver here"), "{said}");
+    for more in [["--tls-dir", "/none"], ["--compress", "lz4"], ["--connections", "2"]] {
+        let said = fail(2, &[&["send-migration", &to, "--local"], &more[..]].concat());
+        assert!(said.contains("--local") && said.contains(more[0]), "{said}");
+    }
+    assert_eq!((vmm.state(), next.is_alive()), ("running".to_owned(), true));
+    // The receiver was not disturbed, and takes a copy.
+    vmm.tell(&["send-migration", &to]);
+    next.await_api();
+    assert_eq!(next.state(), "running");
+}
