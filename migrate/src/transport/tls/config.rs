@@ -12,8 +12,8 @@ use rustls::server::{NoServerSessionStorage, ParsedCertificate, WebPkiClientVeri
 use rustls::sign::CertifiedKey;
 use rustls::version::TLS13;
 use rustls::{
-    CertificateError, ClientConfig, DigitallySignedStruct, Error, PeerIncompatible, RootCertStore,
-    ServerConfig, SignatureScheme,
+    CertificateError, CipherSuite, ClientConfig, DigitallySignedStruct, Error, PeerIncompatible,
+    RootCertStore, ServerConfig, SignatureScheme,
 };
 use rustls::{client::Resumption, client::UnbufferedClientConnection};
 use rustls::{server::UnbufferedServerConnection, sign::SingleCertAndKey};
@@ -23,9 +23,17 @@ use super::files::{self, CA, TlsFileError};
 use super::names::PeerName;
 use super::session::TlsSession;
 
+/// Returns the cryptography of both sides. AES with 128 bits comes first: it takes a quarter less time
+/// than with 256, and is as far from being broken.
+fn provider() -> Arc<CryptoProvider> {
+    let mut provider = ring::default_provider();
+    provider.cipher_suites.sort_by_key(|s| s.suite() != CipherSuite::TLS13_AES_128_GCM_SHA256);
+    Arc::new(provider)
+}
+
 /// Returns the session of a connection to a peer that must have the name `peer`.
 pub(in super::super) fn client(dir: &Path, peer: &PeerName) -> Result<TlsSession, TlsError> {
-    let provider = Arc::new(ring::default_provider());
+    let provider = provider();
     let roots = roots(dir)?;
     let identity = identity(dir, "client-cert.pem", "client-key.pem", &provider)?;
     let verifier = PeerVerifier { roots, peer: peer.clone(), provider: provider.clone() };
@@ -45,7 +53,7 @@ pub(in super::super) fn client(dir: &Path, peer: &PeerName) -> Result<TlsSession
 
 /// Returns the session of a connection from a peer.
 pub(in super::super) fn server(dir: &Path) -> Result<TlsSession, TlsError> {
-    let provider = Arc::new(ring::default_provider());
+    let provider = provider();
     let roots = roots(dir)?;
     let identity = identity(dir, "server-cert.pem", "server-key.pem", &provider)?;
     let verifier = WebPkiClientVerifier::builder_with_provider(roots, provider.clone())

@@ -191,12 +191,22 @@ impl TlsSession {
     /// Processes what has arrived. Once nothing of it is left, encrypts `plaintext` bytes of the
     /// piece, if that is asked for.
     fn step(&mut self, plaintext: Option<usize>) -> Result<TlsStep, TlsError> {
-        let step = self.process(plaintext);
+        self.step_into(plaintext, &mut |_| 0)
+    }
+
+    /// The same. Decrypted bytes go to `sink`, which returns how many of them it takes; the others
+    /// wait, and what follows them.
+    fn step_into(
+        &mut self,
+        plaintext: Option<usize>,
+        sink: &mut dyn FnMut(&[u8]) -> usize,
+    ) -> Result<TlsStep, TlsError> {
+        let step = self.process(plaintext, sink);
         self.peer_has_ended |= step == Ok(TlsStep::Ended);
         step.map_err(|e| {
             // The alert of the failure precedes what else has arrived.
             for _ in 0..ALERT_STEPS {
-                if self.process(None) != Ok(TlsStep::More) {
+                if self.process(None, &mut |_| 0) != Ok(TlsStep::More) {
                     break;
                 }
             }
@@ -204,11 +214,16 @@ impl TlsSession {
         })
     }
 
-    fn process(&mut self, plaintext: Option<usize>) -> Result<TlsStep, rustls::Error> {
+    fn process(
+        &mut self,
+        plaintext: Option<usize>,
+        sink: &mut dyn FnMut(&[u8]) -> usize,
+    ) -> Result<TlsStep, rustls::Error> {
         // All of it, always: the state refers to parts of messages by their place in the buffer.
         let incoming = &mut self.incoming[self.unprocessed.clone()];
         let plaintext = plaintext.map(|length| &self.piece[..length]);
-        let (plain, outgoing) = (&mut self.plain, &mut self.outgoing);
+        let mut plain = PlainOutput { waiting: &mut self.plain, sink };
+        let (plain, outgoing) = (&mut plain, &mut self.outgoing);
         let (discard, step) = match &mut self.connection {
             TlsConnection::Client(connection) => {
                 let status = connection.process_tls_records(incoming);
@@ -232,20 +247,32 @@ impl TlsSession {
         }
     }
 
-    /// Passes decrypted bytes to `take`, at most `most`. Returns their number, 0 at the end of the
-    /// session. Reads from the socket once, as [`handshake`](Self::handshake) does.
+    /// Passes decrypted bytes to `put`, at most `most`, each time with their place among them.
+    /// Returns their number, 0 at the end of the session. Reads from the socket once, as
+    /// [`handshake`](Self::handshake) does.
     fn read_plain(
         &mut self,
         socket: &mut Socket,
         most: usize,
-        take: impl FnOnce(&[u8]) -> io::Result<()>,
+        mut put: impl FnMut(usize, &[u8]) -> io::Result<()>,
     ) -> io::Result<usize> {
-        let mut has_read = false;
-        while self.plain.is_empty() {
+        let (mut done, mut has_read) = (0, false);
+        while self.plain.is_empty() && done == 0 {
             if self.peer_has_ended {
                 return Ok(0);
             }
-            match self.step(None)? {
+            // Records are copied from the buffer in which they were decrypted.
+            let mut failed = Ok(());
+            let step = self.step_into(None, &mut |payload| {
+                let length = payload.len().min(most - done);
+                if length > 0 && failed.is_ok() {
+                    failed = put(done, &payload[..length]);
+                    done += length;
+                }
+                length
+            });
+            failed?;
+            match step? {
                 TlsStep::Blocked if has_read => return Err(io::ErrorKind::WouldBlock.into()),
                 TlsStep::Blocked => {
                     if self.fill(socket)? == 0 {
@@ -256,12 +283,13 @@ impl TlsSession {
                 TlsStep::More | TlsStep::Encrypted | TlsStep::Decrypted | TlsStep::Ended => {}
             }
         }
-        let rest = &self.plain.bytes[self.plain.read..];
-        let piece = &rest[..rest.len().min(most)];
-        take(piece)?;
-        let length = piece.len();
-        self.plain.read += length;
-        Ok(length)
+        if done == 0 {
+            let rest = &self.plain.bytes[self.plain.read..];
+            done = rest.len().min(most);
+            put(0, &rest[..done])?;
+            self.plain.read += done;
+        }
+        Ok(done)
     }
 
     /// Reads plaintext.
@@ -270,8 +298,8 @@ impl TlsSession {
         socket: &mut Socket,
         buf: &mut [u8],
     ) -> io::Result<usize> {
-        self.read_plain(socket, buf.len(), |piece| {
-            buf[..piece.len()].copy_from_slice(piece);
+        self.read_plain(socket, buf.len(), |at, piece| {
+            buf[at..at + piece.len()].copy_from_slice(piece);
             Ok(())
         })
     }
@@ -282,7 +310,9 @@ impl TlsSession {
         socket: &mut Socket,
         slice: &VolatileSlice<'_, B>,
     ) -> io::Result<usize> {
-        self.read_plain(socket, slice.len(), |piece| slice.write_slice(piece, 0).map_err(outside))
+        self.read_plain(socket, slice.len(), |at, piece| {
+            slice.write_slice(piece, at).map_err(outside)
+        })
     }
 
     /// Whether plaintext, a failure, or the end of the session can be read. Does not block.
@@ -427,10 +457,23 @@ impl Plain {
     }
 }
 
+/// Where decrypted bytes go.
+struct PlainOutput<'p> {
+    waiting: &'p mut Plain,
+    sink: &'p mut dyn FnMut(&[u8]) -> usize,
+}
+
+impl PlainOutput<'_> {
+    fn add(&mut self, payload: &[u8]) {
+        let taken = if self.waiting.is_empty() { (self.sink)(payload) } else { 0 };
+        self.waiting.add(&payload[taken..]);
+    }
+}
+
 /// Performs what the state of a session asks for. Returns the number of processed bytes.
 fn on_status<Data>(
     status: UnbufferedStatus<'_, '_, Data>,
-    plain: &mut Plain,
+    plain: &mut PlainOutput<'_>,
     outgoing: &mut Outgoing,
     plaintext: Option<&[u8]>,
 ) -> (usize, Result<TlsStep, rustls::Error>) {
