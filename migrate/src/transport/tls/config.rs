@@ -23,8 +23,8 @@ use super::files::{self, CA, TlsFileError};
 use super::names::PeerName;
 use super::session::TlsSession;
 
-/// Returns the cryptography of both sides. AES with 128 bits comes first: it takes a quarter less time
-/// than with 256, and is as far from being broken.
+/// Returns the cryptography of both sides. AES with 128 bits comes first: it takes less time than
+/// with 256, and is as far from being broken.
 fn provider() -> Arc<CryptoProvider> {
     let mut provider = ring::default_provider();
     provider.cipher_suites.sort_by_key(|s| s.suite() != CipherSuite::TLS13_AES_128_GCM_SHA256);
