@@ -45,8 +45,7 @@ pub struct ReceiveOptions {
     /// Whether to wait on an address of other hosts without TLS. False.
     pub insecure: bool,
     /// Whether to accept one source only, and to fail if it fails before PREPARED. False.
-    ///
-    /// A receiver at an inherited connection always fails then.
+    /// A receiver at an inherited connection does so in any case.
     pub once: bool,
 }
 

@@ -49,7 +49,7 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
 }
 
 /// Whether a process of user `ours` gives its guest's memory to one of user `theirs`, who can write
-/// to it even if the guest stays. Root has named the receiver, whoever runs it.
+/// to it even if the guest stays. A source that runs as root gives it to any user's receiver.
 fn may_receive(theirs: u32, ours: u32) -> bool {
     theirs == ours || theirs == 0 || ours == 0
 }
