@@ -16,10 +16,13 @@ use proptest::prelude::*;
 use proptest::sample::Index;
 
 fn config() -> ProptestConfig {
-    cases(if cfg!(miri) { 3 } else { 300 })
+    cases(if cfg!(miri) { 3 } else { 150 })
 }
 
+/// Returns the settings of `cases` cases; of ten times as many with `DRIFTLINE_FULL=1`.
 fn cases(cases: u32) -> ProptestConfig {
+    let is_full = std::env::var("DRIFTLINE_FULL").is_ok_and(|full| full == "1");
+    let cases = if is_full { 10 * cases } else { cases };
     ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(cases) }
 }
 
@@ -91,7 +94,7 @@ fn tracker(layout: &Layout) -> (Arc<Tracker>, Subscription) {
 
 proptest! {
     // Fewer, because a case marks and reads up to 1.2 million frames.
-    #![proptest_config(cases(if cfg!(miri) { 3 } else { 60 }))]
+    #![proptest_config(cases(if cfg!(miri) { 3 } else { 30 }))]
 
     #[test]
     fn mark_all_marks_every_frame_of_every_slot(layout in layout()) {

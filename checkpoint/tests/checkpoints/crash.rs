@@ -131,7 +131,7 @@ fn crash_at_every_sync(log_bound: u64) -> u64 {
         let disk = MemoryDisk::default();
         disk.stop_at_sync(stop);
         let (guest, epochs) = run(&disk, log_bound);
-        let torn = (0..repeats(2, 12)).map(|seed| Survives::Torn(seed + stop * 100));
+        let torn = (0..repeats(1, 12)).map(|seed| Survives::Torn(seed + stop * 100));
         for how in [Survives::Nothing, Survives::Everything].into_iter().chain(torn) {
             check_crash(&disk.crash(how), &guest, &epochs, how);
         }

@@ -1,6 +1,7 @@
 //! Memory and drives of an epoch have the content of one instant, although the guest writes.
 
 use super::*;
+use driftline_guest::testing::repeats;
 use driftline_guest::{GuestContents, Lifecycle};
 
 /// The guest repeatedly writes a number to memory, then to `blocks` blocks of its drive. At any
@@ -81,8 +82,8 @@ fn background_copy_and_drives_are_of_one_instant() {
 
 #[test]
 fn overfull_buffer_keeps_drives_of_one_instant() {
-    is_of_one_instant(40, 12, u64::MAX);
-    is_of_one_instant(40, 12, 10);
+    is_of_one_instant(40, repeats(5, 12), u64::MAX);
+    is_of_one_instant(40, repeats(5, 12), 10);
 }
 
 /// The store is so slow that a write to the drive waits for too long. That costs one epoch; the
