@@ -22,7 +22,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::{DirtySet, FrameSet, PAGE_SIZE};
-use driftline_guest::WriteProtection;
+use driftline_guest::{GuestError, WriteProtection};
 use parking_lot::Mutex;
 
 use crate::background_copy::{BackgroundCopier, BackgroundCopyStats, CopiedPiece, ReleasedFrames};
@@ -82,10 +82,12 @@ impl Snapshot<'_> {
         let memory = self.take_memory()?;
         // The vCPUs have resumed by now. There may be another pause while drives are copied.
         let pause = longest_stop(self.epoch.guest, &before).unwrap_or(memory.pause);
-        let Self { epoch: Epoch { disks, file, .. }, staging, .. } = self;
+        let Self { epoch: Epoch { guest, disks, file, .. }, staging, .. } = self;
         let in_pause = memory.in_pause + disks.copied_in_pause();
         // Drives come after memory, because vCPUs wait for memory.
         let (blocks, waits) = step(EpochStep::CopyDrives, || disks.finish(staging, file))?;
+        // All of memory has been read.
+        step(EpochStep::Copy, || guest.memory_right().check().map_err(GuestError::from))?;
         let mut changed = memory.changed;
         changed.extend(blocks);
         Ok(EpochCopy {

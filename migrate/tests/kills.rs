@@ -13,7 +13,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use common::{
-    HookedGuest, HostPair, LONG, Proxy, ProxyPlan, Sender, each, quick_send, tag, within,
+    At, CutPoint, HookedGuest, HostPair, LONG, Proxy, ProxyPlan, Sender, each, quick_send, tag,
+    within,
 };
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
 use driftline_guest::{Lifecycle, RunState};
@@ -160,7 +161,8 @@ fn killed_destination(messages: &[&str], is_local: bool) {
         let mut sending = options(&hosts);
         sending.local = is_local;
         let sender = Sender::start(&guest, &proxy.to, &sending);
-        if at == "COMMIT" {
+        // The memory that both had says that the destination has not taken the guest.
+        if at == "COMMIT" && !is_local {
             // The destination died prepared, so the source is in doubt until a new process of the
             // site answers.
             within(LONG, "the source is in doubt", || {
@@ -177,6 +179,32 @@ fn killed_destination(messages: &[&str], is_local: bool) {
         assert_eq!(at == "COMMIT", matches!(error.cause, Cause::Discarded { .. }), "{at}: {error}");
         kill(&slot)();
     }
+}
+
+/// The destination has run the guest, and its memory says so. The guest died with it.
+#[test]
+fn guest_that_ran_elsewhere_is_not_resumed() {
+    let hosts = HostPair::new();
+    let guest = start_guest(&hosts, true);
+    let sockets = tempfile::tempdir().unwrap();
+    let roles = [
+        ("RECORDS", hosts.destination_records().display().to_string()),
+        ("SOCKETS", sockets.path().display().to_string()),
+    ];
+    let (child, to) = start("role_destination", &roles);
+    let slot = Arc::new(Mutex::new(Some(child)));
+    // The kill ends the connection of the proxy, too: RUNNING may arrive, or not.
+    let plan = ProxyPlan::cut_for_good(false, At::Tag(tag("RUNNING")), CutPoint::Before);
+    let plan = plan.before_from_destination(tag("RUNNING"), kill(&slot));
+    let proxy = Proxy::start(&to, plan);
+    let mut sending = options(&hosts);
+    sending.local = true;
+    let sender = Sender::start(&guest, &proxy.to, &sending);
+    let control = sender.control.clone();
+    sender.result().unwrap();
+    assert_eq!(guest.run_state(), RunState::Stopped);
+    assert_ne!(control.progress().phase, Phase::InDoubt);
+    assert!(slot.lock().unwrap().is_none(), "it was killed");
 }
 
 #[test]

@@ -5,6 +5,7 @@ use driftline_dirty_tracker::{FrameRun, TrackedBitmap};
 use crate::delegate::Delegate;
 use crate::drive::GuestDrive;
 use crate::error::GuestError;
+use crate::memory_claim::MemoryRight;
 use crate::write_protect::WriteProtection;
 
 /// Guest memory in which writes by the VMM mark the trees.
@@ -18,6 +19,10 @@ pub trait GuestContents: Send + Sync {
     /// Returns the guest's memory. Writing to it marks the written frames in every subscriber's
     /// tree.
     fn ram(&self) -> &GuestRam;
+
+    /// Returns this process's right to run the guest in its memory. A copy of memory is that of
+    /// this guest if the right [is there](MemoryRight::check) when the copy is complete.
+    fn memory_right(&self) -> &MemoryRight;
 
     /// Returns the runs of frames, ascending, that a copy of all memory must include. Other frames
     /// were never written and read as zeros, or the guest does not need their content: the
@@ -66,6 +71,10 @@ pub trait GuestContents: Send + Sync {
 impl<T: Delegate<dyn GuestContents>> GuestContents for T {
     fn ram(&self) -> &GuestRam {
         self.delegate().ram()
+    }
+
+    fn memory_right(&self) -> &MemoryRight {
+        self.delegate().memory_right()
     }
 
     fn populated(&self) -> Result<Vec<FrameRun>, GuestError> {

@@ -28,6 +28,20 @@ impl fmt::Display for RunState {
     }
 }
 
+/// Why a process may not run a guest in shared memory.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum ClaimError {
+    /// The process to which the memory was offered has the guest.
+    #[error(
+        "another process has taken the guest over, in the memory that both have: continuing it \
+         here as well would destroy it"
+    )]
+    Taken,
+    /// The process that offered the memory has the guest.
+    #[error("the process that offered the guest's memory has kept the guest")]
+    Kept,
+}
+
 /// Why a guest refused or failed a request. The guest's state is unchanged unless stated otherwise.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -46,6 +60,9 @@ pub enum GuestError {
          another --tracking mode"
     )]
     NotTracked,
+    /// Another process has the guest, in memory that both have.
+    #[error(transparent)]
+    Claim(#[from] ClaimError),
     /// The configuration or a state section cannot be used on this host.
     #[error("{what} cannot be used on this host: {cause}")]
     Unsupported {

@@ -17,12 +17,12 @@ pub trait HandOver: Send + Sync {
     fn stay_awake(&self);
 
     /// Returns the files that hold the guest's memory, for another process of this host that
-    /// continues with them ([`GuestFactory::create_on`](crate::GuestFactory::create_on)). The guest
-    /// may run.
+    /// continues with them ([`GuestFactory::create_on`](crate::GuestFactory::create_on)), and
+    /// offers it the guest ([`MemoryRight::offer`](crate::MemoryRight::offer)). The guest may run.
     ///
     /// # Errors
     ///
-    /// The memory is not in files, or not all of it yet.
+    /// The memory is not in files, or not all of it yet; or an earlier offer was taken.
     fn share_memory(&self) -> Result<SharedMemory, GuestError>;
 
     /// Makes disks' written data durable without stopping the guest, so that a later release has

@@ -22,6 +22,7 @@
 //! PageSource      the pages of a lazily restored guest that have not arrived yet
 //! MemoryLoader    first contents of untouched memory
 //! SharedMemory    memory in files that another process of this host can map
+//! MemoryRight     which of these processes may run the guest
 //! GuestDrive      a drive of a guest, to be copied; DriveCopy is the copy in the making
 //! CopyBeforeWrite saves a block's old content before the guest overwrites it
 //! ```
@@ -41,6 +42,7 @@ mod hand_over;
 mod identity;
 mod lifecycle;
 mod lineage;
+mod memory_claim;
 mod page_source;
 mod populate;
 mod section;
@@ -62,13 +64,14 @@ pub use copy_before_write::{
 pub use delegate::Delegate;
 pub use dirty_log::DirtyLog;
 pub use drive::{DriveCopy, DriveHead, GuestDrive};
-pub use error::{GuestError, RunState};
+pub use error::{ClaimError, GuestError, RunState};
 pub use factory::{GuestFactory, GuestWithCopies};
 pub use guest::Guest;
 pub use hand_over::{HandOver, MAX_QUEUED_PACKETS};
 pub use identity::GuestIdentity;
 pub use lifecycle::{Lifecycle, Paused, VcpuPauses};
 pub use lineage::{Line, LineId, Origin};
+pub use memory_claim::{ClaimState, MemoryRight};
 pub use page_source::{LazyRestoreProgress, PageSource, PageSourceError};
 pub use populate::{MemoryLoader, Populate};
 pub use section::{Section, SectionTag};

@@ -1,20 +1,25 @@
 //! Guest memory in files that another process of this host can map.
 
+use std::fs::File;
 use std::io;
 use std::os::fd::AsFd;
+use std::sync::Arc;
 
 use driftline_dirty_tracker::{Layout, PAGE_SIZE, Slot};
-use rustix::fs::SealFlags;
 use vm_memory::FileOffset;
 
 use crate::error::GuestError;
+use crate::memory_claim::{MemoryRight, SIZE_SEALS, seals};
 
-/// The files that hold a guest's memory: one place for each memory slot, ascending by guest
-/// address. Several slots may share a file.
+/// The files that hold a guest's memory, and the file that says which process runs the guest.
 ///
-/// The places may come from another process, which is not believed: [`of`](Self::of) checks them.
+/// They may come from another process, which is not believed: [`of`](Self::of) and
+/// [`right`](Self::right) check them.
 #[derive(Clone, Debug)]
-pub struct SharedMemory(Vec<FileOffset>);
+pub struct SharedMemory {
+    slots: Vec<FileOffset>,
+    claim: Arc<File>,
+}
 
 /// Why memory in files cannot be that of a guest.
 #[derive(Debug, thiserror::Error)]
@@ -37,11 +42,24 @@ pub enum SharedMemoryError {
         #[source]
         cause: io::Error,
     },
-    /// The file may become shorter, and then an access to it ends this process.
-    #[error("the memory file of slot {slot} is not sealed against shrinking (F_SEAL_SHRINK)")]
+    /// The file may become shorter, and then an access to it ends this process; or its owner may
+    /// forbid this process to write to it.
+    #[error(
+        "the memory file of slot {slot} may still change its size or its seals: it needs \
+         F_SEAL_SHRINK, F_SEAL_GROW and F_SEAL_SEAL"
+    )]
     Unsealed {
         /// Number of the slot.
         slot: u32,
+    },
+    /// The file that says which process runs the guest is not a sealed memory file of a page.
+    #[error(
+        "the descriptor of the claim is not a sealed memory file of {PAGE_SIZE} bytes: {cause}"
+    )]
+    Claim {
+        /// The system's error, or what the file lacks.
+        #[source]
+        cause: io::Error,
     },
     /// The slot begins within a page of the file.
     #[error("memory slot {slot} begins at byte {offset} of its file, which is not a page's first")]
@@ -75,14 +93,35 @@ impl From<SharedMemoryError> for GuestError {
 }
 
 impl SharedMemory {
-    /// Takes one place for each slot, without checking them.
-    pub fn new(slots: Vec<FileOffset>) -> Self {
-        Self(slots)
+    /// Takes one place for each memory slot, ascending by guest address, and the file of the claim
+    /// ([`MemoryRight::offer`]). Several slots may share a file. Nothing is checked.
+    pub fn new(slots: Vec<FileOffset>, claim: Arc<File>) -> Self {
+        Self { slots, claim }
     }
 
-    /// Returns the places, unchecked.
-    pub fn unchecked(&self) -> &[FileOffset] {
-        &self.0
+    /// Returns the places of the slots, unchecked.
+    pub fn slots(&self) -> &[FileOffset] {
+        &self.slots
+    }
+
+    /// Returns the file of the claim, unchecked.
+    pub fn claim(&self) -> &Arc<File> {
+        &self.claim
+    }
+
+    /// Returns the right to run the guest in this memory, for the process that received it.
+    ///
+    /// # Errors
+    ///
+    /// The file of the claim is not a sealed memory file of a page, or cannot be mapped.
+    pub fn right(&self) -> Result<MemoryRight, SharedMemoryError> {
+        let refused = |cause| SharedMemoryError::Claim { cause };
+        let is_sealed = seals(self.claim.as_fd()).map_err(refused)?.contains(SIZE_SEALS);
+        let is_page = self.claim.metadata().map_err(refused)?.len() == PAGE_SIZE;
+        match is_sealed && is_page {
+            true => MemoryRight::received(self.claim.clone()).map_err(refused),
+            false => Err(refused(io::Error::other("its size may change, or differs"))),
+        }
     }
 
     /// Returns the place of each slot of `layout`, once it is certain that no access to it can fail
@@ -95,21 +134,20 @@ impl SharedMemory {
         &'m self,
         layout: &'m Layout,
     ) -> Result<impl Iterator<Item = (&'m Slot, &'m FileOffset)>, SharedMemoryError> {
-        let (found, expected) = (self.0.len(), layout.slots().len());
+        let (found, expected) = (self.slots.len(), layout.slots().len());
         if found != expected {
             return Err(SharedMemoryError::Slots { found, expected });
         }
-        layout.slots().zip(&self.0).try_for_each(|(slot, place)| check(slot, place))?;
-        Ok(layout.slots().zip(&self.0))
+        layout.slots().zip(&self.slots).try_for_each(|(slot, place)| check(slot, place))?;
+        Ok(layout.slots().zip(&self.slots))
     }
 }
 
 fn check(slot: &Slot, place: &FileOffset) -> Result<(), SharedMemoryError> {
     let (number, bytes, offset) = (slot.id.0, slot.run().bytes(), place.start());
     let foreign = |cause| SharedMemoryError::NotAMemoryFile { slot: number, cause };
-    // Only memory files have seals. The seal comes first: without it the size may change.
-    let seals = rustix::fs::fcntl_get_seals(place.file().as_fd()).map_err(|e| foreign(e.into()))?;
-    if !seals.contains(SealFlags::SHRINK) {
+    // The seals come first: without them the size may change.
+    if !seals(place.file().as_fd()).map_err(foreign)?.contains(SIZE_SEALS) {
         return Err(SharedMemoryError::Unsealed { slot: number });
     }
     if !offset.is_multiple_of(PAGE_SIZE) {
@@ -127,7 +165,7 @@ mod tests {
     use std::fs::File;
 
     use driftline_dirty_tracker::{Gfn, SlotId};
-    use rustix::fs::MemfdFlags;
+    use rustix::fs::{MemfdFlags, SealFlags};
 
     use super::*;
 
@@ -144,29 +182,46 @@ mod tests {
     }
 
     fn refusal(places: Vec<FileOffset>) -> String {
-        let memory = SharedMemory::new(places);
+        let memory = SharedMemory::new(places, MemoryRight::default().offer().unwrap());
         memory.of(&layout()).map(drop).unwrap_err().to_string()
     }
 
     #[test]
     fn sealed_file_of_enough_bytes_is_accepted() {
-        let file = memory_file(6 * PAGE_SIZE, SealFlags::SHRINK);
-        let memory = SharedMemory::new(vec![FileOffset::new(file, 2 * PAGE_SIZE)]);
+        let place = FileOffset::new(memory_file(6 * PAGE_SIZE, SIZE_SEALS), 2 * PAGE_SIZE);
+        let offers = MemoryRight::default();
+        let memory = SharedMemory::new(vec![place], offers.offer().unwrap());
         assert_eq!(memory.of(&layout()).unwrap().count(), 1);
+        assert_eq!(memory.right().unwrap().take(), Ok(()));
+        assert!(offers.check().is_err());
+    }
+
+    #[test]
+    fn file_that_is_no_claim_is_refused() {
+        let plain = tempfile::tempfile().unwrap();
+        plain.set_len(PAGE_SIZE).unwrap();
+        let (short, open) = (memory_file(100, SIZE_SEALS), SealFlags::SHRINK);
+        for claim in [plain, short, memory_file(PAGE_SIZE, open)] {
+            let refused = SharedMemory::new(Vec::new(), Arc::new(claim)).right().unwrap_err();
+            let refused = refused.to_string();
+            assert!(refused.contains("claim is not a sealed memory file of 4096"), "{refused}");
+        }
     }
 
     #[test]
     fn file_whose_pages_may_vanish_is_refused() {
         let place = |bytes, seals, offset| vec![FileOffset::new(memory_file(bytes, seals), offset)];
-        let short = refusal(place(4 * PAGE_SIZE - 1, SealFlags::SHRINK, 0));
+        let short = refusal(place(4 * PAGE_SIZE - 1, SIZE_SEALS, 0));
         assert!(short.contains("slot 3 has 16383 bytes, and the slot needs 16384"), "{short}");
         for offset in [PAGE_SIZE, u64::MAX - PAGE_SIZE + 1] {
-            let late = refusal(place(4 * PAGE_SIZE, SealFlags::SHRINK, offset));
+            let late = refusal(place(4 * PAGE_SIZE, SIZE_SEALS, offset));
             assert!(late.contains("from byte"), "{late}");
         }
-        let unsealed = refusal(place(4 * PAGE_SIZE, SealFlags::GROW, 0));
-        assert!(unsealed.contains("not sealed against shrinking"), "{unsealed}");
-        let within = refusal(place(8 * PAGE_SIZE, SealFlags::SHRINK, 512));
+        for seal in [SealFlags::SHRINK, SealFlags::GROW, SealFlags::SEAL] {
+            let unsealed = refusal(place(4 * PAGE_SIZE, SIZE_SEALS.difference(seal), 0));
+            assert!(unsealed.contains("slot 3 may still change its size"), "{unsealed}");
+        }
+        let within = refusal(place(8 * PAGE_SIZE, SIZE_SEALS, 512));
         assert!(within.contains("begins at byte 512"), "{within}");
         let plain = tempfile::tempfile().unwrap();
         plain.set_len(4 * PAGE_SIZE).unwrap();

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use driftline_dirty_tracker::{DirtySet, FrameRun, Subscription};
-use driftline_guest::{GuestRam, Paused, RunState, Section, VcpuPauses};
+use driftline_guest::{GuestError, GuestRam, Paused, RunState, Section, VcpuPauses};
 use driftline_store::{MemoryFileLayout, StoreFile};
 
 use super::error::SnapshotError;
@@ -78,8 +78,9 @@ impl<'g, G: Checkpointable + ?Sized> OperatorPause<'g, G> {
         Ok((pause, saved?))
     }
 
-    /// Fails if the guest was resumed since.
+    /// Fails if the guest was resumed since, or another process has its memory.
     fn check(&self) -> Result<(), SnapshotError> {
+        self.guest.memory_right().check().map_err(GuestError::from)?;
         let same = self.guest.vcpu_pauses() == self.before;
         let paused = self.guest.run_state() == RunState::Paused && !self.paused.was_running();
         if same && paused { Ok(()) } else { Err(SnapshotError::Resumed) }

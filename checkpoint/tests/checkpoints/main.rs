@@ -20,6 +20,7 @@ mod damage;
 mod drives;
 mod flight;
 mod golden;
+mod handed_over;
 mod line;
 mod memory_load;
 mod repair;

@@ -8,7 +8,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use driftline_dirty_tracker::PAGE_SIZE;
-use driftline_guest::{GuestFactory, GuestIdentity, HandOver, Lifecycle};
+use driftline_guest::{
+    GuestContents, GuestError, GuestFactory, GuestIdentity, HandOver, Lifecycle,
+};
 
 use super::copies::Copies;
 use super::host::{ReceiveFailed, ReceiveHost};
@@ -205,7 +207,7 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
 
 /// Acquires what only one host may hold, and resumes the guest if it ran at its source. On failure
 /// the guest holds nothing and is detached from its networks, because its source may resume it.
-fn take_over<G: GuestIdentity + Lifecycle + HandOver + ?Sized>(
+fn take_over<G: GuestIdentity + GuestContents + Lifecycle + HandOver + ?Sized>(
     guest: &G,
     copies: &mut Copies,
     _permit: MayRun,
@@ -217,12 +219,20 @@ fn take_over<G: GuestIdentity + Lifecycle + HandOver + ?Sized>(
     }
     // Releases everything again if it fails.
     guest.acquire()?;
-    if was_running && let Err(e) = guest.resume() {
+    let right = guest.memory_right();
+    let resume = || if was_running { guest.resume() } else { Ok(()) };
+    // The source may keep memory that both have until this takes it.
+    if let Err(e) = right.take().map_err(GuestError::from).and_then(|()| resume()) {
         if let Err(e) = guest.release() {
             tracing::warn!(vm = %guest.vm_id(), "releasing the guest's disks failed: {e}");
         }
         detach(guest);
+        // Last, because the source may then run the guest.
+        right.give_back();
         return Err(e.into());
+    }
+    if was_running {
+        right.mark_running();
     }
     Ok(())
 }

@@ -17,6 +17,7 @@ use crate::error::Cause;
 use crate::protocol::error::WireError;
 use crate::protocol::features::{FEATURES, LOCAL};
 use crate::protocol::message::MemoryPlaces;
+use crate::protocol::tag::Tag;
 use crate::transport::link::Link;
 use crate::transport::stop::StopFlag;
 use crate::transport::wire::Wire;
@@ -44,13 +45,17 @@ pub(super) fn receive(
     if !may_send(theirs, ours) {
         return Err(WireError::ForeignUser { theirs, ours });
     }
-    let files: Vec<Arc<File>> = files.into_iter().map(|file| Arc::new(file.into())).collect();
+    let mut files: Vec<Arc<File>> = files.into_iter().map(|file| Arc::new(file.into())).collect();
+    let claim = files.pop().ok_or(WireError::Malformed {
+        message: Tag::Memory,
+        why: "it has no descriptor of the claim",
+    })?;
     // No index is out of bounds: MEMORY was decoded, and has this number of descriptors.
     let slots = places.slots.iter().filter_map(|place| {
         let file = files.get(place.descriptor)?;
         Some(FileOffset::from_arc(file.clone(), place.offset))
     });
-    Ok(SharedMemory::new(slots.collect()))
+    Ok(SharedMemory::new(slots.collect(), claim))
 }
 
 /// Whether a process of user `ours` builds a guest on memory of user `theirs`.

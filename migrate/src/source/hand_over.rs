@@ -5,6 +5,7 @@
 use std::time::{Duration, Instant, SystemTime};
 
 use driftline_dirty_tracker::PAGE_SIZE;
+use driftline_guest::ClaimState;
 use uuid::Uuid;
 
 use super::channels::Channels;
@@ -148,10 +149,15 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
                     event
                 }
                 SourceOrder::Ask | SourceOrder::Wait | SourceOrder::Record => {
-                    self.show_doubt(known.doubt.as_deref());
                     // Freed here, because a doubt may last for days and time is not short any more.
                     drop(deferred.take());
-                    self.ask(record.question(), &mut channels.first, &mut known)
+                    match self.decided_by_claim() {
+                        Some(verdict) => SourceEvent::Answer(verdict),
+                        None => {
+                            self.show_doubt(known.doubt.as_deref());
+                            self.ask(record.question(), &mut channels.first, &mut known)
+                        }
+                    }
                 }
                 SourceOrder::TakeBack(permit) => {
                     let failed = committed_guest.take_back(permit, known.cause());
@@ -209,6 +215,20 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
             wire.stream().close();
             SourceEvent::Lost
         })
+    }
+
+    /// Returns which process has a guest whose memory both have. If the destination has not taken
+    /// it, this side keeps it. `None` if memory was copied, or the destination has taken the guest
+    /// and not yet run it.
+    fn decided_by_claim(&self) -> Option<Verdict> {
+        let right = self.guest.memory_right();
+        match right.offered().filter(|_| self.options.local)? {
+            ClaimState::Running => Some(Verdict::Running),
+            ClaimState::Taken => None,
+            ClaimState::Offered | ClaimState::Kept => {
+                right.keep().is_ok().then_some(Verdict::Discarded)
+            }
+        }
     }
 
     /// Shows the doubt once in the log, and every time in the progress.

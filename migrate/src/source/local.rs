@@ -1,4 +1,4 @@
-//! Takes the place of pre-copy if the guest's memory is handed over as it is (`shared_memory`).
+//! What takes the place of pre-copy if memory is handed over as it is (`shared_memory`).
 //!
 //! The passes carry no frames. The first one waits until the destination has populated its page
 //! tables; the last one belongs to the protocol of the pause. This side does not subscribe to the
@@ -22,8 +22,8 @@ use crate::protocol::message::Counts;
 use crate::transport::compression::Compression;
 
 impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
-    /// Takes the place of pre-copy: waits until the destination is ready for the pause, in which
-    /// nothing of memory is sent.
+    /// Takes the place of pre-copy: waits until the destination is ready for the pause, which sends
+    /// no memory.
     pub(super) fn prepare_local(
         &self,
         channels: &mut Channels,

@@ -7,7 +7,7 @@ use std::time::{Instant, SystemTime};
 
 use driftline_dirty_tracker::{DirtySet, Subscription};
 use driftline_guest::{
-    DirtyLog, GuestError, GuestIdentity, HandOver, Lifecycle, Paused, SavedState,
+    DirtyLog, GuestContents, GuestError, GuestIdentity, HandOver, Lifecycle, Paused, SavedState,
 };
 
 use super::job::SendFailed;
@@ -17,7 +17,8 @@ use crate::protocol::two_phase::{MayEnd, MayRunHere};
 
 /// A paused guest that certainly belongs to this host.
 #[must_use = "dropping this gives the guest back"]
-pub(super) struct PausedGuest<'g, G: GuestIdentity + Lifecycle + HandOver + ?Sized> {
+pub(super) struct PausedGuest<'g, G: GuestIdentity + GuestContents + Lifecycle + HandOver + ?Sized>
+{
     guest: &'g G,
     /// Set until the guest is resumed or committed.
     paused: Option<Paused<'g, G>>,
@@ -27,7 +28,7 @@ pub(super) struct PausedGuest<'g, G: GuestIdentity + Lifecycle + HandOver + ?Siz
     clock: SystemTime,
 }
 
-impl<'g, G: GuestIdentity + Lifecycle + HandOver + ?Sized> PausedGuest<'g, G> {
+impl<'g, G: GuestIdentity + GuestContents + Lifecycle + HandOver + ?Sized> PausedGuest<'g, G> {
     /// Pauses the guest and saves its state.
     pub(super) fn saving(guest: &'g G) -> Result<(Self, SavedState), GuestError> {
         let (since, clock) = (Instant::now(), SystemTime::now());
@@ -77,7 +78,7 @@ impl<'g, G: GuestIdentity + Lifecycle + HandOver + ?Sized> PausedGuest<'g, G> {
     fn take_back(&mut self) -> Result<(), GuestError> {
         let Some(paused) = self.paused.take() else { return Ok(()) };
         if self.released
-            && let Err(e) = self.guest.acquire()
+            && let Err(e) = acquire(self.guest)
         {
             // The guest must not run without its disks.
             paused.keep_paused();
@@ -101,12 +102,18 @@ impl<'g, G: GuestIdentity + Lifecycle + HandOver + ?Sized> PausedGuest<'g, G> {
     }
 }
 
-impl<G: GuestIdentity + Lifecycle + HandOver + ?Sized> Drop for PausedGuest<'_, G> {
+impl<G: GuestIdentity + GuestContents + Lifecycle + HandOver + ?Sized> Drop for PausedGuest<'_, G> {
     fn drop(&mut self) {
         if let Err(e) = self.take_back() {
             tracing::error!(vm = %self.guest.vm_id(), "the guest stays paused: {e}");
         }
     }
+}
+
+/// Acquires memory that was offered to another process, and all that only one host may hold.
+fn acquire<G: GuestContents + HandOver + ?Sized>(guest: &G) -> Result<(), GuestError> {
+    guest.memory_right().keep()?;
+    guest.acquire()
 }
 
 fn place(taken_back: Result<(), GuestError>) -> GuestPlace {
@@ -118,15 +125,18 @@ fn place(taken_back: Result<(), GuestError>) -> GuestPlace {
 
 /// A paused guest that may run at another host. Dropping it leaves it paused.
 #[must_use = "the guest stays paused until a permit resumes or ends it"]
-pub(super) struct CommittedGuest<'g, G: GuestIdentity + Lifecycle + HandOver + ?Sized> {
+pub(super) struct CommittedGuest<
+    'g,
+    G: GuestIdentity + GuestContents + Lifecycle + HandOver + ?Sized,
+> {
     guest: &'g G,
     was_running: bool,
 }
 
-impl<G: GuestIdentity + Lifecycle + HandOver + ?Sized> CommittedGuest<'_, G> {
+impl<G: GuestIdentity + GuestContents + Lifecycle + HandOver + ?Sized> CommittedGuest<'_, G> {
     /// Resumes the guest here.
     pub(super) fn take_back(self, _permit: MayRunHere, cause: Cause) -> SendFailed {
-        let resumed = self.guest.acquire().and_then(|()| match self.was_running {
+        let resumed = acquire(self.guest).and_then(|()| match self.was_running {
             true => self.guest.resume(),
             false => Ok(()),
         });

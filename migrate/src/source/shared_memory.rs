@@ -54,15 +54,15 @@ fn may_receive(theirs: u32, ours: u32) -> bool {
     theirs == ours || theirs == 0 || ours == 0
 }
 
-/// Sends MEMORY. Several slots of one file share its descriptor.
+/// Sends MEMORY. Several slots of one file share its descriptor; that of the claim is the last.
 pub(super) fn send_memory(wire: &mut Wire<Link>, memory: &SharedMemory) -> Result<(), Cause> {
-    let asking = |cause| Cause::System { what: "asking who the receiver is", cause };
+    let asking = |cause| Cause::System { what: "finding the user of the receiver", cause };
     let theirs = wire.stream().peer_user().map_err(asking)?;
     let ours = geteuid().as_raw();
     if !may_receive(theirs, ours) {
         return Err(LocalConflict::Receiver { theirs, ours }.into());
     }
-    let slots = memory.unchecked();
+    let slots = memory.slots();
     fits("the guest's memory layout", slots.len() as u64, MAX_SLOTS.into())?;
     let mut files = Vec::new();
     let mut places = Vec::with_capacity(slots.len());
@@ -74,6 +74,7 @@ pub(super) fn send_memory(wire: &mut Wire<Link>, memory: &SharedMemory) -> Resul
         });
         places.push(MemoryPlace { descriptor, offset: slot.start() });
     }
+    files.push(memory.claim().clone());
     fits("the list of memory files", files.len() as u64, MAX_DESCRIPTORS.into())?;
     let descriptors: Vec<BorrowedFd<'_>> = files.iter().map(|file| file.as_fd()).collect();
     let places = MemoryPlaces { descriptors: descriptors.len(), slots: places };

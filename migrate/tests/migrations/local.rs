@@ -19,7 +19,7 @@ use driftline_guest::{
 };
 use driftline_migrate::{Cause, Compression, CopyDrives, SendOptions, SendTls};
 use rustix::fs::{MemfdFlags, SealFlags};
-use vm_memory::{Bytes, FileOffset, GuestAddress};
+use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryBackend};
 
 fn options(hosts: &HostPair) -> SendOptions {
     SendOptions { local: true, ..quick_send(hosts) }
@@ -31,7 +31,8 @@ fn receiver(hosts: &HostPair) -> Receiver {
 
 /// Returns the file of the guest's first slot.
 fn file_number(guest: &MemoryGuest) -> u64 {
-    guest.share_memory().unwrap().unchecked()[0].file().metadata().unwrap().ino()
+    let first = guest.ram().iter().next().unwrap();
+    first.file_offset().unwrap().file().metadata().unwrap().ino()
 }
 
 #[test]
@@ -183,9 +184,15 @@ impl HandOver for SharesOther {
     }
 }
 
+const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
+
 fn memory_file(bytes: u64, seals: SealFlags) -> File {
+    named_memory_file("other", bytes, seals)
+}
+
+fn named_memory_file(name: &str, bytes: u64, seals: SealFlags) -> File {
     let flags = MemfdFlags::ALLOW_SEALING | MemfdFlags::CLOEXEC;
-    let file: File = rustix::fs::memfd_create("unexpected", flags).unwrap().into();
+    let file: File = rustix::fs::memfd_create(name, flags).unwrap().into();
     file.set_len(bytes).unwrap();
     rustix::fs::fcntl_add_seals(&file, seals).unwrap();
     file
@@ -196,26 +203,30 @@ fn memory_that_may_vanish_is_refused() {
     let hosts = HostPair::new();
     let guest = hosts.start_in_files(MemoryConfig::small());
     let there = receiver(&hosts);
-    let slots = || guest.share_memory().unwrap().unchecked().to_vec();
+    let shared = guest.share_memory().unwrap();
+    let of = |slots: &[FileOffset]| SharedMemory::new(slots.to_vec(), shared.claim().clone());
     let second = |file: File| {
-        let mut slots = slots();
+        let mut slots = shared.slots().to_vec();
         slots[1] = FileOffset::new(file, 0);
-        SharedMemory::new(slots)
+        of(&slots)
     };
     let needed = 724 * PAGE_SIZE;
     let plain = tempfile::tempfile().unwrap();
     plain.set_len(needed).unwrap();
     let read_only = {
-        let file = memory_file(needed, SealFlags::SHRINK);
+        let file = memory_file(needed, SEALS);
         let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&file));
         File::open(path).unwrap()
     };
+    let no_claim = Arc::new(memory_file(2 * PAGE_SIZE, SEALS));
+    let no_claim = SharedMemory::new(shared.slots().to_vec(), no_claim);
     for (memory, why) in [
-        (second(memory_file(needed - 1, SealFlags::SHRINK)), "and the slot needs 2965504"),
-        (second(memory_file(needed, SealFlags::GROW)), "not sealed against shrinking"),
+        (second(memory_file(needed - 1, SEALS)), "and the slot needs 2965504"),
+        (second(memory_file(needed, SealFlags::SHRINK)), "slot 1 may still change its size"),
         (second(plain), "not a memory file"),
         (second(read_only), "mapping memory failed"),
-        (SharedMemory::new(slots()[..1].to_vec()), "has 1 memory slots, and the guest has 2"),
+        (of(&shared.slots()[..1]), "has 1 memory slots, and the guest has 2"),
+        (no_claim, "the descriptor of the claim is not a sealed memory file"),
     ] {
         let other = Arc::new(SharesOther(guest.clone(), memory));
         let refused = Sender::start(&other, &there.to, &options(&hosts)).result().unwrap_err();
@@ -311,15 +322,21 @@ impl RawSource {
     }
 }
 
-fn whole_memory(guest: &MemoryGuest) -> OwnedFd {
-    memory_file(guest.layout().frames() * PAGE_SIZE, SealFlags::SHRINK).into()
+/// Returns a file for all memory of `guest`.
+fn whole_memory(name: &str, guest: &MemoryGuest) -> OwnedFd {
+    named_memory_file(name, guest.layout().frames() * PAGE_SIZE, SEALS).into()
 }
 
-/// Returns how many of this process's descriptors are files of these tests.
-fn unexpected_files() -> usize {
+/// Returns the descriptors of MEMORY.
+fn descriptors(name: &str, guest: &MemoryGuest) -> [OwnedFd; 2] {
+    [whole_memory(name, guest), named_memory_file(name, PAGE_SIZE, SEALS).into()]
+}
+
+/// Returns how many of this process's descriptors are memory files of this name.
+fn open_files(name: &str) -> usize {
     let files = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
-    let names = files.filter_map(|file| std::fs::read_link(file.path()).ok());
-    names.filter(|name| name.to_string_lossy().contains("memfd:unexpected")).count()
+    let targets = files.filter_map(|file| std::fs::read_link(file.path()).ok());
+    targets.filter(|to| to.to_string_lossy().contains(&format!("memfd:{name}"))).count()
 }
 
 #[test]
@@ -328,13 +345,13 @@ fn descriptors_must_be_those_announced() {
     let guest = hosts.start_in_files(MemoryConfig::small());
     let there = receiver(&hosts);
     for (announced, sent, why) in [
-        (1, 0, "the descriptors of MEMORY is 0 by the peer's count and 1"),
-        (2, 1, "the descriptors of MEMORY is 1 by the peer's count and 2"),
-        (1, 3, "the descriptors of MEMORY is 3 by the peer's count and 1"),
+        (2, 0, "the number of descriptors is 2 by the peer's count and 0"),
+        (3, 1, "the number of descriptors is 3 by the peer's count and 1"),
+        (2, 3, "the number of descriptors is 2 by the peer's count and 3"),
         (16, 40, "it carries more descriptors than it may"),
-        (17, 17, "it has no descriptors, or too many"),
+        (17, 17, "it has fewer than two descriptors, or too many"),
     ] {
-        let files: Vec<OwnedFd> = (0..sent).map(|_| whole_memory(&guest)).collect();
+        let files: Vec<OwnedFd> = (0..sent).map(|_| whole_memory("other", &guest)).collect();
         let mut source = RawSource::greet(&there.to, &guest);
         source.memory(announced, &files);
         let (reason, was_ready) = source.reason();
@@ -357,7 +374,7 @@ fn shared_memory_takes_no_frames() {
         ("CONNECTIONS", 1u64.to_le_bytes().to_vec(), "CONNECTIONS came where"),
     ] {
         let mut source = RawSource::greet(&there.to, &guest);
-        source.memory(1, &[whole_memory(&guest)]);
+        source.memory(2, &descriptors("other", &guest));
         source.config();
         source.send(name, &payload, &[], &[]);
         let (reason, was_ready) = source.reason();
@@ -366,8 +383,8 @@ fn shared_memory_takes_no_frames() {
         within(LONG, "the receiver waits", || there.waits_on());
     }
     let mut twice = RawSource::greet(&there.to, &guest);
-    twice.memory(1, &[whole_memory(&guest)]);
-    twice.memory(1, &[whole_memory(&guest)]);
+    twice.memory(2, &descriptors("other", &guest));
+    twice.memory(2, &descriptors("other", &guest));
     let (reason, _) = twice.reason();
     assert!(reason.contains("MEMORY came where CONFIG was expected"), "{reason}");
     drop(twice);
@@ -383,13 +400,14 @@ fn descriptors_of_refused_sources_are_closed() {
     let there = receiver(&hosts);
     // Leaves after MEMORY, and sends descriptors with a message that has none.
     let mut source = RawSource::greet(&there.to, &guest);
-    source.memory(1, &[whole_memory(&guest)]);
+    source.memory(2, &descriptors("refused", &guest));
     drop(source);
     let mut source = RawSource::greet(&there.to, &guest);
-    source.send("ENDED", &[7; 16], &[], &[whole_memory(&guest), whole_memory(&guest)]);
+    source.send("ENDED", &[7; 16], &[], &descriptors("refused", &guest));
     source.reason();
     drop(source);
-    within(LONG, "all are closed", || unexpected_files() == 0);
+    within(LONG, "both are refused", || there.control.progress().refused == 2);
+    within(LONG, "all are closed", || open_files("refused") == 0);
     there.control.cancel().unwrap();
     there.error();
 }

@@ -18,6 +18,7 @@ mod drives;
 mod faults;
 mod golden;
 mod local;
+mod local_claims;
 mod loopback;
 mod options;
 mod strangers;

@@ -25,8 +25,8 @@ use crate::blocks::PAGE_BYTES;
 use crate::collection_report::CollectionReport;
 use crate::{
     DirtyLog, GuestContents, GuestDrive, GuestError, GuestIdentity, GuestRam, HandOver,
-    LazyRestoreProgress, Lifecycle, Line, LineId, MemoryLoader, PageSource, Populate, RunState,
-    SavedState, Stateful, VcpuPauses, VcpuWrites, VmId, WriteProtection, WriteThrottle,
+    LazyRestoreProgress, Lifecycle, Line, LineId, MemoryLoader, MemoryRight, PageSource, Populate,
+    RunState, SavedState, Stateful, VcpuPauses, VcpuWrites, VmId, WriteProtection, WriteThrottle,
 };
 
 /// Maximum number of wrong frames listed individually.
@@ -40,6 +40,7 @@ pub struct MemoryGuest {
     layout: Arc<Layout>,
     tracker: Arc<Tracker>,
     ram: GuestRam,
+    right: MemoryRight,
     gate: Arc<WriterGate>,
     writers: Vec<Arc<PageWriter>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
@@ -139,7 +140,7 @@ impl MemoryGuest {
         static SERIAL: AtomicU64 = AtomicU64::new(1);
         let layout = config.layout()?;
         let tracker = Arc::new(Tracker::new(layout.clone()));
-        let ram = memory.map(&layout, &tracker)?;
+        let (ram, right) = (memory.map(&layout, &tracker)?, memory.right()?);
         let (layout, gate) = (Arc::new(layout), Arc::new(WriterGate::new(config.writers.into())));
         let mut guest = Self {
             vm_id,
@@ -148,6 +149,7 @@ impl MemoryGuest {
             layout,
             tracker,
             ram,
+            right,
             gate,
             writers: Vec::new(),
             threads: Mutex::default(),
@@ -312,6 +314,10 @@ impl GuestIdentity for MemoryGuest {
 impl GuestContents for MemoryGuest {
     fn ram(&self) -> &GuestRam {
         &self.ram
+    }
+
+    fn memory_right(&self) -> &MemoryRight {
+        &self.right
     }
 
     /// Returns the frames that are not zero now. One written later is in the next epoch.

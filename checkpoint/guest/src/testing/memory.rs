@@ -9,7 +9,7 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use vm_memory::mmap::MmapRegionBuilder;
 use vm_memory::{FileOffset, GuestAddress, GuestRegionMmap};
 
-use crate::{GuestError, GuestRam, SharedMemory};
+use crate::{GuestError, GuestRam, MemoryRight, SharedMemory};
 
 /// The memory that a test guest is built on.
 pub(super) enum TestGuestMemory<'m> {
@@ -22,6 +22,14 @@ pub(super) enum TestGuestMemory<'m> {
 }
 
 impl TestGuestMemory<'_> {
+    /// Returns the right of a guest that is built on it.
+    pub(super) fn right(&self) -> Result<MemoryRight, GuestError> {
+        match self {
+            Self::Private | Self::Files => Ok(MemoryRight::default()),
+            Self::Shared(memory) => Ok(memory.right()?),
+        }
+    }
+
     /// Maps the slots as regions in which writes mark `tracker`.
     pub(super) fn map(
         &self,
@@ -68,7 +76,7 @@ fn memory_file(bytes: u64) -> io::Result<File> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     let file: File = rustix::fs::memfd_create("test-guest", flags)?.into();
     file.set_len(bytes)?;
-    rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW)?;
+    rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
     Ok(file)
 }
 

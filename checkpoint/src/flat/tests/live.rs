@@ -4,7 +4,9 @@ use std::fs;
 
 use driftline_dirty_tracker::FrameRun;
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, Op, TestDisk};
-use driftline_guest::{DirtyLog, GuestIdentity, Lifecycle, PAGE_BYTES, RunState, VmId};
+use driftline_guest::{
+    DirtyLog, GuestContents, GuestIdentity, Lifecycle, PAGE_BYTES, RunState, SharedMemory, VmId,
+};
 use driftline_store::testing::MemoryDisk;
 use driftline_store::{Backend, MemoryFileLayout};
 
@@ -12,7 +14,7 @@ use super::{await_writes, fill, image, loaded, nth, request, still};
 use crate::copy_planner::CopyPlanner;
 use crate::epoch_output::EpochOutput;
 use crate::flat::live::{FlatOutput, live_snapshot};
-use crate::flat::{SnapshotError, SnapshotKind, create_live_snapshot};
+use crate::flat::{SnapshotError, SnapshotKind, create_live_snapshot, create_snapshot};
 
 #[test]
 fn live_snapshot_is_a_moment_of_the_guest() {
@@ -40,6 +42,23 @@ fn live_snapshot_is_a_moment_of_the_guest() {
         }
         guest.verify().unwrap();
     }
+}
+
+#[test]
+fn snapshot_of_taken_memory_is_refused() {
+    let guest = MemoryGuest::start(MemoryConfig::small()).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let request = request(dir.path(), SnapshotKind::Full);
+    let claim = guest.memory_right().offer().unwrap();
+    SharedMemory::new(Vec::new(), claim).right().unwrap().take().unwrap();
+    let running = create_live_snapshot(&*guest, None, &request);
+    guest.pause().unwrap();
+    let paused = create_snapshot(&*guest, None, &request);
+    for refused in [running, paused] {
+        let why = refused.unwrap_err().to_string();
+        assert!(why.contains("another process has taken"), "{why}");
+    }
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0, "nothing is left");
 }
 
 #[test]

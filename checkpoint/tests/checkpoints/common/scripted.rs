@@ -217,6 +217,10 @@ impl GuestContents for ScriptedGuest {
         self.0.guest.ram()
     }
 
+    fn memory_right(&self) -> &driftline_guest::MemoryRight {
+        self.0.guest.memory_right()
+    }
+
     fn populated(&self) -> Result<Vec<FrameRun>, GuestError> {
         self.0.guest.populated()
     }

@@ -30,10 +30,10 @@ pub(crate) struct MemoryPlace {
 }
 
 /// The place of each memory slot, in the order of CONFIG. Every descriptor that a place names is
-/// one of those announced; the offsets are not checked.
+/// one of those announced, and not the last; the offsets are not checked.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct MemoryPlaces {
-    /// Number of descriptors that come with the message.
+    /// Number of descriptors that come with the message. The last one is that of the claim.
     pub(crate) descriptors: usize,
     pub(crate) slots: Vec<MemoryPlace>,
 }
@@ -47,16 +47,16 @@ impl MemoryPlaces {
         if !(1..=MAX_SLOTS).contains(&slots) {
             return Err(malformed(tag, "it has no memory slots, or too many"));
         }
-        if !(1..=MAX_DESCRIPTORS).contains(&descriptors) {
-            return Err(malformed(tag, "it has no descriptors, or too many"));
+        if !(2..=MAX_DESCRIPTORS).contains(&descriptors) {
+            return Err(malformed(tag, "it has fewer than two descriptors, or too many"));
         }
         let (places, rest) = <[RawPlace]>::ref_from_prefix_with_elems(rest, slots as usize)
             .map_err(|_| malformed(tag, "its table of slots is longer than the message"))?;
         if !rest.is_empty() {
             return Err(malformed(tag, "bytes follow its table of slots"));
         }
-        if places.iter().any(|place| place.descriptor.get() >= descriptors) {
-            return Err(malformed(tag, "it names a descriptor that it does not have"));
+        if places.iter().any(|place| place.descriptor.get() >= descriptors - 1) {
+            return Err(malformed(tag, "it names a descriptor that is not of memory"));
         }
         let place = |raw: &RawPlace| MemoryPlace {
             descriptor: raw.descriptor.get() as usize,
@@ -83,7 +83,7 @@ mod tests {
 
     fn places() -> MemoryPlaces {
         let place = |descriptor, offset| MemoryPlace { descriptor, offset };
-        MemoryPlaces { descriptors: 2, slots: vec![place(1, 0), place(0, 1 << 40), place(1, 4096)] }
+        MemoryPlaces { descriptors: 3, slots: vec![place(1, 0), place(0, 1 << 40), place(1, 4096)] }
     }
 
     #[test]
@@ -107,10 +107,10 @@ mod tests {
             (1, 5, "no memory slots, or too many"),
             (0, 4, "longer than the message"),
             (0, 2, "bytes follow"),
-            (4, 0, "no descriptors, or too many"),
-            (4, MAX_DESCRIPTORS as u8 + 1, "no descriptors, or too many"),
-            (4, 1, "names a descriptor that it does not have"),
-            (16, 2, "names a descriptor that it does not have"),
+            (4, 1, "fewer than two descriptors, or too many"),
+            (4, MAX_DESCRIPTORS as u8 + 1, "fewer than two descriptors, or too many"),
+            (4, 2, "names a descriptor that is not of memory"),
+            (16, 2, "names a descriptor that is not of memory"),
         ] {
             let error = with(at, byte);
             assert!(error.contains(why), "byte {at}: {error}");

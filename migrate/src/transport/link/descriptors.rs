@@ -25,7 +25,8 @@ const SPACE: usize = rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS as usize));
 #[derive(Debug)]
 pub(crate) struct ReceivedDescriptors {
     pub(crate) all: Vec<OwnedFd>,
-    /// Whether the kernel has closed some, because there were more than [`MAX_DESCRIPTORS`].
+    /// Whether the kernel has closed some: there were more than [`MAX_DESCRIPTORS`], or this
+    /// process may not have so many.
     pub(crate) truncated: bool,
 }
 

@@ -42,10 +42,13 @@ impl Wire<Link> {
         self.out_of_step = false;
         self.received_bytes += length as u64;
         if received.truncated {
-            let why = "it carries more descriptors than it may";
+            let why = match received.all.len() > announced {
+                true => "it carries more descriptors than it may",
+                false => "not all its descriptors could be opened here (see `ulimit -n`)",
+            };
             return Err(WireError::Malformed { message: Tag::Memory, why });
         }
-        same("the descriptors of MEMORY", received.all.len() as u64, announced as u64)?;
+        same("the number of descriptors", announced as u64, received.all.len() as u64)?;
         Ok(received.all)
     }
 }

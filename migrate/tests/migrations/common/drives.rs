@@ -189,6 +189,9 @@ impl GuestContents for GuestWithDrives {
     fn ram(&self) -> &GuestRam {
         self.guest.ram()
     }
+    fn memory_right(&self) -> &driftline_guest::MemoryRight {
+        self.guest.memory_right()
+    }
     fn populated(&self) -> Result<Vec<FrameRun>, GuestError> {
         self.guest.populated()
     }

@@ -62,8 +62,8 @@ impl Trickle {
 pub struct ProxyPlan {
     /// Whether from the source, the unit, and the cut.
     cut: Option<(bool, At, CutPoint)>,
-    /// An action before every record of this tag from the source.
-    act: Option<(u16, RecordAction)>,
+    /// An action before every record of a tag: whether from the source, and the tag.
+    act: Option<(bool, u16, RecordAction)>,
     /// A bit to flip: whether from the source, the unit, and the byte (modulo its length).
     flip: Option<(bool, At, usize)>,
     /// From here on the destination's bytes are forwarded at one byte every 100 ms.
@@ -104,9 +104,12 @@ impl ProxyPlan {
         Self { record: Some(to.clone()), ..Self::default() }
     }
 
-    pub fn before_from_source(mut self, tag: u16, act: impl FnMut() + Send + 'static) -> Self {
-        self.act = Some((tag, Box::new(act)));
-        self
+    pub fn before_from_source(self, tag: u16, act: impl FnMut() + Send + 'static) -> Self {
+        Self { act: Some((true, tag, Box::new(act))), ..self }
+    }
+
+    pub fn before_from_destination(self, tag: u16, act: impl FnMut() + Send + 'static) -> Self {
+        Self { act: Some((false, tag, Box::new(act))), ..self }
     }
 }
 
@@ -205,7 +208,7 @@ fn relay(
             made: false,
             flip: flip.filter(|f| f.0 == from_source).map(|f| (f.1, f.2)),
             trickle: if from_source { None } else { trickle.take() },
-            act: if from_source { act.take() } else { None },
+            act: act.take_if(|act| act.0 == from_source).map(|(_, tag, act)| (tag, act)),
             record: record.clone().filter(|_| from_source),
             seen: seen.clone(),
             stalled: stalled.clone(),

@@ -25,9 +25,9 @@ use std::time::{Duration, Instant};
 use driftline_dirty_tracker::{FrameRun, Layout, Subscription};
 use driftline_guest::{
     Clock, CollectionReport, DirtyLog, GuestContents, GuestDrive, GuestError, GuestIdentity,
-    GuestRam, LazyRestoreProgress, Lifecycle, Line, MemoryLoader, PageSource, Populate, RunState,
-    SavedState, Section, SharedMemory, Stateful, VcpuPauses, VcpuWrites, VmId, WriteProtection,
-    WriteThrottle,
+    GuestRam, LazyRestoreProgress, Lifecycle, Line, MemoryLoader, MemoryRight, PageSource,
+    Populate, RunState, SavedState, Section, SharedMemory, Stateful, VcpuPauses, VcpuWrites, VmId,
+    WriteProtection, WriteThrottle,
 };
 use driftline_images::PayloadSpec;
 use driftline_images::workload::{WorkingSetPlacement, ready_line};
@@ -233,6 +233,10 @@ impl GuestIdentity for ThreadMachine {
 impl GuestContents for ThreadMachine {
     fn ram(&self) -> &GuestRam {
         self.memory.ram()
+    }
+
+    fn memory_right(&self) -> &MemoryRight {
+        self.memory.right()
     }
 
     fn populated(&self) -> Result<Vec<FrameRun>, GuestError> {

@@ -21,30 +21,30 @@ fn local_receiver<'p>(tmp: &'p TestDir, name: &'static str, more: &[&str]) -> (V
     (vmm, address)
 }
 
-/// Returns a process's share of resident memory, in KiB; 0 once it has ended.
-fn share_kib(pid: u32) -> u64 {
-    let rollup = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).unwrap_or_default();
-    let line = rollup.lines().find_map(|line| line.strip_prefix("Pss:"));
-    line.and_then(|kib| kib.trim().trim_end_matches(" kB").parse().ok()).unwrap_or(0)
+/// Returns a process's share of resident memory, in KiB. `None` once it has ended.
+fn share_kib(pid: u32) -> Option<u64> {
+    let rollup = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).ok()?;
+    let line = rollup.lines().find_map(|line| line.strip_prefix("Pss:"))?;
+    line.trim().trim_end_matches(" kB").parse().ok()
 }
 
-/// Returns what both processes have together, in KiB. `None` if that changes just now: the two
-/// shares are not read at the same moment, and one grows as the other falls.
+/// Returns what both processes have together, in KiB. `None` if one has ended, or if that changes
+/// just now: the two shares are not read at the same moment, and one grows as the other falls.
 fn together_kib([one, other]: [u32; 2]) -> Option<u64> {
-    let before = share_kib(one);
-    let both = before + share_kib(other);
-    (share_kib(one).abs_diff(before) < 2 << 10).then_some(both)
+    let before = share_kib(one)?;
+    let both = before + share_kib(other)?;
+    (share_kib(one)?.abs_diff(before) < 2 << 10).then_some(both)
 }
 
 /// Runs `work`. Returns its result, and the most memory that the processes had together meanwhile,
-/// in KiB.
-fn most_together<T>(pids: [u32; 2], work: impl FnOnce() -> T) -> (T, u64) {
+/// in KiB; `None` if that was never read.
+fn most_together<T>(pids: [u32; 2], work: impl FnOnce() -> T) -> (T, Option<u64>) {
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let sampler = scope.spawn(|| {
-            let mut most = 0;
+            let mut most = None;
             while !over.load(Ordering::SeqCst) {
-                most = most.max(together_kib(pids).unwrap_or(0));
+                most = most.max(together_kib(pids));
                 std::thread::sleep(Duration::from_millis(1));
             }
             most
@@ -60,7 +60,8 @@ fn changes_hands_three_times(machine: &[&str], mem_bytes: u64) {
     let mut vmm = Vmm::run(&tmp, "first", &[machine, IN_FILES].concat());
     let id = vmm.info().unwrap()["vm_id"].clone();
     let mut before = vmm.await_progress(2, &[]);
-    let own_kib = share_kib(vmm.pid());
+    let own_kib = share_kib(vmm.pid()).unwrap();
+    assert!(own_kib > 4 << 10, "{own_kib} KiB are less than the guest has written");
     for name in ["second", "third", "fourth"] {
         // The kind of memory is that of the guest, whatever the receiver's own.
         let (mut next, to) = local_receiver(&tmp, name, &[]);
@@ -76,6 +77,7 @@ fn changes_hands_three_times(machine: &[&str], mem_bytes: u64) {
         next.await_api();
         assert_eq!((&next.info().unwrap()["vm_id"], next.state()), (&id, "running".to_owned()));
         before = next.await_progress(2, &before);
+        let most_kib = most_kib.expect("both processes were there");
         println!("{name}: {own_kib} KiB before, at most {most_kib} KiB together: {report}");
         assert!(most_kib < own_kib + (32 << 10), "{most_kib} KiB, and {own_kib} KiB before");
         vmm = next;
@@ -111,16 +113,30 @@ fn kvm_guest_changes_hands() {
 fn checkpoints_follow_a_hand_over() {
     let tmp = TestDir::new();
     let store = tmp.text("store");
-    let vmm = Vmm::run(&tmp, "first", &[THREADS, IN_FILES].concat());
-    vmm.tell(&["checkpoint", "--store", &store, "--every", "20ms", "--count", "3"]);
-    let (mut next, to) = local_receiver(&tmp, "second", &[]);
-    let table = vmm.tell(&["send-migration", &to, "--local"]);
-    assert!(table.contains("64 MiB handed over as it is, nothing copied"), "{table}");
-    next.await_api();
-    next.tell(&["checkpoint", "--store", &store, "--every", "20ms", "--count", "3"]);
-    next.tell(&["stop"]);
-    assert_eq!(next.wait(), Some(0));
+    let mut vmm = Vmm::run(&tmp, "first", &[THREADS, IN_FILES].concat());
+    // Checkpoints are under way at every hand-over.
+    let begin = |vmm: &Vmm<'_>| {
+        vmm.tell(&["checkpoint", "--store", &store, "--every", "1ms", "--detach"]);
+    };
+    begin(&vmm);
+    for name in ["second", "third", "fourth"] {
+        let (mut next, to) = local_receiver(&tmp, name, &[]);
+        let table = vmm.tell(&["send-migration", &to, "--local"]);
+        assert!(table.contains("64 MiB handed over as it is, nothing copied"), "{table}");
+        assert_eq!(vmm.wait(), Some(0), "{}", vmm.stderr());
+        next.await_api();
+        next.await_progress(2, &[]);
+        begin(&next);
+        vmm = next;
+    }
+    vmm.tell(&["checkpoint", "--stop"]);
+    vmm.tell(&["stop"]);
+    assert_eq!(vmm.wait(), Some(0));
     succeed(&["store", "verify", &store]);
+    // The guest checks its memory.
+    let mut restored = Vmm::start(&tmp, "restored", &["restore", "--store", &store]);
+    restored.await_api();
+    restored.await_progress(2, &[]);
 }
 
 #[test]

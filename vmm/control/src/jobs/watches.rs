@@ -17,8 +17,8 @@ use parking_lot::Mutex;
 use super::bins::Bins;
 use crate::model::VcpuWindow;
 
-/// Time after which a watch ends if no client sends a request. Shorter in unit tests, which wait for
-/// it.
+/// Time after which a watch ends if no client sends a request. Shorter in unit tests, which wait
+/// for it.
 const IDLE_LIMIT: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 5 });
 /// Time after which a watch ends once the guest has ended. A live client sends its next request
 /// immediately.

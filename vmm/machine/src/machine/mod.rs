@@ -49,9 +49,9 @@ use std::time::{Duration, Instant};
 use driftline_dirty_tracker::{FrameRun, FrameSet, Layout, Subscription};
 use driftline_guest::{
     Clock, CollectionReport, DirtyLog, GuestContents, GuestDrive, GuestError, GuestIdentity,
-    GuestRam, HandOver, LazyRestoreProgress, Lifecycle, Line, MemoryLoader, PageSource, Populate,
-    RunState, SavedState, Section, SharedMemory, Stateful, VcpuPauses, VcpuWrites, VmId,
-    WriteProtection, WriteThrottle,
+    GuestRam, HandOver, LazyRestoreProgress, Lifecycle, Line, MemoryLoader, MemoryRight,
+    PageSource, Populate, RunState, SavedState, Section, SharedMemory, Stateful, VcpuPauses,
+    VcpuWrites, VmId, WriteProtection, WriteThrottle,
 };
 
 use crate::actor::Handle;
@@ -202,6 +202,10 @@ impl GuestContents for KvmMachine {
         self.memory.ram()
     }
 
+    fn memory_right(&self) -> &MemoryRight {
+        self.memory.right()
+    }
+
     fn populated(&self) -> Result<Vec<FrameRun>, GuestError> {
         let free = self.free_frames();
         let populated = self.resident()?;
@@ -350,7 +354,7 @@ impl HandOver for KvmMachine {
     }
 
     fn share_memory(&self) -> Result<SharedMemory, GuestError> {
-        Ok(self.memory.share()?)
+        self.memory.share()
     }
 
     fn flush(&self, limit: Duration) -> Result<bool, GuestError> {

@@ -25,7 +25,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, Layout, PAGE_SIZE, TrackedBitmap, Tracker};
-use driftline_guest::{GuestRam, LazyRestoreProgress, MemoryLoader, PageSource, WriteProtection};
+use driftline_guest::{
+    GuestRam, LazyRestoreProgress, MemoryLoader, MemoryRight, PageSource, WriteProtection,
+};
 use driftline_store::{MemoryFileLayout, SlotPlace};
 use vm_memory::{GuestAddress, GuestMemoryBackend, GuestRegionMmap};
 
@@ -58,6 +60,7 @@ pub struct Memory {
     ram: GuestRam,
     layout: Arc<Layout>,
     tracker: Arc<Tracker>,
+    right: MemoryRight,
     /// Chooses between huge and small pages; `None` if the options already decide that.
     adaptive_prefault: Option<AdaptivePrefault>,
     /// Write-protected frames, the lazy restore and the page handler.
@@ -197,6 +200,7 @@ impl Memory {
             ram,
             layout,
             tracker,
+            right: MemoryRight::default(),
             adaptive_prefault,
             protected: Arc::default(),
             is_of_file,
@@ -212,6 +216,11 @@ impl Memory {
     /// Returns the tracker that records all writes.
     pub fn tracker(&self) -> &Arc<Tracker> {
         &self.tracker
+    }
+
+    /// Returns this process's right to run a guest in this memory.
+    pub fn right(&self) -> &MemoryRight {
+        &self.right
     }
 
     /// Returns the frames that must not change now. Threads that change frames without writing to
@@ -358,6 +367,7 @@ impl Memory {
     /// that a page handler serves.
     ///
     /// Reads eight bytes a frame from the kernel, or, for a memory file, one pair of seeks a run.
+    /// Of memory from the huge page pool that another process has handed over, all frames count.
     ///
     /// # Errors
     ///
@@ -371,6 +381,12 @@ impl Memory {
             self.protected.lazy_restore().map(LazyRestore::left).filter(|left| !left.is_empty());
         let (mut populated, mut runs) = (ResidentFrames::default(), Vec::new());
         for region in self.ram.iter() {
+            // A huge page that only another process has touched is not in this one's page tables,
+            // and the pool's files do not report their holes.
+            if self.is_of_file && region::is_pooled(region) {
+                runs.push(region::all(region));
+                continue;
+            }
             populated
                 .find_or_all(region, region::all(region), &mut runs)
                 .map_err(FrameError::system("reading /proc/self/pagemap"))?;

@@ -2,7 +2,7 @@
 //!
 //! Both map the same files, so no content is copied. Only one of the two guests runs at a time.
 
-use driftline_guest::SharedMemory;
+use driftline_guest::{GuestError, SharedMemory};
 use vm_memory::{FileOffset, GuestMemoryBackend};
 
 use super::backing::{self, MemoryContents};
@@ -32,15 +32,18 @@ impl Memory {
             false => options.huge_pages.filter(|pages| *pages != HugePages::Hugetlbfs),
         };
         let options = MemoryOptions { backing: Backing::Memfd, huge_pages, prefault: false };
-        Self::map(layout, &options, None, MemoryContents::Shared(&places))
+        let right = memory.right()?;
+        Ok(Self { right, ..Self::map(layout, &options, None, MemoryContents::Shared(&places))? })
     }
 
-    /// Returns the files that hold this memory, for another process that maps them.
+    /// Returns the files that hold this memory, for another process that maps them, and offers it
+    /// the guest.
     ///
     /// # Errors
     ///
-    /// The memory is private to this process, or is still being restored.
-    pub fn share(&self) -> Result<SharedMemory, FrameError> {
+    /// The memory is private to this process, or is still being restored; or another process has
+    /// taken the guest.
+    pub fn share(&self) -> Result<SharedMemory, GuestError> {
         let place = |region: &Region| match source(region) {
             RegionSource::Shared(place) => Some(place.clone()),
             RegionSource::Anonymous | RegionSource::Private(_) => None,
@@ -48,8 +51,8 @@ impl Memory {
         let places: Option<Vec<_>> = self.ram.iter().map(place).collect();
         let places = places.ok_or(FrameError::PrivateMemory)?;
         match self.protected.lazy_restore() {
-            Some(restore) if !restore.wait(LAZY_RESTORE_LIMIT) => Err(FrameError::Arriving),
-            _ => Ok(SharedMemory::new(places)),
+            Some(restore) if !restore.wait(LAZY_RESTORE_LIMIT) => Err(FrameError::Arriving.into()),
+            _ => Ok(SharedMemory::new(places, self.right.offer()?)),
         }
     }
 }
@@ -112,7 +115,7 @@ mod tests {
     #[test]
     fn size_of_a_memory_file_is_sealed() {
         let shared = in_file().share().unwrap();
-        let file = shared.unchecked()[0].file();
+        let file = shared.slots()[0].file();
         for bytes in [SIZE - 4096, SIZE + 4096] {
             assert!(rustix::fs::ftruncate(file.as_fd(), bytes).is_err());
         }

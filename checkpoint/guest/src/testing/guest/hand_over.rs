@@ -17,7 +17,7 @@ impl HandOver for MemoryGuest {
         let place = |region: &GuestRegionMmap<TrackedBitmap>| region.file_offset().cloned();
         let places: Option<Vec<_>> = self.ram.iter().map(place).collect();
         let private = || GuestError::unsupported("its memory", "it is private to its process");
-        places.map(SharedMemory::new).ok_or_else(private)
+        Ok(SharedMemory::new(places.ok_or_else(private)?, self.right.offer()?))
     }
 
     fn flush(&self, _: Duration) -> Result<bool, GuestError> {

@@ -1,5 +1,7 @@
 //! The model's steps of the destination.
 
+use driftline_guest::ClaimState;
+
 use super::super::{Destination, DestinationEvent, Source};
 use super::state::{ModelMessage, ModelState, StepKind, ToDo};
 use crate::protocol::decision::{Decision, Verdict};
@@ -62,6 +64,31 @@ impl ModelState {
         self.destination_order_steps(all);
     }
 
+    /// Adds the steps of a destination whose memory the source has, too.
+    fn local_take_over_steps(&self, all: &mut Vec<(StepKind, Self)>) {
+        use DestinationEvent as E;
+        use StepKind::{Bad, Good};
+        let has = |claim| Self { claim: Some(claim), ..self.clone() };
+        match self.claim {
+            Some(ClaimState::Offered) => all.push((Good, has(ClaimState::Taken))),
+            Some(ClaimState::Taken) if self.destination_runs => {
+                let done = has(ClaimState::Running).done_destination();
+                all.push((Good, done.destination_event(E::Resumed)));
+            }
+            Some(ClaimState::Taken) => {
+                let (destination_runs, destination_ran) = (true, true);
+                all.push((Good, Self { destination_runs, destination_ran, ..self.clone() }));
+                let given_back = has(ClaimState::Offered).done_destination();
+                all.push((Bad, given_back.destination_event(E::NotResumed)));
+            }
+            _ => all.push((Good, self.done_destination().destination_event(E::NotResumed))),
+        }
+        // Taking the guest is the last of several steps.
+        if self.claim != Some(ClaimState::Taken) {
+            all.push((Bad, self.done_destination().destination_event(E::NotResumed)));
+        }
+    }
+
     /// Adds the steps that perform the destination's order, or fail to.
     fn destination_order_steps(&self, all: &mut Vec<(StepKind, Self)>) {
         use DestinationEvent as E;
@@ -82,6 +109,7 @@ impl ModelState {
                 all.push((Good, w.destination_event(event)));
                 all.push((Bad, done.destination_event(E::NotStored)));
             }
+            ToDo::TakeOver if self.claim.is_some() => self.local_take_over_steps(all),
             ToDo::TakeOver => {
                 let w = Self { destination_runs: true, destination_ran: true, ..done.clone() };
                 all.push((Good, w.destination_event(E::Resumed)));

@@ -11,6 +11,8 @@ mod state;
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
+use driftline_guest::ClaimState;
+
 use self::state::{ModelState, StepKind};
 use super::{Destination, Source, SourceEvent, SourceOrder};
 use crate::protocol::decision::Resolution;
@@ -34,16 +36,16 @@ fn resolvable<'w>(
 
 #[test]
 fn at_most_one_runs_and_every_state_resolves() {
-    for names_boot in [true, false] {
-        explore(names_boot);
+    for (names_boot, is_local) in [(true, false), (false, false), (true, true), (false, true)] {
+        explore(names_boot, is_local);
     }
 }
 
-fn explore(names_boot: bool) {
+fn explore(names_boot: bool, is_local: bool) {
     let mut seen: HashSet<ModelState> = HashSet::new();
     // The predecessors of each state by good steps and the operator's.
     let mut back: HashMap<ModelState, Vec<(StepKind, ModelState)>> = HashMap::new();
-    let mut queue = VecDeque::from([ModelState::new(names_boot)]);
+    let mut queue = VecDeque::from([ModelState::new(names_boot, is_local)]);
     while let Some(state) = queue.pop_front() {
         if !seen.insert(state.clone()) {
             continue;
@@ -68,16 +70,23 @@ fn explore(names_boot: bool) {
     let both = |w: &&ModelState| w.source_alive && w.destination_alive;
     let stuck = seen.iter().filter(honest).filter(both).find(|w| !resolvable.contains(w));
     assert!(stuck.is_none(), "only an operator resolves {stuck:#?}");
+    // The memory of a local hand-over tells the source all, unless the destination dies between
+    // taking the guest and running it.
+    let is_told =
+        |w: &&ModelState| is_local && w.source_alive && w.claim != Some(ClaimState::Taken);
+    let stuck = seen.iter().filter(honest).filter(is_told).find(|w| !resolvable.contains(w));
+    assert!(stuck.is_none(), "the source does not learn of {stuck:#?}");
     assert!(seen.len() > 1_000, "only {} states were visited", seen.len());
     for wanted in [Source::Aborted, Source::Ended, Source::InDoubt] {
         assert!(seen.iter().any(|w| w.source == wanted), "{wanted:?} was never reached");
     }
-    println!("{} states (records name a boot: {names_boot})", seen.len());
+    let count = seen.len();
+    println!("{count} states (records name a boot: {names_boot}, local: {is_local})");
 }
 
 #[test]
 fn without_faults_the_guest_arrives() {
-    let mut state = ModelState::new(true);
+    let mut state = ModelState::new(true, false);
     while let Some((_, next)) = state.next().into_iter().find(|(kind, next)| {
         // Deadlines and lost connections count as good steps; this run takes none of them.
         let late = next.source == Source::InDoubt

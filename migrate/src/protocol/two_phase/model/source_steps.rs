@@ -1,8 +1,10 @@
 //! The model's steps of the source and of the operator.
 
+use driftline_guest::ClaimState;
+
 use super::super::{Destination, Source, SourceEvent};
 use super::state::{ModelMessage, ModelState, Question, Read, StepKind, ToDo};
-use crate::protocol::decision::{Decision, Resolution};
+use crate::protocol::decision::{Decision, Resolution, Verdict};
 
 impl ModelState {
     /// Adds the steps of the source's process.
@@ -77,12 +79,20 @@ impl ModelState {
                 let w = Self { commit_sent: true, ..self.done_source() };
                 all.push((Good, w.say_to_destination(ModelMessage::Commit)));
             }
-            ToDo::Ask => self.ask(all),
+            ToDo::Ask => match self.claim {
+                Some(ClaimState::Running) => {
+                    all.push((Good, self.source_event(E::Answer(Verdict::Running))));
+                }
+                Some(ClaimState::Offered | ClaimState::Kept) => {
+                    let w = Self { claim: Some(ClaimState::Kept), ..self.clone() };
+                    all.push((Good, w.source_event(E::Answer(Verdict::Discarded))));
+                }
+                Some(ClaimState::Taken) | None => self.ask(all),
+            },
             ToDo::TakeBack => {
-                let w = Self { source_runs: true, recorded: false, ..self.done_source() };
-                all.push((Good, w));
+                let w = self.done_source().source_keeps();
+                all.push((Good, Self { recorded: false, ..w.clone() }));
                 // Removing the record fails.
-                let w = Self { source_runs: true, ..self.done_source() };
                 all.push((Bad, w));
             }
             ToDo::End => all.push((Good, Self { recorded: false, ..self.done_source() })),

@@ -1,6 +1,8 @@
 //! The state of the model: two processes, the messages between them, the destination's disk, and
 //! whether a second process shares that disk.
 
+use driftline_guest::ClaimState;
+
 use super::super::{
     Destination, DestinationEvent, DestinationOrder, Source, SourceEvent, SourceOrder,
 };
@@ -71,6 +73,8 @@ pub(super) struct ModelState {
     /// The answer to a question, in flight.
     pub(super) answer: Option<Verdict>,
     pub(super) operator: Option<Resolution>,
+    /// Which process has the guest of a local hand-over. `None` if memory is copied.
+    pub(super) claim: Option<ClaimState>,
 }
 
 /// Progress of `Records::decide_unknown`. Other processes may act between any two of its accesses.
@@ -106,7 +110,7 @@ pub(super) enum StepKind {
 }
 
 impl ModelState {
-    pub(super) fn new(names_boot: bool) -> Self {
+    pub(super) fn new(names_boot: bool, is_local: bool) -> Self {
         Self {
             names_boot,
             source: Source::Streaming,
@@ -133,6 +137,7 @@ impl ModelState {
             question: None,
             answer: None,
             operator: None,
+            claim: is_local.then_some(ClaimState::Offered),
         }
     }
 
@@ -308,11 +313,30 @@ impl ModelState {
             self.recorded || !(self.commit_sent && undecided),
             "COMMIT was sent without a record: {self:#?}"
         );
-        let resolved_to_run = self.operator == Some(Resolution::Run);
+        // Copied memory is as it was in the pause. Memory that both have is not.
+        let resolved_to_run = self.operator == Some(Resolution::Run) && self.claim.is_none();
         assert!(
             !(self.source_runs && self.destination_ran) || resolved_to_run,
             "the source runs a guest that has run elsewhere: {self:#?}"
         );
+    }
+
+    /// Returns the state after the source has kept the guest, or has failed to.
+    pub(super) fn source_keeps(&self) -> Self {
+        let mut w = self.clone();
+        match w.claim {
+            Some(ClaimState::Offered) => w.claim = Some(ClaimState::Kept),
+            // It stays paused.
+            Some(ClaimState::Taken | ClaimState::Running) => return w,
+            Some(ClaimState::Kept) | None => {}
+        }
+        w.source_runs = true;
+        w
+    }
+
+    /// Whether the destination has the guest of a local hand-over.
+    pub(super) fn is_taken(&self) -> bool {
+        matches!(self.claim, Some(ClaimState::Taken | ClaimState::Running))
     }
 
     /// Whether a migration may end here: exactly one side runs the guest, or the surviving side
@@ -322,7 +346,7 @@ impl ModelState {
             (true, true) => self.source_runs != self.destination_runs,
             // The destination's guest died with its process.
             (true, false) => {
-                matches!(self.source, Source::Aborted if self.source_runs)
+                matches!(self.source, Source::Aborted if self.source_runs || self.is_taken())
                     || self.source == Source::Ended
             }
             (false, true) => {

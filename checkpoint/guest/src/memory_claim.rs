@@ -1,0 +1,299 @@
+//! Which of two processes runs a guest in memory that both have.
+//!
+//! The answer is one word in a memory file that both processes map. So it does not depend on
+//! messages: whichever of them dies, the other one can read it, and only one of them gets the
+//! guest.
+//!
+//! ```text
+//! Offered ---- take ---> Taken -- mark running --> Running
+//!    |    <- give back -
+//!    +---- keep ---> Kept
+//! ```
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
+use std::sync::atomic::Ordering::SeqCst;
+
+use driftline_dirty_tracker::PAGE_SIZE;
+use parking_lot::Mutex;
+use rustix::fs::{MemfdFlags, SealFlags};
+use vm_memory::volatile_memory::VolatileMemory;
+use vm_memory::{FileOffset, MmapRegion};
+
+use crate::error::{ClaimError, GuestError};
+
+const OFFERED: u32 = 0;
+const KEPT: u32 = 1;
+const TAKEN: u32 = 2;
+const RUNNING: u32 = 3;
+
+/// Seals of a claim's file: its size cannot change.
+pub(crate) const SIZE_SEALS: SealFlags =
+    SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
+
+/// Which process may run a guest whose memory was offered to another process.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum ClaimState {
+    /// The process that offered it. The other one may take it.
+    Offered,
+    /// The process that offered it, for ever.
+    Kept,
+    /// The other process, which does not run it yet and may give it back.
+    Taken,
+    /// The other process, which runs it or has run it.
+    Running,
+}
+
+impl ClaimState {
+    /// A word that no process of this program writes is one of the other process: this one then
+    /// never runs the guest.
+    fn of(word: u32) -> Self {
+        match word {
+            OFFERED => Self::Offered,
+            KEPT => Self::Kept,
+            RUNNING => Self::Running,
+            _ => Self::Taken,
+        }
+    }
+}
+
+/// The word that says which of two processes may run the guest.
+#[derive(Clone, Debug)]
+struct MemoryClaim(Arc<MmapRegion<()>>);
+
+impl MemoryClaim {
+    /// Creates the word of an offer, in a file of its own.
+    fn offer() -> io::Result<(Self, Arc<File>)> {
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let file: File = rustix::fs::memfd_create("driftline-claim", flags)?.into();
+        file.set_len(PAGE_SIZE)?;
+        rustix::fs::fcntl_add_seals(&file, SIZE_SEALS)?;
+        let file = Arc::new(file);
+        Ok((Self::map(file.clone())?, file))
+    }
+
+    /// Maps the word in `file`, which must have a page that cannot vanish.
+    fn map(file: Arc<File>) -> io::Result<Self> {
+        let place = FileOffset::from_arc(file, 0);
+        let map = MmapRegion::from_file(place, PAGE_SIZE as usize).map_err(io::Error::other)?;
+        Ok(Self(Arc::new(map)))
+    }
+
+    fn word(&self) -> io::Result<&AtomicU32> {
+        // Aligned and within the page.
+        self.0.get_atomic_ref(0).map_err(io::Error::other)
+    }
+
+    fn state(&self) -> ClaimState {
+        self.word().map_or(ClaimState::Taken, |word| ClaimState::of(word.load(SeqCst)))
+    }
+
+    /// Changes the word from `from` to `to`. Returns the state after that, changed or not.
+    fn change(&self, from: u32, to: u32) -> ClaimState {
+        match self.word().map(|word| word.compare_exchange(from, to, SeqCst, SeqCst)) {
+            Ok(Ok(_)) => ClaimState::of(to),
+            Ok(Err(found)) => ClaimState::of(found),
+            Err(_) => ClaimState::Taken,
+        }
+    }
+}
+
+/// This process's right to run a guest in its memory, which another process may have as well.
+#[derive(Debug, Default)]
+pub struct MemoryRight(Mutex<Side>);
+
+/// The side of the latest offer on which this process is.
+#[derive(Debug, Default)]
+enum Side {
+    /// The memory was never shared.
+    #[default]
+    Alone,
+    Offers(MemoryClaim),
+    Receives(MemoryClaim),
+}
+
+impl MemoryRight {
+    /// Returns the right of a process to which memory was offered, with the claim in `file`: none,
+    /// until it [takes](Self::take) the guest.
+    ///
+    /// # Errors
+    ///
+    /// The file cannot be mapped. It must have been checked: it has a page, which cannot vanish.
+    pub(crate) fn received(file: Arc<File>) -> io::Result<Self> {
+        Ok(Self(Mutex::new(Side::Receives(MemoryClaim::map(file)?))))
+    }
+
+    /// Offers the guest to another process. Returns the file of the claim. An earlier offer is
+    /// withdrawn.
+    ///
+    /// # Errors
+    ///
+    /// An earlier offer was taken, or the system has no memory.
+    pub fn offer(&self) -> Result<Arc<File>, GuestError> {
+        self.keep()?;
+        let failed = |e: io::Error| GuestError::System {
+            what: "offering the guest's memory",
+            cause: e.into(),
+        };
+        let (claim, file) = MemoryClaim::offer().map_err(failed)?;
+        *self.0.lock() = Side::Offers(claim);
+        Ok(file)
+    }
+
+    /// Withdraws the offer, so that the guest may run here. No effect if there is none.
+    ///
+    /// # Errors
+    ///
+    /// The other process has taken the guest.
+    pub fn keep(&self) -> Result<(), ClaimError> {
+        match &*self.0.lock() {
+            Side::Alone | Side::Receives(_) => Ok(()),
+            Side::Offers(claim) => match claim.change(OFFERED, KEPT) {
+                ClaimState::Kept => Ok(()),
+                _ => Err(ClaimError::Taken),
+            },
+        }
+    }
+
+    /// Takes the guest that was offered to this process. No effect if none was.
+    ///
+    /// # Errors
+    ///
+    /// The process that offered it has kept it.
+    pub fn take(&self) -> Result<(), ClaimError> {
+        match &*self.0.lock() {
+            Side::Alone | Side::Offers(_) => Ok(()),
+            Side::Receives(claim) => match claim.change(OFFERED, TAKEN) {
+                ClaimState::Taken | ClaimState::Running => Ok(()),
+                _ => Err(ClaimError::Kept),
+            },
+        }
+    }
+
+    /// Gives a guest back that this process has taken and not run.
+    pub fn give_back(&self) {
+        if let Side::Receives(claim) = &*self.0.lock() {
+            claim.change(TAKEN, OFFERED);
+        }
+    }
+
+    /// Notes that a guest that this process has taken has run here: it cannot be given back.
+    pub fn mark_running(&self) {
+        if let Side::Receives(claim) = &*self.0.lock() {
+            claim.change(TAKEN, RUNNING);
+        }
+    }
+
+    /// Returns the state of this process's offer. `None` if it has not offered the guest.
+    pub fn offered(&self) -> Option<ClaimState> {
+        match &*self.0.lock() {
+            Side::Alone | Side::Receives(_) => None,
+            Side::Offers(claim) => Some(claim.state()),
+        }
+    }
+
+    /// Checks that no other process has written to the memory. What was read before the call is
+    /// then what this process's guest had.
+    ///
+    /// # Errors
+    ///
+    /// Another process has taken the guest.
+    pub fn check(&self) -> Result<(), ClaimError> {
+        match self.offered() {
+            None | Some(ClaimState::Offered | ClaimState::Kept) => Ok(()),
+            Some(ClaimState::Taken | ClaimState::Running) => Err(ClaimError::Taken),
+        }
+    }
+}
+
+/// Returns the seals of a memory file. Fails for files of other kinds, which have none.
+pub(crate) fn seals(file: BorrowedFd<'_>) -> io::Result<SealFlags> {
+    Ok(rustix::fs::fcntl_get_seals(file.as_fd())?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn both() -> (MemoryRight, MemoryRight) {
+        let here = MemoryRight::default();
+        let there = MemoryRight::received(here.offer().unwrap()).unwrap();
+        (here, there)
+    }
+
+    #[test]
+    fn memory_that_is_not_shared_is_always_here() {
+        let alone = MemoryRight::default();
+        alone.give_back();
+        alone.mark_running();
+        assert_eq!((alone.keep(), alone.take(), alone.check()), (Ok(()), Ok(()), Ok(())));
+        assert_eq!(alone.offered(), None);
+    }
+
+    #[test]
+    fn kept_guest_is_not_taken() {
+        let (here, there) = both();
+        assert_eq!(here.keep(), Ok(()));
+        assert_eq!(there.take(), Err(ClaimError::Kept));
+        assert_eq!((here.keep(), here.check()), (Ok(()), Ok(())));
+        assert_eq!(here.offered(), Some(ClaimState::Kept));
+    }
+
+    #[test]
+    fn taken_guest_is_kept_after_its_return() {
+        let (here, there) = both();
+        assert_eq!(there.take(), Ok(()));
+        assert_eq!((here.keep(), here.check()), (Err(ClaimError::Taken), Err(ClaimError::Taken)));
+        assert!(here.offer().is_err());
+        there.give_back();
+        assert_eq!((here.check(), here.keep()), (Ok(()), Ok(())));
+        assert_eq!(there.take(), Err(ClaimError::Kept));
+    }
+
+    #[test]
+    fn guest_that_has_run_is_not_given_back() {
+        let (here, there) = both();
+        there.take().unwrap();
+        there.mark_running();
+        there.give_back();
+        assert_eq!(
+            (here.keep(), here.offered()),
+            (Err(ClaimError::Taken), Some(ClaimState::Running))
+        );
+        // It may be offered again by the process that has it.
+        let third = MemoryRight::received(there.offer().unwrap()).unwrap();
+        assert_eq!((third.take(), there.keep()), (Ok(()), Err(ClaimError::Taken)));
+        assert_eq!(here.offered(), Some(ClaimState::Running));
+    }
+
+    #[test]
+    fn new_offer_withdraws_the_one_before() {
+        let (here, slow) = both();
+        let there = MemoryRight::received(here.offer().unwrap()).unwrap();
+        assert_eq!((slow.take(), there.take()), (Err(ClaimError::Kept), Ok(())));
+    }
+
+    #[test]
+    fn unknown_word_lets_nobody_here_run_the_guest() {
+        let (here, there) = both();
+        if let Side::Receives(claim) = &*there.0.lock() {
+            claim.word().unwrap().store(77, SeqCst);
+        }
+        assert_eq!(here.keep(), Err(ClaimError::Taken));
+    }
+
+    #[test]
+    fn one_of_two_threads_gets_the_guest() {
+        for _ in 0..200 {
+            let (here, there) = both();
+            let (kept, taken) = std::thread::scope(|scope| {
+                let kept = scope.spawn(|| here.keep().is_ok());
+                (there.take().is_ok(), kept.join().unwrap())
+            });
+            assert!(kept != taken);
+        }
+    }
+}

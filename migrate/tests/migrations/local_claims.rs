@@ -1,0 +1,76 @@
+//! Which process has a guest in memory that two have, if the connection is lost after COMMIT. The
+//! memory itself says it, so nobody is asked.
+
+use driftline_guest::testing::{MemoryConfig, Op};
+use driftline_guest::{ClaimState, GuestContents, Lifecycle, RunState};
+use driftline_migrate::{Phase, SendOptions};
+
+use crate::common::{
+    At, CutPoint, HostPair, LONG, Proxy, ProxyPlan, Sender, exactly_one_runs, quick_send, tag,
+    within,
+};
+
+/// Cuts the connection at a message, and forwards no question after that.
+fn cut_for_good(hosts: &HostPair, from_source: bool, message: &str, at: CutPoint) {
+    let guest = hosts.start_in_files(MemoryConfig::small());
+    let there = hosts.local_receiver(hosts.receive_options());
+    let plan = ProxyPlan::cut_for_good(from_source, At::Tag(tag(message)), at);
+    let proxy = Proxy::start(&there.to, plan);
+    let options = SendOptions { local: true, ..quick_send(hosts) };
+    let sender = Sender::start(&guest, &proxy.to, &options);
+    let control = sender.control.clone();
+    let sent = sender.result();
+    assert_ne!(control.progress().phase, Phase::InDoubt, "{message}, {at:?}");
+    exactly_one_runs(hosts, &guest, &sent, there, &format!("{message}, {at:?}"));
+}
+
+#[test]
+fn lost_commit_leaves_the_guest_at_the_source() {
+    for at in [CutPoint::Before, CutPoint::Within] {
+        cut_for_good(&HostPair::new(), true, "COMMIT", at);
+    }
+}
+
+#[test]
+fn lost_answer_ends_the_guest_at_the_source() {
+    for at in [CutPoint::Before, CutPoint::Within] {
+        cut_for_good(&HostPair::new(), false, "RUNNING", at);
+    }
+}
+
+/// The destination is slow to take the guest, and finds that the source has kept it.
+#[test]
+fn late_destination_does_not_run_a_kept_guest() {
+    let hosts = HostPair::new();
+    let guest = hosts.start_in_files(MemoryConfig::small());
+    let there = hosts.local_receiver(hosts.receive_options());
+    let kept = guest.clone();
+    let plan = ProxyPlan::default().before_from_source(tag("COMMIT"), move || {
+        kept.memory_right().keep().unwrap();
+    });
+    let proxy = Proxy::start(&there.to, plan);
+    let options = SendOptions { local: true, ..quick_send(&hosts) };
+    let sent = Sender::start(&guest, &proxy.to, &options).result();
+    let why = sent.as_ref().unwrap_err().to_string();
+    assert_eq!(guest.run_state(), RunState::Running, "{why}");
+    assert_eq!(guest.memory_right().offered(), Some(ClaimState::Kept));
+    exactly_one_runs(&hosts, &guest, &sent, there, "the source has kept the guest");
+}
+
+/// A destination that cannot resume the guest gives it back.
+#[test]
+fn guest_that_does_not_resume_is_given_back() {
+    let hosts = HostPair::new();
+    let guest = hosts.start_in_files(MemoryConfig::small());
+    hosts.there.fail_next(Op::Resume, 1);
+    let there = hosts.local_receiver(hosts.receive_options());
+    // The verdict is lost as well.
+    let plan = ProxyPlan::cut_for_good(false, At::Tag(tag("ANSWER")), CutPoint::Before);
+    let proxy = Proxy::start(&there.to, plan);
+    let options = SendOptions { local: true, ..quick_send(&hosts) };
+    let sent = Sender::start(&guest, &proxy.to, &options).result();
+    assert!(sent.is_err());
+    within(LONG, "the guest runs", || guest.run_state() == RunState::Running);
+    assert_eq!(guest.memory_right().offered(), Some(ClaimState::Kept));
+    exactly_one_runs(&hosts, &guest, &sent, there, "resuming fails");
+}
