@@ -4,6 +4,9 @@
 //! | --- | --- |
 //! | `document` | the document is valid, and its examples are what its schemas describe |
 //! | `routes` | operations, bodies and parameters are those of the routes and of the parser |
+//! | `parser` | the paths that the parser of Firecracker's operations knows are documented |
+//! | `methods` | a started process refuses methods and paths that the document does not have |
+//! | `http` | statuses of the HTTP server are documented, and each is seen |
 //! | `schemas` | fields, types and values are those of the types in Rust |
 //! | `statuses` | statuses are those of the recorded answers |
 //! | `refusals` | a started process refuses what the document does not permit |
@@ -14,8 +17,14 @@
 mod document;
 #[path = "openapi/guests.rs"]
 mod guests;
+#[path = "openapi/http.rs"]
+mod http;
+#[path = "openapi/methods.rs"]
+mod methods;
 #[path = "openapi/model.rs"]
 mod model;
+#[path = "openapi/parser.rs"]
+mod parser;
 #[path = "openapi/refusals.rs"]
 mod refusals;
 #[path = "openapi/routes.rs"]

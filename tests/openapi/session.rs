@@ -54,10 +54,53 @@ impl ExampleHost {
     }
 }
 
+/// Connects to an API's socket for each request.
+pub struct HttpClient {
+    pub socket: PathBuf,
+    /// Whether the server keeps a connection whatever a client asks for, as Firecracker's does.
+    pub is_firecracker: bool,
+}
+
+impl HttpClient {
+    /// Sends a request as it is.
+    pub fn ask(&self, method: &str, path: &str, body: &str) -> ApiReply {
+        let length = body.len();
+        let head = format!("{method} {path} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n");
+        let request = format!("{head}Content-Length: {length}\r\n\r\n{body}");
+        let stream = self.begin(&request).expect("it reads");
+        if self.is_firecracker {
+            stream.shutdown(Shutdown::Write).expect("it is connected");
+        }
+        Self::reply(stream)
+    }
+
+    /// Connects, and sends bytes.
+    pub fn begin(&self, bytes: &str) -> io::Result<UnixStream> {
+        let mut stream = UnixStream::connect(&self.socket)?;
+        stream.set_read_timeout(Some(SOON))?;
+        stream.write_all(bytes.as_bytes())?;
+        Ok(stream)
+    }
+
+    /// Reads a reply that ends with its connection.
+    pub fn reply(mut stream: UnixStream) -> ApiReply {
+        let mut answer = Vec::new();
+        match stream.read_to_end(&mut answer) {
+            // The server refuses a body without reading it.
+            Err(e) if e.kind() == io::ErrorKind::ConnectionReset => {}
+            read => _ = read.expect("an answer"),
+        }
+        let answer = String::from_utf8(answer).expect("UTF-8");
+        let (head, body) = answer.split_once("\r\n\r\n").expect("an answer");
+        let status = head.split(' ').nth(1).and_then(|status| status.parse().ok());
+        ApiReply { status: status.expect("a status"), body: body.to_owned() }
+    }
+}
+
 /// A process that answers the API. Dropping it kills the process.
 pub struct ServedApi {
     child: Child,
-    socket: PathBuf,
+    client: HttpClient,
     /// The tags of the operations that the process answers, the first for what has two.
     tags: [&'static str; 2],
     /// The operations that were done, with the statuses.
@@ -96,12 +139,13 @@ impl ServedApi {
             .stderr(File::create(&log).expect("a file"))
             .spawn()
             .expect("driftline starts");
-        let mut session = Self { child, socket, tags, seen: BTreeSet::new() };
+        let client = HttpClient { socket, is_firecracker: tags[0] == "firecracker" };
+        let mut session = Self { child, client, tags, seen: BTreeSet::new() };
         wait_for("API socket", SOON, || {
             let ended = session.child.try_wait().expect("a child of ours");
             let log = || fs::read_to_string(&log).unwrap_or_default();
             assert!(ended.is_none(), "{args:?}: {ended:?}: {}", log());
-            UnixStream::connect(&session.socket).ok()
+            UnixStream::connect(&session.client.socket).ok()
         });
         session
     }
@@ -114,28 +158,14 @@ impl ServedApi {
         })
     }
 
+    /// Returns a client of the process.
+    pub fn client(&self) -> &HttpClient {
+        &self.client
+    }
+
     /// Sends a request as it is.
     pub fn ask(&self, method: &str, path: &str, body: &str) -> ApiReply {
-        let mut stream = UnixStream::connect(&self.socket).expect("it listens");
-        stream.set_read_timeout(Some(SOON)).expect("a socket");
-        let length = body.len();
-        let head = format!("{method} {path} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n");
-        let request = format!("{head}Content-Length: {length}\r\n\r\n{body}");
-        stream.write_all(request.as_bytes()).expect("it reads");
-        if self.tags[0] == "firecracker" {
-            // It keeps a connection whatever a client asks for.
-            stream.shutdown(Shutdown::Write).expect("it is connected");
-        }
-        let mut answer = Vec::new();
-        match stream.read_to_end(&mut answer) {
-            // The server refuses a body without reading it.
-            Err(e) if e.kind() == io::ErrorKind::ConnectionReset => {}
-            read => _ = read.expect("an answer"),
-        }
-        let answer = String::from_utf8(answer).expect("UTF-8");
-        let (head, body) = answer.split_once("\r\n\r\n").expect("an answer");
-        let status = head.split(' ').nth(1).and_then(|status| status.parse().ok());
-        ApiReply { status: status.expect("a status"), body: body.to_owned() }
+        self.client.ask(method, path, body)
     }
 
     /// Sends a request of a documented operation, and checks that its reply is documented.
@@ -173,6 +203,11 @@ impl ServedApi {
             self.done(method, path, None);
         }
     }
+}
+
+/// Starts a process that waits for a guest: it reads bodies, and then has no guest.
+pub fn waiting(host: &ExampleHost, name: &str) -> ServedApi {
+    ServedApi::own(&host.scratch, name, &["receive-migration", "tcp:127.0.0.1:0"])
 }
 
 /// Returns a path with the name of the device in the body.
