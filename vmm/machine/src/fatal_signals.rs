@@ -4,6 +4,10 @@
 //! The handler makes only async-signal-safe calls, and its wait is bounded. A pipe or a terminal
 //! that has no room does not get the line. A regular file cannot say that its storage does not
 //! answer, so an alarm precedes its write: after a second, SIGALRM kills the process instead.
+//!
+//! Work that allocates or takes locks, such as a line of metrics, is done by a thread of its own
+//! (`last_work`). The handler wakes it, and waits for it for a second at most: the interrupted
+//! thread may hold what the work needs. Then the process ends without it.
 
 use std::ffi::CStr;
 use std::fmt::Write;
@@ -11,9 +15,10 @@ use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 
 use libc::{c_int, c_void, siginfo_t};
+use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{FileType, fstat};
 
 use crate::stack_text::StackText;
@@ -64,6 +69,21 @@ struct FatalSignals {
 }
 
 static FATAL: OnceLock<FatalSignals> = OnceLock::new();
+
+/// Limit on waiting for the last work, in milliseconds.
+const LAST_WORK_LIMIT_MS: c_int = 1000;
+
+/// How the handler and the thread of the last work tell each other.
+struct LastWork {
+    /// The first signal of the process; 0 until then.
+    signal: AtomicI32,
+    /// An eventfd that the handler writes to, and the thread reads.
+    begin: OwnedFd,
+    /// An eventfd that the thread writes to. It stays readable, for all threads in the handler.
+    done: OwnedFd,
+}
+
+static LAST_WORK: OnceLock<LastWork> = OnceLock::new();
 
 /// Installs the handler for the signals of `codes`. The sandbox replaces that of SIGSYS if it
 /// filters system calls. The line names the instance `id`, and goes to stdout until [`log_to`] is
@@ -135,8 +155,56 @@ pub fn set_logged(is_logged: bool) {
     }
 }
 
+/// Lets the handler wait for the last work of the process. The calling process has a thread that
+/// calls [`await_fatal`], does the work, and calls [`finish_last_work`].
+///
+/// # Errors
+///
+/// There are too many descriptors, or there is such a thread already.
+pub(crate) fn expect_last_work() -> io::Result<()> {
+    let event = || eventfd(0, EventfdFlags::CLOEXEC);
+    let work = LastWork { signal: AtomicI32::new(0), begin: event()?, done: event()? };
+    LAST_WORK.set(work).map_err(|_| io::ErrorKind::AlreadyExists.into())
+}
+
+/// Waits for a signal that ends the process, and returns it. Returns `None` if the wait fails.
+pub(crate) fn await_fatal() -> Option<c_int> {
+    let work = LAST_WORK.get()?;
+    let mut count = [0; 8];
+    while let Err(e) = rustix::io::read(&work.begin, &mut count) {
+        if e != rustix::io::Errno::INTR {
+            return None;
+        }
+    }
+    Some(work.signal.load(Ordering::SeqCst))
+}
+
+/// Lets the handler end the process.
+pub(crate) fn finish_last_work() {
+    if let Some(work) = LAST_WORK.get() {
+        // If it fails, the handler's limit ends the wait.
+        let _ = rustix::io::write(&work.done, &1u64.to_ne_bytes());
+    }
+}
+
+impl LastWork {
+    /// Has the thread do the work, and waits until it has. Makes only async-signal-safe calls.
+    fn run(&self, signal: c_int) {
+        let _ = self.signal.compare_exchange(0, signal, Ordering::SeqCst, Ordering::SeqCst);
+        write_if_ready(self.begin.as_raw_fd(), &1u64.to_ne_bytes());
+        let mut done = libc::pollfd { fd: self.done.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        // SAFETY: one pollfd, and a wait that ends.
+        unsafe { libc::poll(&raw mut done, 1, LAST_WORK_LIMIT_MS) };
+    }
+}
+
 fn is_regular(file: BorrowedFd<'_>) -> io::Result<bool> {
     Ok(FileType::from_raw_mode(fstat(file)?.st_mode).is_file())
+}
+
+/// Returns whether the process has the handler.
+pub(crate) fn is_installed() -> bool {
+    FATAL.get().is_some()
 }
 
 /// Returns whether a signal ends the process by the handler.
@@ -163,6 +231,12 @@ pub(crate) fn end(signal: c_int, si_code: c_int, forbidden: Option<c_int>) {
         None if signal == libc::SIGSYS => UNEXPECTED,
         None => code,
     };
+    if let Some(work) = LAST_WORK.get() {
+        // The lines are written.
+        // SAFETY: a call without pointers.
+        unsafe { libc::alarm(0) };
+        work.run(signal);
+    }
     // A failure cannot be reported any more.
     let _ = terminal::restore();
     // SAFETY: ends the process, without touching its memory.

@@ -7,7 +7,7 @@
 //! | modules | own |
 //! | --- | --- |
 //! | `actor`, `limits`, `codec`, `host_memory`, `size`, `cpu_model`, `end_reason`, `local_time`, `stack_text`, `terminal`, `fail_point`, `schedule`, `histogram`, `inherited`, `start_memory`, `thread_end`, `tracking`, `wall_clock` | leaves, which use no other module of this crate |
-//! | `fatal_signals`, `signals`, `log`, `exit`, `sandbox`, `log_thread`, `pm_qos`, `pool`, `socket` | the process: its log, its exit, what its threads may do |
+//! | `fatal_signals`, `signals`, `log`, `exit`, `sandbox`, `log_thread`, `last_work`, `pm_qos`, `pool`, `socket` | the process: its log, its exit, what its threads may do |
 //! | `memory`, `config` | guest memory; a machine's configuration |
 //! | `kvm`, `measure`, `sources` | KVM's ioctls; hooks for measurements; the sources of dirty frames |
 //! | `devices`, `boot`, `vm`, `vcpu`, `throttle` | devices; loading the kernel; the trait of a guest; vCPU threads; throttling them |
@@ -34,6 +34,7 @@ pub mod histogram;
 mod host_memory;
 pub mod inherited;
 pub mod kvm;
+pub mod last_work;
 pub mod limits;
 mod local_time;
 pub mod log;

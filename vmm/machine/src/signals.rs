@@ -13,11 +13,7 @@ use crate::fatal_signals;
 /// `KVM_RESET_DIRTY_RINGS` stops early at a signal and counts frames that it has not protected, and
 /// a handler may do more than the thread is allowed to.
 pub(crate) fn block() {
-    let mut set = MaybeUninit::<libc::sigset_t>::uninit();
-    // SAFETY: sigfillset initializes the set that it is given.
-    unsafe { libc::sigfillset(set.as_mut_ptr()) };
-    // SAFETY: it is initialized.
-    let mut set = unsafe { set.assume_init() };
+    let mut set = all();
     // The last one would kill a process that does not handle it, for a write that fails anyway.
     let size = fatal_signals::handles(libc::SIGXFSZ).then_some(libc::SIGXFSZ);
     let own = [libc::SIGSYS, libc::SIGSEGV, libc::SIGBUS, libc::SIGILL, libc::SIGFPE];
@@ -26,6 +22,19 @@ pub(crate) fn block() {
         unsafe { libc::sigdelset(&raw mut set, own) };
     }
     change_mask(libc::SIG_SETMASK, &set);
+}
+
+/// Blocks all signals in the calling thread. What it causes itself then kills the process.
+pub(crate) fn block_all() {
+    change_mask(libc::SIG_SETMASK, &all());
+}
+
+fn all() -> libc::sigset_t {
+    let mut set = MaybeUninit::<libc::sigset_t>::uninit();
+    // SAFETY: sigfillset initializes the set that it is given.
+    unsafe { libc::sigfillset(set.as_mut_ptr()) };
+    // SAFETY: it is initialized.
+    unsafe { set.assume_init() }
 }
 
 /// Blocks the signals that end the process in the calling thread and in the threads that it starts.

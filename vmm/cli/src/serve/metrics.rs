@@ -1,5 +1,5 @@
 //! Writes Firecracker's metrics: a line when the guest runs, one each minute, on request, and at
-//! the end.
+//! the end, also by a fatal signal.
 //!
 //! The lines pass through the queue of a [`LogOutput`], so that a reader that has stopped costs
 //! lines and delays nothing.
@@ -14,9 +14,9 @@ use driftline_control::firecracker::{
     UnwrittenLines,
 };
 use driftline_machine::log::{LineSink, LogOutput};
-use driftline_machine::log_thread;
 use driftline_machine::metadata::MetadataStore;
 use driftline_machine::vm::SharedVm;
+use driftline_machine::{last_work, log_thread};
 use parking_lot::Mutex;
 
 use crate::firecracker_log;
@@ -108,49 +108,16 @@ impl LineSchedule {
     }
 }
 
-/// Writes the metrics of a guest.
-pub(super) struct MetricsWriter {
+/// Makes the lines of a guest's metrics.
+struct GuestLines {
     file: MetricsFile,
     metrics: FirecrackerMetrics,
     vm: SharedVm,
-    schedule: LineSchedule,
 }
 
-impl MetricsWriter {
-    /// Creates the metrics of the instance `id` with the guest `vm`, which reads `metadata`, and
-    /// writes the first line.
-    pub(super) fn start(
-        file: MetricsFile,
-        id: &str,
-        calls: Arc<ApiCounts>,
-        metadata: MetadataStore,
-        vm: SharedVm,
-    ) -> Self {
-        let metrics = FirecrackerMetrics::new(id, &file.config, calls, metadata);
-        let schedule = LineSchedule::new(Instant::now());
-        let mut writer = Self { file, metrics, vm, schedule };
-        writer.write();
-        writer
-    }
-
-    /// Returns the time until the next line is due.
-    pub(super) fn due_in(&self) -> Duration {
-        self.schedule.due_in(Instant::now())
-    }
-
-    /// Writes a line if one is due.
-    pub(super) fn write_if_due(&mut self) {
-        if self.schedule.take_due(Instant::now()) {
-            self.write();
-        }
-    }
-
+impl GuestLines {
     /// Writes a line, and waits until it is written to its end.
-    ///
-    /// # Errors
-    ///
-    /// The destination does not take it.
-    pub(super) fn flush(&mut self) -> Result<(), ApiFault> {
+    fn flush(&mut self) -> Result<(), ApiFault> {
         let missed = self.missed();
         self.write();
         let is_written = self.file.output.flush(WRITE_LIMIT);
@@ -180,6 +147,65 @@ impl MetricsWriter {
 
     fn missed(&self) -> u64 {
         self.file.missed.load(Ordering::Relaxed)
+    }
+}
+
+/// Writes the metrics of a guest.
+pub(super) struct MetricsWriter {
+    lines: Arc<Mutex<GuestLines>>,
+    schedule: LineSchedule,
+}
+
+impl MetricsWriter {
+    /// Creates the metrics of the instance `id` with the guest `vm`, which reads `metadata`, and
+    /// writes the first line. A thread writes another one if a signal ends the process.
+    pub(super) fn start(
+        file: MetricsFile,
+        id: &str,
+        calls: Arc<ApiCounts>,
+        metadata: MetadataStore,
+        vm: SharedVm,
+    ) -> Self {
+        let metrics = FirecrackerMetrics::new(id, &file.config, calls, metadata);
+        let schedule = LineSchedule::new(Instant::now());
+        let mut lines = GuestLines { file, metrics, vm };
+        lines.write();
+        let lines = Arc::new(Mutex::new(lines));
+        // After the end of the guest its last line is written.
+        let shared = Arc::downgrade(&lines);
+        let started = last_work::start(move |signal| {
+            if let Some(lines) = shared.upgrade() {
+                let mut lines = lines.lock();
+                lines.metrics.set_fatal_signal(signal);
+                // The handler waits no longer for one that is not taken.
+                let _ = lines.flush();
+            }
+        });
+        if let Err(e) = started {
+            tracing::warn!("no metrics are written if a signal ends the process: {e}");
+        }
+        Self { lines, schedule }
+    }
+
+    /// Returns the time until the next line is due.
+    pub(super) fn due_in(&self) -> Duration {
+        self.schedule.due_in(Instant::now())
+    }
+
+    /// Writes a line if one is due.
+    pub(super) fn write_if_due(&mut self) {
+        if self.schedule.take_due(Instant::now()) {
+            self.lines.lock().write();
+        }
+    }
+
+    /// Writes a line, and waits until it is written to its end.
+    ///
+    /// # Errors
+    ///
+    /// The destination does not take it.
+    pub(super) fn flush(&mut self) -> Result<(), ApiFault> {
+        self.lines.lock().flush()
     }
 }
 

@@ -92,6 +92,37 @@ fn guest_is_counted_from_line_to_line() {
 }
 
 #[test]
+fn last_line_names_the_fatal_signal() {
+    if !kvm_or_skip("last_line_names_the_fatal_signal") {
+        return;
+    }
+    for (signal, code, group, name) in [
+        (Signal::BUS, 149, "signals", "sigbus"),
+        (Signal::SEGV, 150, "signals", "sigsegv"),
+        (Signal::XFSZ, 151, "signals", "sigxfsz"),
+        (Signal::XCPU, 154, "signals", "sigxcpu"),
+        (Signal::ILL, 157, "signals", "sigill"),
+        // As Firecracker's: also one that no filter has raised.
+        (Signal::SYS, 2, "seccomp", "num_faults"),
+    ] {
+        let tmp = TestDir::new();
+        let mut vmm = serve(&tmp, &["--metrics-path", &tmp.text("metrics")]);
+        configure(&vmm, &tmp, AfterPrint::Wait);
+        vmm.done("PUT", "/actions", START);
+        await_line(&tmp);
+        vmm.done("PUT", "/actions", FLUSH);
+        vmm.get("/machine-config");
+        vmm.signal(signal);
+        let (status, stderr) = vmm.wait_status();
+        assert_eq!(status.code(), Some(code), "{signal:?}: {status}: {stderr}");
+        let lines = parsed(&tmp.read("metrics"));
+        let counted: Vec<_> = lines.iter().map(|line| line[group][name].as_u64()).collect();
+        assert_eq!(counted, [Some(0), Some(0), Some(1)], "{signal:?}");
+        assert_eq!(lines[2]["get_api_requests"]["machine_cfg_count"], 1, "{}", lines[2]);
+    }
+}
+
+#[test]
 fn full_fifo_of_metrics_delays_no_guest() {
     if !kvm_or_skip("full_fifo_of_metrics_delays_no_guest") {
         return;

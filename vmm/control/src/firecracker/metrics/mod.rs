@@ -14,6 +14,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use driftline_machine::devices::{BalloonCounts, DeviceStats, MachineCounts};
 use driftline_machine::metadata::{MetadataCounts, MetadataStore};
+use rustix::process::Signal;
 use serde_json::{Map, Value, json};
 
 pub use calls::ApiCounts;
@@ -62,6 +63,8 @@ pub struct FirecrackerMetrics {
     metadata: MetadataStore,
     /// The counts when the last line was made, by group and name.
     last: BTreeMap<(String, &'static str), u64>,
+    /// The metric of the signal that ends the process.
+    signal: Option<(&'static str, &'static str)>,
 }
 
 impl FirecrackerMetrics {
@@ -80,7 +83,12 @@ impl FirecrackerMetrics {
         if let Some(properties) = &config.properties {
             extra.insert("properties".to_owned(), json!(properties));
         }
-        Self { extra, calls, metadata, last: BTreeMap::new() }
+        Self { extra, calls, metadata, last: BTreeMap::new(), signal: None }
+    }
+
+    /// Adds the signal that ends the process to further lines.
+    pub fn set_fatal_signal(&mut self, signal: i32) {
+        self.signal = Signal::from_named_raw(signal).and_then(fatal_signal_name);
     }
 
     /// Returns the next line, with its end.
@@ -96,6 +104,9 @@ impl FirecrackerMetrics {
         }
         for ((group, name), value) in self.calls.values() {
             line.add(group, name, value);
+        }
+        if let Some((group, name)) = self.signal {
+            line.add(group, name, 1);
         }
         for (name, count) in [
             ("missed_log_count", unwritten.log),
@@ -166,6 +177,20 @@ impl MetricsLine {
             *number = number.as_u64().unwrap_or(0).saturating_add(more).into();
         }
     }
+}
+
+/// Returns the group and the name of the metric of a signal that ends the process.
+fn fatal_signal_name(signal: Signal) -> Option<(&'static str, &'static str)> {
+    let name = match signal {
+        Signal::SYS => return Some(("seccomp", "num_faults")),
+        Signal::BUS => "sigbus",
+        Signal::SEGV => "sigsegv",
+        Signal::XFSZ => "sigxfsz",
+        Signal::XCPU => "sigxcpu",
+        Signal::ILL => "sigill",
+        _ => return None,
+    };
+    Some(("signals", name))
 }
 
 /// Returns what a balloon has counted, by name.

@@ -251,3 +251,18 @@ fn id_and_properties_are_written_if_asked_for() {
     let line = next(&mut metrics, &[]);
     assert_eq!((&line["id"], &line["properties"]), (&json!("web-1"), &properties));
 }
+
+#[test]
+fn fatal_signal_is_in_further_lines() {
+    let mut metrics = metrics(&Arc::default());
+    assert_eq!(next(&mut metrics, &[])["signals"]["sigbus"], 0);
+    // SIGUSR1 ends no process of ours.
+    for (signal, bus, faults) in [(7, 1, 0), (31, 0, 1), (10, 0, 0)] {
+        metrics.set_fatal_signal(signal);
+        let line = next(&mut metrics, &[]);
+        assert_eq!(
+            (&line["signals"]["sigbus"], &line["seccomp"]["num_faults"]),
+            (&json!(bus), &json!(faults))
+        );
+    }
+}

@@ -1,0 +1,108 @@
+//! Work that precedes the end of the process by a fatal signal. The handler of `fatal_signals`
+//! waits for it, and cannot do it: it may neither allocate nor take a lock.
+
+use std::io;
+
+use libc::c_int;
+
+use crate::sandbox::{self, Class};
+use crate::{fatal_signals, signals};
+
+/// Starts a thread that calls `work` with the signal once one ends the process. The thread may do
+/// what a thread that writes the log may do. A process has at most one, and has none unless
+/// `fatal_signals` is installed.
+///
+/// # Errors
+///
+/// The thread cannot be started, or there is one already.
+pub fn start(work: impl FnOnce(c_int) + Send + 'static) -> io::Result<()> {
+    if !fatal_signals::is_installed() {
+        return Ok(());
+    }
+    fatal_signals::expect_last_work()?;
+    let thread = sandbox::spawn(Class::Log, "last-work", move || {
+        // Another thread takes the signal that this one is to be told of.
+        signals::block_all();
+        if let Some(signal) = fatal_signals::await_fatal() {
+            work(signal);
+            fatal_signals::finish_last_work();
+        }
+    })?;
+    // It ends with the process.
+    drop(thread);
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Command, Output};
+    use std::thread;
+    use std::time::{Duration, Instant};
+
+    use rustix::net::{AddressFamily, SocketType, socket};
+
+    use super::*;
+    use crate::sandbox::SandboxOptions;
+
+    /// Environment variable that says what the work of a copy of this test binary does, and which
+    /// class of threads makes a forbidden call: `<work>:<class>`.
+    const WORK: &str = "DRIFTLINE_LAST_WORK";
+    /// Exit code of the copies.
+    const CODE: i32 = 148;
+
+    /// Ends a copy of this test binary by a forbidden call. Returns how long that took, too.
+    fn ended(work: &str, class: Class) -> (Output, Duration) {
+        let mut copy = Command::new(std::env::current_exe().unwrap());
+        copy.args(["--exact", "last_work::tests::child", "--nocapture", "--test-threads=1"]);
+        let begun = Instant::now();
+        let out = copy.env(WORK, format!("{work}:{class:?}")).output().unwrap();
+        (out, begun.elapsed())
+    }
+
+    /// Ends by a forbidden call, if the environment asks for it.
+    #[test]
+    fn child() {
+        let Ok(selected) = std::env::var(WORK) else { return };
+        let (work, class) = selected.split_once(':').unwrap();
+        let class = Class::ALL.into_iter().find(|c| format!("{c:?}") == class).unwrap();
+        let is_stuck = work == "stuck";
+        fatal_signals::install("a-1", &[(libc::SIGSYS, CODE as u8)]).unwrap();
+        // The thread of the test stays as it is.
+        let process = thread::spawn(move || {
+            let options = SandboxOptions { seccomp: true, ..SandboxOptions::default() };
+            sandbox::start(&options).unwrap();
+            start(move |signal| {
+                // As if the interrupted thread had a lock.
+                if is_stuck {
+                    loop {
+                        thread::park();
+                    }
+                }
+                println!("\nafter signal {signal}");
+            })
+            .unwrap();
+            assert!(start(|_| ()).is_err(), "a process has one");
+            let forbidden = || drop(socket(AddressFamily::INET, SocketType::STREAM, None));
+            sandbox::spawn(class, "forbidden", forbidden).unwrap().join().unwrap();
+        });
+        process.join().unwrap();
+    }
+
+    #[test]
+    fn work_precedes_the_end_by_any_thread() {
+        for class in Class::ALL {
+            let (out, _) = ended("done", class);
+            let stdout = String::from_utf8_lossy(&out.stdout);
+            assert_eq!(out.status.code(), Some(CODE), "{class:?}: {stdout}");
+            let line = format!("\nafter signal {}\n", libc::SIGSYS);
+            assert!(stdout.contains(&line), "{class:?}: {stdout}");
+        }
+    }
+
+    #[test]
+    fn stuck_work_is_not_waited_for() {
+        let (out, took) = ended("stuck", Class::Block);
+        assert_eq!(out.status.code(), Some(CODE), "{}", String::from_utf8_lossy(&out.stdout));
+        assert!(took >= Duration::from_secs(1), "it was not waited for: {took:?}");
+    }
+}
