@@ -26,6 +26,8 @@ mod drives;
 mod firecracker;
 #[path = "linux/page_handler.rs"]
 mod page_handler;
+#[path = "linux/topology.rs"]
+mod topology;
 
 use std::fs::File;
 use std::path::{Path, PathBuf};

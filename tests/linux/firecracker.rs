@@ -12,35 +12,33 @@ use std::time::Duration;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use tests::{
-    EchoClient, GuestConsole, LinuxImage, Namespace, PEER, SOON, ScratchDir, assert_clean,
-    driftline, has_booted, wait_for,
+    EchoClient, GuestConsole, LINUX_CMDLINE, LinuxImage, Namespace, PEER, SOON, ScratchDir,
+    assert_clean, driftline, has_booted, wait_for,
 };
 
 use super::{DISK_BYTES, text};
 
 /// Time limit of a boot, and of progress of the checkers.
 const BOOT: Duration = Duration::from_secs(240);
-/// As the harness boots its guests.
-const BOOT_ARGS: &str = "console=ttyS0 reboot=k panic=-1 quiet loglevel=5 noxsave tsc=reliable \
-     no_timer_check rodata=off clearcpuid=popcnt,smap,erms,fsrm,cx16 noreplace-smp \
-     driftline.ip=10.77.0.2/24 driftline.check=mem,disk,tcp \
+/// What the guest does besides the harness's options.
+const CHECKS: &str = "driftline.ip=10.77.0.2/24 driftline.check=mem,disk,tcp \
      driftline.disk=path=/dev/vda,pause=50ms";
 
 /// Length of a value of the guest's metadata, in bytes: many segments.
 const LARGE: usize = 40_000;
 
 /// A process named `firecracker`. Dropping it kills the process.
-struct FirecrackerProcess {
+pub(super) struct FirecrackerProcess {
     child: Child,
     socket: PathBuf,
     console: GuestConsole,
 }
 
 impl FirecrackerProcess {
-    fn start(host: &Namespace, scratch: &ScratchDir) -> Self {
+    /// Starts the process that `program`, a command without arguments, runs.
+    pub(super) fn start(mut program: Command, scratch: &ScratchDir) -> Self {
         let (socket, console) = (scratch.path("fc.sock"), scratch.path("fc.console"));
-        let child = host
-            .command(driftline())
+        let child = program
             .args(["firecracker", "--id", "linux-1", "--api-sock"])
             .arg(&socket)
             // Without a file of its own the log is on the console.
@@ -72,7 +70,7 @@ impl FirecrackerProcess {
         (status.expect("a status"), body.to_owned())
     }
 
-    fn done(&self, method: &str, path: &str, body: &Value) {
+    pub(super) fn done(&self, method: &str, path: &str, body: &Value) {
         let (status, answer) = self.ask(method, path, &body.to_string());
         assert_eq!(status, 204, "{method} {path}: {answer}");
     }
@@ -105,8 +103,13 @@ impl FirecrackerProcess {
         })
     }
 
+    /// Waits until the guest's shell runs.
+    pub(super) fn await_shell(&self) {
+        wait_for("shell of the guest", BOOT, || has_booted(&self.console).then_some(()));
+    }
+
     /// Returns what the guest's shell prints for a command.
-    fn shell(&mut self, command: &str) -> String {
+    pub(super) fn shell(&mut self, command: &str) -> String {
         let outputs = || {
             let lines = self.console.lines();
             let found = lines.iter().filter_map(|line| line.strip_prefix("[output] "));
@@ -146,7 +149,7 @@ fn configure(process: &FirecrackerProcess, linux: &LinuxImage, disk: &Path) {
     process.done("PUT", "/machine-config", &json!({ "vcpu_count": 2, "mem_size_mib": 128 }));
     let (kernel, initrd) = (linux.file("vmlinux"), linux.file("initramfs.cpio"));
     let boot = json!({ "kernel_image_path": text(&kernel), "initrd_path": text(&initrd),
-        "boot_args": BOOT_ARGS });
+        "boot_args": format!("{LINUX_CMDLINE} {CHECKS}") });
     process.done("PUT", "/boot-source", &boot);
     let drive = json!({ "drive_id": "root", "is_root_device": true, "path_on_host": text(disk),
         "cache_type": "Writeback" });
@@ -235,7 +238,7 @@ fn client_of_firecracker_boots_linux() {
     let scratch = ScratchDir::new();
     let disk = scratch.path("disk");
     File::create(&disk).and_then(|file| file.set_len(DISK_BYTES)).expect("a file");
-    let mut process = FirecrackerProcess::start(&host, &scratch);
+    let mut process = FirecrackerProcess::start(host.command(driftline()), &scratch);
     assert_eq!(process.state(), "Not started");
     configure(&process, &linux, &disk);
     process.done("PUT", "/actions", &json!({ "action_type": "InstanceStart" }));
