@@ -1,0 +1,169 @@
+//! Hands guests over to another process of this host, without a copy of memory and, for comparison,
+//! with one: `cargo bench -p tests --bench local`.
+//!
+//! | figure | of |
+//! | --- | --- |
+//! | downtime | from the source's request to pause until the destination has resumed the guest |
+//! | longest gap | the longest time between two ticks of a vCPU's loop, in its first 0.1 s at the destination; the pause is in it |
+//! | both | the most memory that both processes had together, above what one had before |
+//!
+//! The guests have 2 vCPUs, which write 32 MiB/s. The figures are medians of 50 hand-overs in a
+//! row, and their maximum; a number as an argument is the number of hand-overs.
+#![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a bench")]
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use driftline_images::PayloadReport;
+use tests::{Driftline, SOON, ScratchDir, json_of};
+
+/// Default number of hand-overs of each guest.
+const COUNT: usize = 50;
+/// Number of hand-overs of each guest in which memory is read.
+const MEMORY_COUNT: usize = 5;
+const VCPUS: u32 = 2;
+const SPEC: &str = "payload,ws=16M,rate=32M";
+
+/// A guest, and how its memory reaches the next process.
+struct HandOverRow {
+    name: &'static str,
+    guest: &'static [&'static str],
+    sending: &'static [&'static str],
+    /// One of this many hand-overs is made.
+    of: usize,
+}
+
+const ROWS: [HandOverRow; 3] = [
+    HandOverRow {
+        name: "1 GiB, populated",
+        guest: &["--mem", "1G", "--memory-backing", "memfd", "--prefault"],
+        sending: &["--local"],
+        of: 1,
+    },
+    HandOverRow {
+        name: "16 GiB, sparse",
+        guest: &["--mem", "16G", "--memory-backing", "memfd"],
+        sending: &["--local"],
+        of: 1,
+    },
+    HandOverRow {
+        name: "1 GiB, copied",
+        guest: &["--mem", "1G", "--memory-backing", "memfd", "--prefault"],
+        sending: &[],
+        of: 5,
+    },
+];
+
+/// The figures of a row.
+#[derive(Default)]
+struct HandOverFigures {
+    downtime_ms: Vec<f64>,
+    gap_ms: Vec<f64>,
+    more_mib: Vec<f64>,
+}
+
+fn main() {
+    if let Err(why) = driftline_machine::doctor::usable_kvm() {
+        println!("not measured: {why}");
+        return;
+    }
+    let count = std::env::args().find_map(|a| a.parse().ok()).unwrap_or(COUNT).max(1);
+    println!("| guest | hand-overs | downtime, ms | longest gap, ms | both, MiB more |");
+    println!("| --- | --- | --- | --- | --- |");
+    for row in &ROWS {
+        let samples = hand_over(row, count.div_ceil(row.of));
+        println!(
+            "| {} | {} | {} | {} | {} |",
+            row.name,
+            samples.downtime_ms.len(),
+            figure(samples.downtime_ms),
+            figure(samples.gap_ms),
+            figure(samples.more_mib),
+        );
+    }
+}
+
+/// Returns the median and the maximum.
+fn figure(mut values: Vec<f64>) -> String {
+    values.sort_by(f64::total_cmp);
+    let (median, most) = (values.get(values.len() / 2), values.last());
+    median.zip(most).map_or("-".to_owned(), |(m, most)| format!("{m:.2} (at most {most:.2})"))
+}
+
+/// Hands the guest of a row over `count` times, each time to a new process. In a few more
+/// hand-overs it reads the processes' memory, which delays them.
+fn hand_over(row: &HandOverRow, count: usize) -> HandOverFigures {
+    let scratch = ScratchDir::new();
+    let args = [row.guest, &["--vcpus", "2"]].concat();
+    let mut vm = Driftline::run(&scratch, "0", SPEC, &args);
+    vm.console().wait_reports(VCPUS, 3, SOON);
+    let mut samples = HandOverFigures::default();
+    for number in 1..=count + MEMORY_COUNT {
+        let name = number.to_string();
+        let to = format!("unix:{}", scratch.path(&format!("{name}.in")).display());
+        let next = Driftline::start(&scratch, &name, &["receive-migration", &to, "--json"]);
+        tests::wait_for("a receiver", SOON, || {
+            next.log().contains("waiting for a migration on").then_some(())
+        });
+        let sending = [&[&*to, "--json"], row.sending].concat();
+        let send = || vm.cli("send-migration", &sending);
+        let sent = if number <= count {
+            send()
+        } else {
+            let before_mib = share_mib(vm.pid()).expect("a process");
+            let (sent, most_mib) = most_together([vm.pid(), next.pid()], send);
+            samples.more_mib.push(most_mib - before_mib);
+            sent
+        };
+        assert!(sent.status.success(), "{}", String::from_utf8_lossy(&sent.stderr));
+        let paused = json_of(&sent)["paused_at_unix_us"].as_f64().expect("a time");
+        let runs = next.arrival()["taken_over_at_unix_us"].as_f64().expect("a time");
+        next.console().wait_reports(VCPUS, 1, SOON);
+        if number <= count {
+            samples.downtime_ms.push((runs - paused) / 1e3);
+            let gap_us = first_gaps(&next.console().reports()).into_iter().max();
+            samples.gap_ms.push(gap_us.unwrap_or(0) as f64 / 1e3);
+        }
+        vm.wait_exit(SOON);
+        vm = next;
+    }
+    samples
+}
+
+/// Returns the gap in the first report of each vCPU.
+fn first_gaps(reports: &[PayloadReport]) -> Vec<u64> {
+    let first = |vcpu| reports.iter().find(|report| report.vcpu == vcpu);
+    (0..VCPUS).filter_map(|vcpu| Some(first(vcpu)?.gap_us)).collect()
+}
+
+/// Returns a process's share of resident memory, in MiB. `None` once it has ended.
+fn share_mib(pid: u32) -> Option<f64> {
+    let rollup = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).ok()?;
+    let line = rollup.lines().find_map(|line| line.strip_prefix("Pss:"))?;
+    let kib: f64 = line.trim().trim_end_matches(" kB").parse().ok()?;
+    Some(kib / 1024.0)
+}
+
+/// Runs `work`. Returns its result, and the most memory that the processes had together meanwhile,
+/// in MiB. A moment counts if the first share is the same before and after the second is read.
+fn most_together<T>([one, other]: [u32; 2], work: impl FnOnce() -> T) -> (T, f64) {
+    let over = AtomicBool::new(false);
+    let together = || {
+        let before = share_mib(one)?;
+        let both = before + share_mib(other)?;
+        ((share_mib(one)? - before).abs() < 2.0).then_some(both)
+    };
+    std::thread::scope(|scope| {
+        let sampler = scope.spawn(|| {
+            let mut most: f64 = 0.0;
+            while !over.load(Ordering::SeqCst) {
+                most = most.max(together().unwrap_or(0.0));
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            most
+        });
+        let result = work();
+        over.store(true, Ordering::SeqCst);
+        (result, sampler.join().expect("no panic"))
+    })
+}
