@@ -444,7 +444,8 @@ impl From<FormatError> for Cause {
 pub enum GuestPlace {
     /// It runs here, or is paused here as it was before the migration.
     Here,
-    /// It is paused here because resuming it failed; no other host has it.
+    /// It is paused here because resuming it failed. No other host has it, but another process of
+    /// this host may have its memory: then the cause says so.
     PausedHere {
         /// Why resuming failed.
         cause: Box<GuestError>,

@@ -11,10 +11,8 @@
 //! row, and their maximum; a number as an argument is the number of hand-overs.
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a bench")]
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
-
 use driftline_images::PayloadReport;
+use driftline_machine::testing::{most_together, share_kib};
 use tests::{Driftline, SOON, ScratchDir, json_of};
 
 /// Default number of hand-overs of each guest.
@@ -110,9 +108,10 @@ fn hand_over(row: &HandOverRow, count: usize) -> HandOverFigures {
         let sent = if number <= count {
             send()
         } else {
-            let before_mib = share_mib(vm.pid()).expect("a process");
-            let (sent, most_mib) = most_together([vm.pid(), next.pid()], send);
-            samples.more_mib.push(most_mib - before_mib);
+            let before = share_kib(vm.pid()).expect("a process");
+            let (sent, most) = most_together([vm.pid(), next.pid()], send);
+            let most = most.expect("both processes were there");
+            samples.more_mib.push(most.saturating_sub(before) as f64 / 1024.0);
             sent
         };
         assert!(sent.status.success(), "{}", String::from_utf8_lossy(&sent.stderr));
@@ -134,36 +133,4 @@ fn hand_over(row: &HandOverRow, count: usize) -> HandOverFigures {
 fn first_gaps(reports: &[PayloadReport]) -> Vec<u64> {
     let first = |vcpu| reports.iter().find(|report| report.vcpu == vcpu);
     (0..VCPUS).filter_map(|vcpu| Some(first(vcpu)?.gap_us)).collect()
-}
-
-/// Returns a process's share of resident memory, in MiB. `None` once it has ended.
-fn share_mib(pid: u32) -> Option<f64> {
-    let rollup = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).ok()?;
-    let line = rollup.lines().find_map(|line| line.strip_prefix("Pss:"))?;
-    let kib: f64 = line.trim().trim_end_matches(" kB").parse().ok()?;
-    Some(kib / 1024.0)
-}
-
-/// Runs `work`. Returns its result, and the most memory that the processes had together meanwhile,
-/// in MiB. A moment counts if the first share is the same before and after the second is read.
-fn most_together<T>([one, other]: [u32; 2], work: impl FnOnce() -> T) -> (T, f64) {
-    let over = AtomicBool::new(false);
-    let together = || {
-        let before = share_mib(one)?;
-        let both = before + share_mib(other)?;
-        ((share_mib(one)? - before).abs() < 2.0).then_some(both)
-    };
-    std::thread::scope(|scope| {
-        let sampler = scope.spawn(|| {
-            let mut most: f64 = 0.0;
-            while !over.load(Ordering::SeqCst) {
-                most = most.max(together().unwrap_or(0.0));
-                std::thread::sleep(Duration::from_millis(1));
-            }
-            most
-        });
-        let result = work();
-        over.store(true, Ordering::SeqCst);
-        (result, sampler.join().expect("no panic"))
-    })
 }

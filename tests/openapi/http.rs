@@ -26,6 +26,8 @@ const MAX_REQUESTS: usize = 64;
 
 /// A reply of a server that was asked for `method` and `path`.
 struct SeenReply {
+    /// The status that the reply must have.
+    expected: u16,
     tag: &'static str,
     method: &'static str,
     path: &'static str,
@@ -53,11 +55,17 @@ impl LocalServer {
 fn refused_bytes(server: &ServedApi) -> Vec<SeenReply> {
     let long = format!("/v1/info HTTP/1.1\r\nA: {}\r\nB:", "a".repeat(9000));
     let coded = "/v1/stop HTTP/1.1\r\nTransfer-Encoding: chunked\r\nB:";
-    let seen = |method, path, reply| SeenReply { tag: "driftline", method, path, reply };
+    let seen = |expected, method, path, reply| SeenReply {
+        expected,
+        tag: "driftline",
+        method,
+        path,
+        reply,
+    };
     vec![
-        seen("GET", "/v1/info", server.ask("GET", &long, "")),
-        seen("POST", "/v1/stop", server.ask("POST", coded, "")),
-        seen("POST", "/v1/stop", server.ask("POST", "/v1/stop", &"x".repeat(51_201))),
+        seen(431, "GET", "/v1/info", server.ask("GET", &long, "")),
+        seen(411, "POST", "/v1/stop", server.ask("POST", coded, "")),
+        seen(413, "POST", "/v1/stop", server.ask("POST", "/v1/stop", &"x".repeat(51_201))),
     ]
 }
 
@@ -86,8 +94,9 @@ fn late_requests(own: &ServedApi, theirs: &ServedApi) -> Vec<SeenReply> {
     }
     thread::scope(|scope| {
         let ask = |(server, tag, method, path, beginning): LateRequest<'_>| {
+            let expected = if server.client().is_firecracker { 400 } else { 408 };
             let reply = late(server.client(), beginning);
-            SeenReply { tag, method, path, reply }
+            SeenReply { expected, tag, method, path, reply }
         };
         let replies: Vec<_> =
             requests.into_iter().map(|request| scope.spawn(move || ask(request))).collect();
@@ -112,7 +121,7 @@ fn too_many_stops(scratch: &ScratchDir) -> SeenReply {
     (0..MAX_STOPS).for_each(|_| begun.recv_timeout(SOON).expect("a stop"));
     let reply = server.client.ask("POST", "/v1/stop", "");
     drop((end, stops));
-    SeenReply { tag: "driftline", method: "POST", path: "/v1/stop", reply }
+    SeenReply { expected: 503, tag: "driftline", method: "POST", path: "/v1/stop", reply }
 }
 
 /// Returns the reply of a server that is answering as many of Firecracker's requests as it can.
@@ -126,7 +135,7 @@ fn too_many_requests(scratch: &ScratchDir) -> SeenReply {
         calls.iter().map(|_| events.recv_timeout(SOON).expect("a call")).collect();
     let reply = server.client.ask("GET", "/version", "");
     drop(held);
-    SeenReply { tag: "firecracker", method: "GET", path: "/version", reply }
+    SeenReply { expected: 503, tag: "firecracker", method: "GET", path: "/version", reply }
 }
 
 /// Returns the replies of a server a part of which panics.
@@ -137,7 +146,7 @@ fn failures(scratch: &ScratchDir) -> Vec<SeenReply> {
         .into_iter()
         .map(|(tag, path)| {
             let reply = server.client.ask("GET", path, "");
-            SeenReply { tag, method: "GET", path, reply }
+            SeenReply { expected: 500, tag, method: "GET", path, reply }
         })
         .collect()
 }
@@ -162,7 +171,8 @@ fn statuses_of_the_server_are_those_documented() {
     let component = &document.root()["components"]["responses"][COMPONENT];
     let text = component["description"].as_str().expect("a text");
     let mut seen = BTreeSet::new();
-    for SeenReply { tag, method, path, reply: ApiReply { status, body } } in replies {
+    for SeenReply { expected, tag, method, path, reply: ApiReply { status, body } } in replies {
+        assert_eq!(status, expected, "{tag}: {method} {path}: {body}");
         seen.insert(status);
         let operation = document.find(&[tag], method, path).expect("an operation");
         match status {

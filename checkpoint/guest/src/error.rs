@@ -38,7 +38,9 @@ pub enum ClaimError {
     )]
     Taken,
     /// The process that offered the memory has the guest.
-    #[error("the process that offered the guest's memory has kept the guest")]
+    #[error(
+        "the process that offered the guest's memory has kept the guest, or another one has it"
+    )]
     Kept,
 }
 

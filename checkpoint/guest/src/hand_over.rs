@@ -63,7 +63,8 @@ pub trait HandOver: Send + Sync {
     fn attach(&self, packets: &[u8]) -> Result<(), GuestError>;
 
     /// Takes back what [`release`](Self::release) and [`detach`](Self::detach) released, or takes
-    /// it first on a new host.
+    /// it first on a new host. Withdraws an offer of memory first
+    /// ([`MemoryRight::keep`](crate::MemoryRight::keep)).
     ///
     /// # Errors
     ///

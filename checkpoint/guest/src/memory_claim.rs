@@ -37,13 +37,13 @@ pub(crate) const SIZE_SEALS: SealFlags =
 /// Which process may run a guest whose memory was offered to another process.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum ClaimState {
-    /// The process that offered it. The other one may take it.
+    /// The process that offered the guest, unless the other one takes it first.
     Offered,
-    /// The process that offered it, for ever.
+    /// The process that offered the guest. The offer is over.
     Kept,
-    /// The other process, which does not run it yet and may give it back.
+    /// The other process, which may still give the guest back.
     Taken,
-    /// The other process, which runs it or has run it.
+    /// The other process, whose guest it is for good.
     Running,
 }
 
@@ -91,13 +91,9 @@ impl MemoryClaim {
         self.word().map_or(ClaimState::Taken, |word| ClaimState::of(word.load(SeqCst)))
     }
 
-    /// Changes the word from `from` to `to`. Returns the state after that, changed or not.
-    fn change(&self, from: u32, to: u32) -> ClaimState {
-        match self.word().map(|word| word.compare_exchange(from, to, SeqCst, SeqCst)) {
-            Ok(Ok(_)) => ClaimState::of(to),
-            Ok(Err(found)) => ClaimState::of(found),
-            Err(_) => ClaimState::Taken,
-        }
+    /// Changes the word from `from` to `to`. Returns whether it was `from`.
+    fn change(&self, from: u32, to: u32) -> bool {
+        self.word().is_ok_and(|word| word.compare_exchange(from, to, SeqCst, SeqCst).is_ok())
     }
 }
 
@@ -108,7 +104,7 @@ pub struct MemoryRight(Mutex<Side>);
 /// The side of the latest offer on which this process is.
 #[derive(Debug, Default)]
 enum Side {
-    /// The memory was never shared.
+    /// The memory is not offered, or the offer is over.
     #[default]
     Alone,
     Offers(MemoryClaim),
@@ -149,12 +145,15 @@ impl MemoryRight {
     ///
     /// The other process has taken the guest.
     pub fn keep(&self) -> Result<(), ClaimError> {
-        match &*self.0.lock() {
+        let mut side = self.0.lock();
+        match &*side {
+            Side::Offers(claim) if !claim.change(OFFERED, KEPT) => Err(ClaimError::Taken),
+            Side::Offers(_) => {
+                // Unmapped: nothing that the other process does to it matters any more.
+                *side = Side::Alone;
+                Ok(())
+            }
             Side::Alone | Side::Receives(_) => Ok(()),
-            Side::Offers(claim) => match claim.change(OFFERED, KEPT) {
-                ClaimState::Kept => Ok(()),
-                _ => Err(ClaimError::Taken),
-            },
         }
     }
 
@@ -162,32 +161,32 @@ impl MemoryRight {
     ///
     /// # Errors
     ///
-    /// The process that offered it has kept it.
+    /// The process that offered it has kept it, or it was taken before.
     pub fn take(&self) -> Result<(), ClaimError> {
         match &*self.0.lock() {
             Side::Alone | Side::Offers(_) => Ok(()),
-            Side::Receives(claim) => match claim.change(OFFERED, TAKEN) {
-                ClaimState::Taken | ClaimState::Running => Ok(()),
-                _ => Err(ClaimError::Kept),
-            },
+            Side::Receives(claim) if claim.change(OFFERED, TAKEN) => Ok(()),
+            Side::Receives(_) => Err(ClaimError::Kept),
         }
     }
 
-    /// Gives a guest back that this process has taken and not run.
+    /// Gives a guest back that this process has taken and cannot run.
     pub fn give_back(&self) {
         if let Side::Receives(claim) = &*self.0.lock() {
             claim.change(TAKEN, OFFERED);
         }
     }
 
-    /// Notes that a guest that this process has taken has run here: it cannot be given back.
+    /// Notes that the take-over is complete: this process has the guest for good, and runs it or
+    /// keeps it paused as it arrived.
     pub fn mark_running(&self) {
         if let Side::Receives(claim) = &*self.0.lock() {
             claim.change(TAKEN, RUNNING);
         }
     }
 
-    /// Returns the state of this process's offer. `None` if it has not offered the guest.
+    /// Returns the state of this process's offer. `None` if it has made none, or has kept the
+    /// guest.
     pub fn offered(&self) -> Option<ClaimState> {
         match &*self.0.lock() {
             Side::Alone | Side::Receives(_) => None,
@@ -236,10 +235,13 @@ mod tests {
     #[test]
     fn kept_guest_is_not_taken() {
         let (here, there) = both();
-        assert_eq!(here.keep(), Ok(()));
+        assert_eq!((here.offered(), here.keep()), (Some(ClaimState::Offered), Ok(())));
         assert_eq!(there.take(), Err(ClaimError::Kept));
-        assert_eq!((here.keep(), here.check()), (Ok(()), Ok(())));
-        assert_eq!(here.offered(), Some(ClaimState::Kept));
+        // What the other process writes to the word has no effect any more.
+        if let Side::Receives(claim) = &*there.0.lock() {
+            claim.word().unwrap().store(TAKEN, SeqCst);
+        }
+        assert_eq!((here.keep(), here.check(), here.offered()), (Ok(()), Ok(()), None));
     }
 
     #[test]
@@ -277,12 +279,20 @@ mod tests {
     }
 
     #[test]
-    fn unknown_word_lets_nobody_here_run_the_guest() {
+    fn unknown_word_lets_neither_process_run() {
         let (here, there) = both();
         if let Side::Receives(claim) = &*there.0.lock() {
             claim.word().unwrap().store(77, SeqCst);
         }
-        assert_eq!(here.keep(), Err(ClaimError::Taken));
+        assert_eq!((here.keep(), there.take()), (Err(ClaimError::Taken), Err(ClaimError::Kept)));
+    }
+
+    #[test]
+    fn guest_is_taken_once() {
+        let here = MemoryRight::default();
+        let file = here.offer().unwrap();
+        let two = [file.clone(), file].map(|file| MemoryRight::received(file).unwrap());
+        assert_eq!(two.map(|there| there.take().is_ok()), [true, false]);
     }
 
     #[test]

@@ -1,8 +1,10 @@
 //! What is read of memory that another process has taken over is of no use.
 
 use std::sync::Arc;
+use std::time::Duration;
 
-use driftline_checkpoint::{CheckpointError, Checkpointer, restore};
+use driftline_checkpoint::{CheckpointError, Checkpointer, StagingLimits, restore};
+use driftline_dirty_tracker::Gfn;
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
 use driftline_guest::{Clock, GuestContents, Lifecycle, MemoryRight, SharedMemory};
 use driftline_store::Store;
@@ -12,6 +14,32 @@ use driftline_store::testing::MemoryDisk;
 fn offer(guest: &Arc<MemoryGuest>) -> MemoryRight {
     let claim = guest.memory_right().offer().unwrap();
     SharedMemory::new(Vec::new(), claim).right().unwrap()
+}
+
+/// The guest is taken while the epoch is copied: the slow store holds the copy up.
+#[test]
+fn epoch_whose_memory_is_taken_meanwhile_fails() {
+    let guest = MemoryGuest::start(MemoryConfig::still()).unwrap();
+    let disk = MemoryDisk::default();
+    let store = Store::with_backend(Box::new(disk.clone()), true).unwrap();
+    let limits = StagingLimits { first_bytes: 16 * 4096, most_bytes: 16 * 4096 };
+    let mut checkpointer = Checkpointer::with_staging(guest.clone(), store, limits).unwrap();
+    checkpointer.background_copy_from(1);
+    checkpointer.take().unwrap();
+    (0..200).for_each(|gfn| guest.write(Gfn(gfn), &[1; 8]).unwrap());
+    let other = offer(&guest);
+    disk.slow_writes(Duration::from_millis(100));
+    let taken = std::thread::scope(|scope| {
+        let epoch = scope.spawn(|| checkpointer.take());
+        // Far less than the store takes for all pieces.
+        std::thread::sleep(Duration::from_millis(60));
+        let was_done = epoch.is_finished();
+        other.take().unwrap();
+        (!was_done).then(|| epoch.join().unwrap())
+    });
+    disk.slow_writes(Duration::ZERO);
+    let refused = taken.expect("the store is slow").unwrap_err().to_string();
+    assert!(refused.contains("another process has taken"), "{refused}");
 }
 
 #[test]

@@ -55,6 +55,10 @@ fn failed_memory_load_stops_the_guest() {
     let dir = tempfile::tempdir().unwrap();
     let store = Store::create_or_open(dir.path()).unwrap();
     let guest = MemoryGuest::start(MemoryConfig::small()).unwrap();
+    // Something to load.
+    while guest.writes() < 100 {
+        std::thread::yield_now();
+    }
     let epoch = Checkpointer::new(guest, store).unwrap().take().unwrap().epoch;
     let store = Store::open(dir.path()).unwrap();
     let factory = RecordingFactory::default();

@@ -37,11 +37,12 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
         arrival: Arrival<F::Guest>,
         restored: RestoredGuest,
     ) -> Result<(Arc<F::Guest>, ReceiveReport), ReceiveFailed> {
-        let Arrival { mut wire, guest, mut copies, token, came, .. } = arrival;
+        let Arrival { mut wire, guest, mut copies, shares_memory, token, came, .. } = arrival;
+        let asks = !shares_memory;
         let was_running = restored.was_running;
         let (_say_prepared, _) = self.session.post(DestinationEvent::Restored);
         if let Err(cause) = self.await_commit(&mut wire, &*guest, token, &restored) {
-            return Err(self.discard(&mut wire, &*guest, copies, token, cause));
+            return Err(self.discard(&mut wire, &*guest, copies, token, asks, cause));
         }
         let (committed, committed_at) = (Instant::now(), SystemTime::now());
         let permit = match self.session.post(DestinationEvent::Commit) {
@@ -55,11 +56,11 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
                 );
                 drop(copies);
                 let cause = fault.map_or(Cause::Discarded { unanswered: None }, Cause::Records);
-                return Err(self.inform_source(&mut wire, token, cause));
+                return Err(self.inform_source(&mut wire, token, asks, cause));
             }
         };
         if let Err(e) = take_over(&*guest, &mut copies, permit, was_running) {
-            return Err(self.take_over_failed(&mut wire, guest, copies, token, e));
+            return Err(self.take_over_failed(&mut wire, guest, copies, token, asks, e));
         }
         // The vCPUs' own time, because this thread may wait for a processor that they use.
         let resumed = guest.vcpu_pauses().iter().filter_map(|vcpu| vcpu.resumed).max();
@@ -141,6 +142,7 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
         guest: Arc<F::Guest>,
         copies: Copies,
         token: Token,
+        asks: bool,
         cause: Cause,
     ) -> ReceiveFailed {
         self.control.stop.undo_commit();
@@ -149,7 +151,7 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
         self.post_discard(DestinationEvent::NotResumed, token);
         // Closes its files, and with them locks that could not be released.
         drop(guest);
-        self.inform_source(wire, token, cause)
+        self.inform_source(wire, token, asks, cause)
     }
 
     /// Discards a guest after PREPARED was sent, perhaps in part, and COMMIT did not arrive.
@@ -159,6 +161,7 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
         guest: &F::Guest,
         copies: Copies,
         token: Token,
+        asks: bool,
         cause: Cause,
     ) -> ReceiveFailed {
         discard_guest(guest, &format!("it was not received: {cause}"));
@@ -169,7 +172,7 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
             return ReceiveFailed { cause, was_prepared: true };
         }
         self.post_discard(DestinationEvent::Failed, token);
-        self.inform_source(wire, token, cause)
+        self.inform_source(wire, token, asks, cause)
     }
 
     /// Passes an event after which the guest is discarded. If that cannot be made durable, each
@@ -180,15 +183,22 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
         }
     }
 
-    /// Sends the source the verdict over this connection, or waits until it asks.
-    fn inform_source(&self, wire: &mut Wire<Link>, token: Token, cause: Cause) -> ReceiveFailed {
+    /// Sends the source the verdict over this connection, or waits until it `asks`. A source whose
+    /// memory this guest has reads the claim instead.
+    fn inform_source(
+        &self,
+        wire: &mut Wire<Link>,
+        token: Token,
+        asks: bool,
+        cause: Cause,
+    ) -> ReceiveFailed {
         let verdict = self.session.verdict(token);
         wire.stream_mut().begin_closing();
         let acknowledged = wire.send(&WireMessage::Answer { token, verdict }).is_ok()
             && matches!(wire.recv(), Ok(WireMessage::Ended { token: ended }) if ended == token);
         if acknowledged {
             self.session.forget(token);
-        } else {
+        } else if asks {
             wire.stream().close();
             let limit = self.options.answer_timeout;
             tracing::warn!(%token, "waiting up to {limit:?} until the source asks");
@@ -231,8 +241,6 @@ fn take_over<G: GuestIdentity + GuestContents + Lifecycle + HandOver + ?Sized>(
         right.give_back();
         return Err(e.into());
     }
-    if was_running {
-        right.mark_running();
-    }
+    right.mark_running();
     Ok(())
 }

@@ -31,6 +31,10 @@ use crate::transport::wire::Wire;
 /// Upper bound on reading the reason of a destination that gives up before COMMIT.
 const REASON_LIMIT: Duration = Duration::from_millis(500);
 
+/// Upper bound on waiting for a destination on this host that has found out that its guest was
+/// kept here: it then releases the disks and taps that it has acquired.
+const RELEASE_LIMIT: Duration = Duration::from_secs(5);
+
 /// Upper bound on each step of a question: connecting, HELLO, and the answer.
 const QUERY_LIMIT: Duration = Duration::from_secs(3);
 
@@ -160,7 +164,8 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
                     }
                 }
                 SourceOrder::TakeBack(permit) => {
-                    let failed = committed_guest.take_back(permit, known.cause());
+                    let limit = if self.options.local { RELEASE_LIMIT } else { Duration::ZERO };
+                    let failed = committed_guest.take_back(permit, known.cause(), limit);
                     self.forget(record, &mut channels.first);
                     return Err(failed);
                 }
@@ -221,11 +226,14 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
     /// it, this side keeps it. `None` if memory was copied, or the destination has taken the guest
     /// and not yet run it.
     fn decided_by_claim(&self) -> Option<Verdict> {
+        if !self.options.local {
+            return None;
+        }
         let right = self.guest.memory_right();
-        match right.offered().filter(|_| self.options.local)? {
-            ClaimState::Running => Some(Verdict::Running),
-            ClaimState::Taken => None,
-            ClaimState::Offered | ClaimState::Kept => {
+        match right.offered() {
+            Some(ClaimState::Running) => Some(Verdict::Running),
+            Some(ClaimState::Taken) => None,
+            Some(ClaimState::Offered | ClaimState::Kept) | None => {
                 right.keep().is_ok().then_some(Verdict::Discarded)
             }
         }

@@ -3,7 +3,8 @@
 //! Dropping a [`PausedGuest`], on any path, resumes the guest here. Committing it needs a durable
 //! record and returns a [`CommittedGuest`], which resumes only with a permit of the state machine.
 
-use std::time::{Instant, SystemTime};
+use std::thread;
+use std::time::{Duration, Instant, SystemTime};
 
 use driftline_dirty_tracker::{DirtySet, Subscription};
 use driftline_guest::{
@@ -14,6 +15,9 @@ use super::job::SendFailed;
 use super::record::CommittedRecord;
 use crate::error::{Cause, GuestPlace};
 use crate::protocol::two_phase::{MayEnd, MayRunHere};
+
+/// Time between two attempts to acquire what a destination on this host has not released yet.
+const ACQUIRE_INTERVAL: Duration = Duration::from_millis(20);
 
 /// A paused guest that certainly belongs to this host.
 #[must_use = "dropping this gives the guest back"]
@@ -77,9 +81,11 @@ impl<'g, G: GuestIdentity + GuestContents + Lifecycle + HandOver + ?Sized> Pause
     /// Acquires everything again, and resumes the guest if it ran before.
     fn take_back(&mut self) -> Result<(), GuestError> {
         let Some(paused) = self.paused.take() else { return Ok(()) };
-        if self.released
-            && let Err(e) = acquire(self.guest)
-        {
+        let acquired = match self.released {
+            true => self.guest.acquire(),
+            false => self.guest.memory_right().keep().map_err(GuestError::from),
+        };
+        if let Err(e) = acquired {
             // The guest must not run without its disks.
             paused.keep_paused();
             return Err(e);
@@ -110,12 +116,6 @@ impl<G: GuestIdentity + GuestContents + Lifecycle + HandOver + ?Sized> Drop for 
     }
 }
 
-/// Acquires memory that was offered to another process, and all that only one host may hold.
-fn acquire<G: GuestContents + HandOver + ?Sized>(guest: &G) -> Result<(), GuestError> {
-    guest.memory_right().keep()?;
-    guest.acquire()
-}
-
 fn place(taken_back: Result<(), GuestError>) -> GuestPlace {
     match taken_back {
         Ok(()) => GuestPlace::Here,
@@ -134,9 +134,20 @@ pub(super) struct CommittedGuest<
 }
 
 impl<G: GuestIdentity + GuestContents + Lifecycle + HandOver + ?Sized> CommittedGuest<'_, G> {
-    /// Resumes the guest here.
-    pub(super) fn take_back(self, _permit: MayRunHere, cause: Cause) -> SendFailed {
-        let resumed = acquire(self.guest).and_then(|()| match self.was_running {
+    /// Resumes the guest here. Waits up to `limit` for a destination on this host to release what
+    /// it has acquired.
+    pub(super) fn take_back(
+        self,
+        _permit: MayRunHere,
+        cause: Cause,
+        limit: Duration,
+    ) -> SendFailed {
+        let (began, mut acquired) = (Instant::now(), self.guest.acquire());
+        while acquired.is_err() && began.elapsed() < limit {
+            thread::sleep(ACQUIRE_INTERVAL);
+            acquired = self.guest.acquire();
+        }
+        let resumed = acquired.and_then(|()| match self.was_running {
             true => self.guest.resume(),
             false => Ok(()),
         });

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use driftline_format::layout_hash;
-use driftline_guest::{GuestDrive, SharedMemory};
+use driftline_guest::{GuestDrive, GuestError, SharedMemory};
 
 use super::channels::Channels;
 use super::drives;
@@ -55,6 +55,7 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
         // Opened now, so that an unusable directory fails the migration before the pause.
         let records = Records::open(&self.options.records)?;
         let stop = self.control.stop.clone();
+        self.guest.memory_right().check().map_err(GuestError::from)?;
         let memory = self.local_memory()?;
         let drives = drives::chosen(self.guest, &self.options.copy_drives)?;
         let limit = self.options.connect_timeout;

@@ -181,7 +181,7 @@ fn flip_everywhere(kind: HandOverKind) {
         // In the head of a record, and in its payload (or in the head again if there is none).
         let flips = tags.into_iter().enumerate().flat_map(|(number, tag)| {
             let bytes = [13, 30].into_iter().cycle().skip(number % 2);
-            // The messages that carry no descriptor are those of a hand-over that copies.
+            // A hand-over that copies has the other messages as well, each with both flips.
             let is_short = kind == HandOverKind::Local && tag != self::tag("MEMORY");
             bytes.take(if is_short { repeats(1, 2) } else { 2 }).map(move |byte| (tag, byte))
         });

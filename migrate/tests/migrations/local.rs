@@ -233,6 +233,7 @@ fn memory_that_may_vanish_is_refused() {
         let said = refused.to_string();
         assert!(said.contains(why) && said.ends_with("the guest continues here"), "{said}");
         assert_eq!(guest.run_state(), RunState::Running);
+        within(LONG, "the receiver waits again", || there.waits_on());
     }
     let sent = Sender::start(&guest, &there.to, &options(&hosts)).result();
     assert!(sent.is_ok(), "{sent:?}");

@@ -1,9 +1,9 @@
-//! Which process has a guest in memory that two have, if the connection is lost after COMMIT. The
-//! memory itself says it, so nobody is asked.
+//! Which process has a guest whose memory two processes have, if the connection is lost after
+//! COMMIT. The claim in that memory says it, so the source asks no question.
 
 use driftline_guest::testing::{MemoryConfig, Op};
-use driftline_guest::{ClaimState, GuestContents, Lifecycle, RunState};
-use driftline_migrate::{Phase, SendOptions};
+use driftline_guest::{GuestContents, HandOver, Lifecycle, RunState};
+use driftline_migrate::SendOptions;
 
 use crate::common::{
     At, CutPoint, HostPair, LONG, Proxy, ProxyPlan, Sender, exactly_one_runs, quick_send, tag,
@@ -20,7 +20,7 @@ fn cut_for_good(hosts: &HostPair, from_source: bool, message: &str, at: CutPoint
     let sender = Sender::start(&guest, &proxy.to, &options);
     let control = sender.control.clone();
     let sent = sender.result();
-    assert_ne!(control.progress().phase, Phase::InDoubt, "{message}, {at:?}");
+    assert_eq!(control.progress().doubt, None, "{message}, {at:?}");
     exactly_one_runs(hosts, &guest, &sent, there, &format!("{message}, {at:?}"));
 }
 
@@ -53,7 +53,7 @@ fn late_destination_does_not_run_a_kept_guest() {
     let sent = Sender::start(&guest, &proxy.to, &options).result();
     let why = sent.as_ref().unwrap_err().to_string();
     assert_eq!(guest.run_state(), RunState::Running, "{why}");
-    assert_eq!(guest.memory_right().offered(), Some(ClaimState::Kept));
+    assert_eq!(guest.memory_right().offered(), None, "the offer is over");
     exactly_one_runs(&hosts, &guest, &sent, there, "the source has kept the guest");
 }
 
@@ -71,6 +71,47 @@ fn guest_that_does_not_resume_is_given_back() {
     let sent = Sender::start(&guest, &proxy.to, &options).result();
     assert!(sent.is_err());
     within(LONG, "the guest runs", || guest.run_state() == RunState::Running);
-    assert_eq!(guest.memory_right().offered(), Some(ClaimState::Kept));
+    assert_eq!(guest.memory_right().offered(), None, "the offer is over");
     exactly_one_runs(&hosts, &guest, &sent, there, "resuming fails");
+}
+
+/// A guest that arrives paused is the destination's as well, although it has not run there.
+#[test]
+fn paused_guest_belongs_to_its_destination() {
+    let hosts = HostPair::new();
+    let guest = hosts.start_in_files(MemoryConfig::small());
+    guest.pause().unwrap();
+    let there = hosts.local_receiver(hosts.receive_options());
+    let plan = ProxyPlan::cut_for_good(false, At::Tag(tag("RUNNING")), CutPoint::Before);
+    let proxy = Proxy::start(&there.to, plan);
+    let options = SendOptions { local: true, ..quick_send(&hosts) };
+    Sender::start(&guest, &proxy.to, &options).result().unwrap();
+    assert_eq!(guest.run_state(), RunState::Stopped);
+    let arrived = there.guest();
+    arrived.guest.resume().unwrap();
+    arrived.guest.verify().unwrap();
+}
+
+/// What a failed hand-over leaves is no way around the claim.
+#[test]
+fn taken_guest_neither_runs_nor_moves_on() {
+    let hosts = HostPair::new();
+    let guest = hosts.start_in_files(MemoryConfig::small());
+    guest.pause().unwrap();
+    guest.release().unwrap();
+    let taken = guest.share_memory().unwrap().right().unwrap();
+    taken.take().unwrap();
+    let refused = guest.acquire().unwrap_err().to_string();
+    assert!(refused.contains("another process has taken the guest"), "{refused}");
+    let there = hosts.receiver();
+    for local in [false, true] {
+        let options = SendOptions { local, ..quick_send(&hosts) };
+        let refused = Sender::start(&guest, &there.to, &options).result().unwrap_err();
+        assert!(refused.to_string().contains("another process has taken"), "{refused}");
+    }
+    assert_eq!(there.control.progress().refused, 0);
+    there.control.cancel().unwrap();
+    there.error();
+    taken.give_back();
+    guest.acquire().unwrap();
 }

@@ -34,6 +34,7 @@ impl HandOver for ThreadMachine {
     }
 
     fn acquire(&self) -> Result<(), GuestError> {
+        self.memory.right().keep()?;
         self.require_paused("take the resources of").map(drop)
     }
 }

@@ -1,10 +1,7 @@
 //! Hand-overs to another process of this host, from the command line: nothing is copied.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
-
 use crate::common::{TestDir, Vmm, fail, receiver, side_by_side, succeed, wait_for};
-use driftline_machine::testing::kvm_or_skip;
+use driftline_machine::testing::{kvm_or_skip, most_together, share_kib};
 use serde_json::Value;
 
 const THREADS: &[&str] = &["--backend", "threads", "--mem", "64M", "--vcpus", "2"];
@@ -19,40 +16,6 @@ fn local_receiver<'p>(tmp: &'p TestDir, name: &'static str, more: &[&str]) -> (V
     let line = format!("waiting for a migration on {address}\n");
     wait_for("the receiver to listen", || vmm.stderr().contains(&line).then_some(()));
     (vmm, address)
-}
-
-/// Returns a process's share of resident memory, in KiB. `None` once it has ended.
-fn share_kib(pid: u32) -> Option<u64> {
-    let rollup = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).ok()?;
-    let line = rollup.lines().find_map(|line| line.strip_prefix("Pss:"))?;
-    line.trim().trim_end_matches(" kB").parse().ok()
-}
-
-/// Returns what both processes have together, in KiB. `None` if one has ended, or if that changes
-/// just now: the two shares are not read at the same moment, and one grows as the other falls.
-fn together_kib([one, other]: [u32; 2]) -> Option<u64> {
-    let before = share_kib(one)?;
-    let both = before + share_kib(other)?;
-    (share_kib(one)?.abs_diff(before) < 2 << 10).then_some(both)
-}
-
-/// Runs `work`. Returns its result, and the most memory that the processes had together meanwhile,
-/// in KiB; `None` if that was never read.
-fn most_together<T>(pids: [u32; 2], work: impl FnOnce() -> T) -> (T, Option<u64>) {
-    let over = AtomicBool::new(false);
-    std::thread::scope(|scope| {
-        let sampler = scope.spawn(|| {
-            let mut most = None;
-            while !over.load(Ordering::SeqCst) {
-                most = most.max(together_kib(pids));
-                std::thread::sleep(Duration::from_millis(1));
-            }
-            most
-        });
-        let result = work();
-        over.store(true, Ordering::SeqCst);
-        (result, sampler.join().unwrap())
-    })
 }
 
 fn changes_hands_three_times(machine: &[&str], mem_bytes: u64) {

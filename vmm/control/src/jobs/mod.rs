@@ -22,7 +22,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use driftline_checkpoint::SnapshotReport;
-use driftline_guest::RunState;
+use driftline_guest::{GuestError, RunState};
 use driftline_machine::config::guest_span;
 use driftline_machine::vm::SharedVm;
 use driftline_migrate::{Records, Resolution, Responder};
@@ -326,6 +326,10 @@ impl Jobs {
     pub(crate) fn resolve_migration(&self, how: Resolution) -> Result<(), JobError> {
         let job = self.migration_job().filter(|job| !job.is_over());
         let job = job.ok_or(JobError::NotInDoubt)?;
+        if how == Resolution::Run {
+            // Not for the operator to decide.
+            self.vm.memory_right().check().map_err(GuestError::from)?;
+        }
         if !job.is_lost() {
             return Ok(job.resolve(how)?);
         }

@@ -388,6 +388,7 @@ impl HandOver for KvmMachine {
     }
 
     fn acquire(&self) -> Result<(), GuestError> {
+        self.memory.right().keep()?;
         if self.config.devices.is_empty() {
             return Ok(self.status.set_acquired("acquire", true)?);
         }

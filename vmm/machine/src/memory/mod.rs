@@ -334,7 +334,13 @@ impl Memory {
     /// pages are currently the cheaper way. Mostly 512 frames then cost as much as a few. If the
     /// kernel cannot populate (before 5.14) or has no memory, the frames get memory at their first
     /// write.
+    ///
+    /// Does nothing to memory from the huge page pool that another process has handed over: its
+    /// holes cannot be told from its pages, and would be filled.
     pub fn prefault(&self, run: FrameRun) {
+        if self.is_of_file && self.options.is_pooled() {
+            return;
+        }
         let start = GuestAddress(run.start.gpa());
         let Ok(len) = usize::try_from(run.bytes()) else { return };
         for slice in self.ram.get_slices(start, len).map_while(Result::ok) {

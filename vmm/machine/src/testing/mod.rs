@@ -2,6 +2,7 @@
 //! skipped test where the host lacks KVM, configurations of small guests, and small kernels.
 
 mod elf;
+mod memory_share;
 mod tap;
 
 use std::ffi::OsStr;
@@ -24,6 +25,7 @@ use crate::config::{
 use crate::kvm;
 use crate::tracking::TrackingMode;
 pub use elf::{CODE_AT, Elf, note};
+pub use memory_share::{most_together, share_kib};
 pub use tap::TestTap;
 
 /// Environment variable that names a file. Each skipped test adds a line to it, to be counted.

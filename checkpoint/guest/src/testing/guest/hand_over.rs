@@ -47,6 +47,7 @@ impl HandOver for MemoryGuest {
     }
 
     fn acquire(&self) -> Result<(), GuestError> {
+        self.right.keep()?;
         self.faults.check(Op::Acquire, "acquiring the drive")?;
         self.drive.acquire(self.serial)
     }

@@ -67,13 +67,18 @@ fn explore(names_boot: bool, is_local: bool) {
     assert!(stuck.is_none(), "no step resolves {stuck:#?}");
     // While both processes live, no operator is needed.
     let resolvable = self::resolvable(&seen, &back, &[StepKind::Good]);
-    let both = |w: &&ModelState| w.source_alive && w.destination_alive;
+    let both = |w: &&ModelState| {
+        let is_left = is_local && w.operator.is_some();
+        w.source_alive && w.destination_alive && !is_left
+    };
     let stuck = seen.iter().filter(honest).filter(both).find(|w| !resolvable.contains(w));
     assert!(stuck.is_none(), "only an operator resolves {stuck:#?}");
     // The memory of a local hand-over tells the source all, unless the destination dies between
     // taking the guest and running it.
-    let is_told =
-        |w: &&ModelState| is_local && w.source_alive && w.claim != Some(ClaimState::Taken);
+    let is_told = |w: &&ModelState| {
+        let is_taken = w.claim == Some(ClaimState::Taken);
+        is_local && w.source_alive && w.operator.is_none() && !is_taken
+    };
     let stuck = seen.iter().filter(honest).filter(is_told).find(|w| !resolvable.contains(w));
     assert!(stuck.is_none(), "the source does not learn of {stuck:#?}");
     assert!(seen.len() > 1_000, "only {} states were visited", seen.len());

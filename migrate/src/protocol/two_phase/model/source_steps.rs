@@ -58,6 +58,11 @@ impl ModelState {
         if self.source == Source::InDoubt {
             self.operator_steps(all);
         }
+        // `driftline resume` of a guest that could not be taken back.
+        let is_left = self.source == Source::Aborted && self.source_todo == ToDo::Nothing;
+        if self.claim.is_some() && is_left && !self.source_runs && !self.is_taken() {
+            all.push((StepKind::Operator, self.source_keeps()));
+        }
     }
 
     /// Adds the steps that perform the source's order, or fail to.
@@ -104,17 +109,25 @@ impl ModelState {
     fn operator_steps(&self, all: &mut Vec<(StepKind, Self)>) {
         use SourceEvent as E;
         use StepKind::Bad;
-        // The operator runs the guest here only after making sure that it cannot run there.
+        // The operator runs the guest here only after making sure that it cannot run there. Of a
+        // local hand-over the operator may be wrong, but is refused if the guest is taken.
         let cannot = matches!(
             self.destination,
             Destination::Discarded | Destination::Dropped | Destination::Discarding
         );
-        if !self.destination_alive || cannot {
+        let may = match self.claim {
+            Some(_) => !self.is_taken(),
+            None => !self.destination_alive || cannot,
+        };
+        if may {
             let w = Self { operator: Some(Resolution::Run), ..self.clone() };
             all.push((StepKind::Operator, w.source_event(E::Operator(Resolution::Run))));
         }
         let w = Self { operator: Some(Resolution::Discard), ..self.clone() };
-        all.push((Bad, w.source_event(E::Operator(Resolution::Discard))));
+        // A guest that was taken has died with its destination.
+        let has_died = !self.destination_alive && self.is_taken();
+        let kind = if has_died { StepKind::Operator } else { Bad };
+        all.push((kind, w.source_event(E::Operator(Resolution::Discard))));
     }
 
     /// A question reaches the destination, or another process that shares its records.

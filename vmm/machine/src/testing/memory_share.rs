@@ -1,0 +1,38 @@
+//! Resident memory of processes that share some of it.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+/// Returns a process's share of resident memory (PSS), in KiB. `None` once it has ended.
+pub fn share_kib(pid: u32) -> Option<u64> {
+    let rollup = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).ok()?;
+    let line = rollup.lines().find_map(|line| line.strip_prefix("Pss:"))?;
+    line.trim().trim_end_matches(" kB").parse().ok()
+}
+
+/// Returns what both processes have together, in KiB. `None` if one has ended, or if that changes
+/// just now: the two shares are not read at the same moment, and one grows as the other falls.
+fn together_kib([one, other]: [u32; 2]) -> Option<u64> {
+    let before = share_kib(one)?;
+    let both = before + share_kib(other)?;
+    (share_kib(one)?.abs_diff(before) < 2 << 10).then_some(both)
+}
+
+/// Runs `work`. Returns its result, and the most memory that the processes had together meanwhile,
+/// in KiB; `None` if that was never read.
+pub fn most_together<T>(pids: [u32; 2], work: impl FnOnce() -> T) -> (T, Option<u64>) {
+    let over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let sampler = scope.spawn(|| {
+            let mut most = None;
+            while !over.load(Ordering::SeqCst) {
+                most = most.max(together_kib(pids));
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            most
+        });
+        let result = work();
+        over.store(true, Ordering::SeqCst);
+        (result, sampler.join().unwrap_or_default())
+    })
+}
