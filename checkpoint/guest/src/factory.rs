@@ -6,7 +6,7 @@ use crate::drive::{DriveCopy, DriveHead};
 use crate::error::GuestError;
 use crate::guest::Guest;
 use crate::lineage::Origin;
-use crate::shared_memory::SharedMemory;
+use crate::shared_guest::SharedGuest;
 use crate::vm_id::VmId;
 
 /// A guest, and its drives or the copies of its drives that are being filled.
@@ -49,12 +49,12 @@ pub trait GuestFactory: Send + Sync {
     /// # Errors
     ///
     /// As [`create`](Self::create), or `memory` is not that of such a guest
-    /// ([`SharedMemory::of`]).
+    /// ([`SharedGuest::of`]).
     fn create_on(
         &self,
         vm_id: VmId,
         config: &[u8],
-        memory: &SharedMemory,
+        memory: &SharedGuest,
     ) -> Result<Arc<Self::Guest>, GuestError>;
 
     /// Builds a guest that is restored from the checkpoint `from`. The factory decides whether the

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::delegate::Delegate;
 use crate::error::GuestError;
-use crate::shared_memory::SharedMemory;
+use crate::shared_guest::SharedGuest;
 
 /// Maximum number of bytes that [`HandOver::detach`] returns. They are sent during the downtime,
 /// and the guest's peers decide how many arrive.
@@ -23,7 +23,7 @@ pub trait HandOver: Send + Sync {
     /// # Errors
     ///
     /// The memory is not in files, or not all of it yet; or an earlier offer was taken.
-    fn share_memory(&self) -> Result<SharedMemory, GuestError>;
+    fn share(&self) -> Result<SharedGuest, GuestError>;
 
     /// Makes disks' written data durable without stopping the guest, so that a later release has
     /// less left to do. Returns whether that was done within `limit`; the rest continues in the
@@ -79,8 +79,8 @@ impl<T: Delegate<dyn HandOver>> HandOver for T {
         self.delegate().stay_awake();
     }
 
-    fn share_memory(&self) -> Result<SharedMemory, GuestError> {
-        self.delegate().share_memory()
+    fn share(&self) -> Result<SharedGuest, GuestError> {
+        self.delegate().share()
     }
 
     fn flush(&self, limit: Duration) -> Result<bool, GuestError> {

@@ -21,7 +21,7 @@
 //! WriteProtection frames that are not written until they are copied
 //! PageSource      the pages of a lazily restored guest that have not arrived yet
 //! MemoryLoader    first contents of untouched memory
-//! SharedMemory    memory in files that another process of this host can map
+//! SharedGuest    memory in files that another process of this host can map
 //! MemoryRight     which of these processes may run the guest
 //! GuestDrive      a drive of a guest, to be copied; DriveCopy is the copy in the making
 //! CopyBeforeWrite saves a block's old content before the guest overwrites it
@@ -46,7 +46,7 @@ mod memory_claim;
 mod page_source;
 mod populate;
 mod section;
-mod shared_memory;
+mod shared_guest;
 mod stateful;
 #[cfg(feature = "testing")]
 pub mod testing;
@@ -75,7 +75,7 @@ pub use memory_claim::{ClaimState, MemoryRight};
 pub use page_source::{LazyRestoreProgress, PageSource, PageSourceError};
 pub use populate::{MemoryLoader, Populate};
 pub use section::{Section, SectionTag};
-pub use shared_memory::{SharedMemory, SharedMemoryError};
+pub use shared_guest::{SharedGuest, SharedMemoryError};
 pub use stateful::{Clock, SavedState, Stateful};
 pub use vm_id::{VmId, VmIdError};
 pub use write_protect::WriteProtection;

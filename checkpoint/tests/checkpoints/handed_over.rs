@@ -6,14 +6,14 @@ use std::time::Duration;
 use driftline_checkpoint::{CheckpointError, Checkpointer, StagingLimits, restore};
 use driftline_dirty_tracker::Gfn;
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
-use driftline_guest::{Clock, GuestContents, Lifecycle, MemoryRight, SharedMemory};
+use driftline_guest::{Clock, GuestContents, Lifecycle, MemoryRight, SharedGuest};
 use driftline_store::Store;
 use driftline_store::testing::MemoryDisk;
 
 /// Returns the right of a process to which the guest is offered.
 fn offer(guest: &Arc<MemoryGuest>) -> MemoryRight {
     let claim = guest.memory_right().offer().unwrap();
-    SharedMemory::new(Vec::new(), claim).right().unwrap()
+    SharedGuest::new(Vec::new(), claim).right().unwrap()
 }
 
 /// The guest is taken while the epoch is copied: the slow store holds the copy up.

@@ -6,7 +6,7 @@ use driftline_checkpoint::{Checkpointer, RestoreError, restore};
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, Op};
 use driftline_guest::{
     Clock, DriveHead, GuestError, GuestFactory, GuestWithCopies, Lifecycle, Origin, RunState,
-    SharedMemory, VmId,
+    SharedGuest, VmId,
 };
 use driftline_store::Store;
 
@@ -33,7 +33,7 @@ impl GuestFactory for RecordingFactory {
         &self,
         vm_id: VmId,
         config: &[u8],
-        memory: &SharedMemory,
+        memory: &SharedGuest,
     ) -> Result<Arc<MemoryGuest>, GuestError> {
         self.inner.create_on(vm_id, config, memory)
     }

@@ -11,7 +11,7 @@ use std::sync::mpsc::{self, Receiver, SendError, SyncSender};
 use std::thread::{Builder as Thread, JoinHandle};
 use std::time::{Duration, Instant};
 
-use driftline_guest::{DriveHead, GuestFactory, Lifecycle, SharedMemory, VmId};
+use driftline_guest::{DriveHead, GuestFactory, Lifecycle, SharedGuest, VmId};
 use parking_lot::Mutex;
 
 use super::copies::{Copies, CopyLimits};
@@ -49,7 +49,7 @@ impl<F: GuestFactory + ?Sized + 'static> GuestBuilder<F> {
         vm_id: VmId,
         config: &[u8],
         drives: &[DriveHead],
-        memory: Option<SharedMemory>,
+        memory: Option<SharedGuest>,
         stop: &Arc<StopFlag>,
     ) -> Result<BuiltGuest<F>, Cause> {
         let mut abandoned = self.abandoned.lock();

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::Layout;
 use driftline_format::{FormatError, Header};
-use driftline_guest::{DriveHead, SharedMemory};
+use driftline_guest::{DriveHead, SharedGuest};
 
 use super::admission::{Admission, Admitted, ServingThread, Stage, THREADS};
 use super::local;
@@ -57,7 +57,7 @@ pub(super) struct AcceptedSource {
     pub(super) token: Token,
     pub(super) drives: Vec<DriveHead>,
     /// The source's memory, if it is handed over by descriptors.
-    pub(super) memory: Option<SharedMemory>,
+    pub(super) memory: Option<SharedGuest>,
     pub(super) layout: Layout,
     pub(super) config: Vec<u8>,
     pub(super) came: Instant,
@@ -67,7 +67,7 @@ pub(super) struct AcceptedSource {
 struct GuestDescription {
     token: Token,
     drives: Vec<DriveHead>,
-    memory: Option<SharedMemory>,
+    memory: Option<SharedGuest>,
     layout: Layout,
     config: Vec<u8>,
 }

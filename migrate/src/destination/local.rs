@@ -9,7 +9,7 @@ use std::fs::File;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use driftline_guest::{GuestContents, GuestIdentity, Populate, SharedMemory};
+use driftline_guest::{GuestContents, GuestIdentity, Populate, SharedGuest};
 use rustix::process::geteuid;
 use vm_memory::FileOffset;
 
@@ -38,7 +38,7 @@ pub(super) fn features(link: &Link) -> u64 {
 pub(super) fn receive(
     wire: &mut Wire<Link>,
     places: &MemoryPlaces,
-) -> Result<SharedMemory, WireError> {
+) -> Result<SharedGuest, WireError> {
     // First, so that whatever comes with the message is closed.
     let files = wire.receive_descriptors(places.descriptors)?;
     let (theirs, ours) = (wire.stream().peer_user()?, geteuid().as_raw());
@@ -55,7 +55,7 @@ pub(super) fn receive(
         let file = files.get(place.descriptor)?;
         Some(FileOffset::from_arc(file.clone(), place.offset))
     });
-    Ok(SharedMemory::new(slots.collect(), claim))
+    Ok(SharedGuest::new(slots.collect(), claim))
 }
 
 /// Whether a process of user `ours` builds a guest on memory of user `theirs`.

@@ -7,7 +7,7 @@ use std::time::Instant;
 use driftline_dirty_tracker::Layout;
 use driftline_format::{Header, layout_hash};
 use driftline_guest::{
-    DriveHead, Guest, GuestFactory, GuestIdentity, HandOver, Lifecycle, SharedMemory,
+    DriveHead, Guest, GuestFactory, GuestIdentity, HandOver, Lifecycle, SharedGuest,
 };
 
 use super::admission::Stage;
@@ -47,7 +47,7 @@ struct SourceMachine<'s> {
     /// Disks that are copied.
     drives: &'s [DriveHead],
     /// The source's memory, if it is handed over by descriptors.
-    memory: Option<SharedMemory>,
+    memory: Option<SharedGuest>,
 }
 
 /// A source that does not get READY.

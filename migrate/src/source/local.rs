@@ -1,4 +1,4 @@
-//! What takes the place of pre-copy if memory is handed over as it is (`shared_memory`).
+//! What takes the place of pre-copy if memory is handed over as it is (`shared_guest`).
 //!
 //! The passes carry no frames. The first one waits until the destination has populated its page
 //! tables; the last one belongs to the protocol of the pause. This side does not subscribe to the

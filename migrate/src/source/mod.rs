@@ -21,7 +21,7 @@ mod rate_limiter;
 mod record;
 mod run_table;
 mod setup;
-mod shared_memory;
+mod shared_guest;
 mod storage_thread;
 mod switch_over;
 mod throttle;

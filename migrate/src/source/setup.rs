@@ -4,14 +4,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use driftline_format::layout_hash;
-use driftline_guest::{GuestDrive, GuestError, SharedMemory};
+use driftline_guest::{GuestDrive, GuestError, SharedGuest};
 
 use super::channels::Channels;
 use super::drives;
 use super::guest::Migratable;
 use super::job::{SendFailed, SendJob};
 use super::record::StagedRecord;
-use super::shared_memory;
+use super::shared_guest;
 use crate::error::{Cause, fits};
 use crate::journal::Records;
 use crate::protocol::features::{
@@ -38,7 +38,7 @@ pub(super) struct Connected {
     /// Disks that are copied.
     drives: Vec<Box<dyn GuestDrive>>,
     /// The guest's memory, if it is handed over by descriptors.
-    memory: Option<SharedMemory>,
+    memory: Option<SharedGuest>,
 }
 
 /// A migration whose destination has built the machine, with all channels open.
@@ -121,7 +121,7 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
         let wire = &mut channels.first;
         drives::announce(wire, &drives)?;
         if let Some(memory) = &memory {
-            shared_memory::send_memory(wire, memory)?;
+            shared_guest::send_memory(wire, memory)?;
         }
         wire.send(&WireMessage::Config { token: self.token, layout, config: &config })?;
         // No bytes arrive while the machine is built. The deadline is for a peer that trickles.

@@ -15,7 +15,7 @@ use driftline_dirty_tracker::{Gfn, Layout, PAGE_SIZE};
 use driftline_format::{Header, MAGIC_STREAM, RecordHead, layout_hash};
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, Op};
 use driftline_guest::{
-    GuestContents, GuestError, GuestIdentity, HandOver, Lifecycle, RunState, SharedMemory,
+    GuestContents, GuestError, GuestIdentity, HandOver, Lifecycle, RunState, SharedGuest,
 };
 use driftline_migrate::{Cause, Compression, CopyDrives, SendOptions, SendTls};
 use rustix::fs::{MemfdFlags, SealFlags};
@@ -154,7 +154,7 @@ fn options_of_copies_are_refused() {
 }
 
 /// A guest that hands out other memory than its own.
-struct SharesOther(Arc<MemoryGuest>, SharedMemory);
+struct SharesOther(Arc<MemoryGuest>, SharedGuest);
 
 driftline_guest::delegate!(
     SharesOther as guest => *guest.0;
@@ -164,7 +164,7 @@ driftline_guest::delegate!(
 
 impl HandOver for SharesOther {
     fn stay_awake(&self) {}
-    fn share_memory(&self) -> Result<SharedMemory, GuestError> {
+    fn share(&self) -> Result<SharedGuest, GuestError> {
         Ok(self.1.clone())
     }
     fn flush(&self, limit: Duration) -> Result<bool, GuestError> {
@@ -203,8 +203,8 @@ fn memory_that_may_vanish_is_refused() {
     let hosts = HostPair::new();
     let guest = hosts.start_in_files(MemoryConfig::small());
     let there = receiver(&hosts);
-    let shared = guest.share_memory().unwrap();
-    let of = |slots: &[FileOffset]| SharedMemory::new(slots.to_vec(), shared.claim().clone());
+    let shared = guest.share().unwrap();
+    let of = |slots: &[FileOffset]| SharedGuest::new(slots.to_vec(), shared.claim().clone());
     let second = |file: File| {
         let mut slots = shared.slots().to_vec();
         slots[1] = FileOffset::new(file, 0);
@@ -219,7 +219,7 @@ fn memory_that_may_vanish_is_refused() {
         File::open(path).unwrap()
     };
     let no_claim = Arc::new(memory_file(2 * PAGE_SIZE, SEALS));
-    let no_claim = SharedMemory::new(shared.slots().to_vec(), no_claim);
+    let no_claim = SharedGuest::new(shared.slots().to_vec(), no_claim);
     for (memory, why) in [
         (second(memory_file(needed - 1, SEALS)), "and the slot needs 2965504"),
         (second(memory_file(needed, SealFlags::SHRINK)), "slot 1 may still change its size"),

@@ -99,7 +99,7 @@ fn taken_guest_neither_runs_nor_moves_on() {
     let guest = hosts.start_in_files(MemoryConfig::small());
     guest.pause().unwrap();
     guest.release().unwrap();
-    let taken = guest.share_memory().unwrap().right().unwrap();
+    let taken = guest.share().unwrap().right().unwrap();
     taken.take().unwrap();
     let refused = guest.acquire().unwrap_err().to_string();
     assert!(refused.contains("another process has taken the guest"), "{refused}");

@@ -12,7 +12,7 @@ use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
 use driftline_guest::{
     Clock, DirtyLog, DriveHead, Guest, GuestContents, GuestError, GuestFactory, GuestIdentity,
     GuestWithCopies, HandOver, Lifecycle, Origin, Populate, RunState, SavedState, Section,
-    SharedMemory, Stateful, VcpuPauses, VmId, WriteThrottle,
+    SharedGuest, Stateful, VcpuPauses, VmId, WriteThrottle,
 };
 use driftline_migrate::{MIN_BANDWIDTH, Phase, SendControl, SendStatus, TimeoutStrategy, send};
 use vm_memory::{Bytes, GuestAddress};
@@ -200,7 +200,7 @@ impl GuestFactory for ShowsGuest {
         &self,
         vm_id: VmId,
         config: &[u8],
-        memory: &SharedMemory,
+        memory: &SharedGuest,
     ) -> Result<Arc<MemoryGuest>, GuestError> {
         self.0.create_on(vm_id, config, memory)
     }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use driftline_guest::{
-    DriveHead, GuestError, GuestFactory, GuestWithCopies, Origin, SharedMemory, VmId,
+    DriveHead, GuestError, GuestFactory, GuestWithCopies, Origin, SharedGuest, VmId,
 };
 use driftline_machine::config::{BackendKind, HostConfig, MachineConfig, guest_span};
 use driftline_machine::machine::{BuildOptions, EarlyVm, KvmMachine, MachineError, MachineFactory};
@@ -101,7 +101,7 @@ impl Factory {
         vm_id: VmId,
         config: MachineConfig,
         drives: &[DriveHead],
-        memory: Option<&SharedMemory>,
+        memory: Option<&SharedGuest>,
     ) -> Result<GuestWithCopies<dyn Vm>, GuestError> {
         if let Some(drive) = drives.first() {
             let why = "a guest of the threads backend has no disks";
@@ -137,7 +137,7 @@ impl GuestFactory for Factory {
         &self,
         vm_id: VmId,
         config: &[u8],
-        memory: &SharedMemory,
+        memory: &SharedGuest,
     ) -> Result<Arc<dyn Vm>, GuestError> {
         let decoded = MachineConfig::decode(config)?;
         if decoded.backend == BackendKind::Threads {

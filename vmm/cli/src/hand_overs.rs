@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use driftline_guest::{
-    DriveHead, GuestError, GuestFactory, GuestWithCopies, Lifecycle, Origin, SharedMemory, VmId,
+    DriveHead, GuestError, GuestFactory, GuestWithCopies, Lifecycle, Origin, SharedGuest, VmId,
 };
 use driftline_machine::config::DiskConfig;
 use driftline_migrate::{Pending, Records, RecordsError, Resolution, SourceRecord};
@@ -152,7 +152,7 @@ impl<F: GuestFactory> GuestFactory for CheckedFactory<F> {
         &self,
         vm_id: VmId,
         config: &[u8],
-        memory: &SharedMemory,
+        memory: &SharedGuest,
     ) -> Result<Arc<F::Guest>, GuestError> {
         self.check(vm_id, self.inner.create_on(vm_id, config, memory)?)
     }

@@ -8,7 +8,7 @@ use super::faults::{ExclusiveDrive, Faults, Op};
 use super::guest::MemoryGuest;
 use super::memory::TestGuestMemory;
 use crate::{
-    DriveCopy, DriveHead, GuestError, GuestFactory, GuestWithCopies, Origin, SharedMemory, VmId,
+    DriveCopy, DriveHead, GuestError, GuestFactory, GuestWithCopies, Origin, SharedGuest, VmId,
 };
 
 /// Builds [`MemoryGuest`]s with the faults and the drive that the test chose.
@@ -59,7 +59,7 @@ impl GuestFactory for MemoryGuestFactory {
         &self,
         vm_id: VmId,
         config: &[u8],
-        memory: &SharedMemory,
+        memory: &SharedGuest,
     ) -> Result<Arc<MemoryGuest>, GuestError> {
         self.build(vm_id, config, TestGuestMemory::Shared(memory))
     }

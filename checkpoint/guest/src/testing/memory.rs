@@ -9,7 +9,7 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use vm_memory::mmap::MmapRegionBuilder;
 use vm_memory::{FileOffset, GuestAddress, GuestRegionMmap};
 
-use crate::{GuestError, GuestRam, MemoryRight, SharedMemory};
+use crate::{GuestError, GuestRam, MemoryRight, SharedGuest};
 
 /// The memory that a test guest is built on.
 pub(super) enum TestGuestMemory<'m> {
@@ -18,7 +18,7 @@ pub(super) enum TestGuestMemory<'m> {
     /// New memory in files, which another guest can share.
     Files,
     /// The memory of another guest.
-    Shared(&'m SharedMemory),
+    Shared(&'m SharedGuest),
 }
 
 impl TestGuestMemory<'_> {

@@ -5,7 +5,7 @@ use std::fs;
 use driftline_dirty_tracker::FrameRun;
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, Op, TestDisk};
 use driftline_guest::{
-    DirtyLog, GuestContents, GuestIdentity, Lifecycle, PAGE_BYTES, RunState, SharedMemory, VmId,
+    DirtyLog, GuestContents, GuestIdentity, Lifecycle, PAGE_BYTES, RunState, SharedGuest, VmId,
 };
 use driftline_store::testing::MemoryDisk;
 use driftline_store::{Backend, MemoryFileLayout};
@@ -50,7 +50,7 @@ fn snapshot_of_taken_memory_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let request = request(dir.path(), SnapshotKind::Full);
     let claim = guest.memory_right().offer().unwrap();
-    SharedMemory::new(Vec::new(), claim).right().unwrap().take().unwrap();
+    SharedGuest::new(Vec::new(), claim).right().unwrap().take().unwrap();
     let running = create_live_snapshot(&*guest, None, &request);
     guest.pause().unwrap();
     let paused = create_snapshot(&*guest, None, &request);

@@ -159,7 +159,7 @@ impl GuestFactory for HookedCopyFactory {
         &self,
         vm_id: VmId,
         config: &[u8],
-        memory: &driftline_guest::SharedMemory,
+        memory: &driftline_guest::SharedGuest,
     ) -> Result<Arc<MemoryGuest>, driftline_guest::GuestError> {
         self.0.create_on(vm_id, config, memory)
     }

@@ -15,7 +15,7 @@ use driftline_guest::testing::{MemoryGuest, MemoryGuestFactory};
 use driftline_guest::{
     Clock, CollectionReport, CopyBeforeWrite, DirtyLog, DriveCopy, DriveHead, GuestContents,
     GuestDrive, GuestError, GuestFactory, GuestIdentity, GuestRam, GuestWithCopies, HandOver,
-    Lifecycle, Line, Origin, Populate, RunState, SavedState, Section, SharedMemory, Stateful,
+    Lifecycle, Line, Origin, Populate, RunState, SavedState, Section, SharedGuest, Stateful,
     VcpuPauses, VmId, WriteProtection, WriteThrottle, block_layout,
 };
 
@@ -365,7 +365,7 @@ impl GuestFactory for DriveCopyFactory {
         &self,
         vm_id: VmId,
         config: &[u8],
-        memory: &SharedMemory,
+        memory: &SharedGuest,
     ) -> Result<Arc<MemoryGuest>, GuestError> {
         self.guests.create_on(vm_id, config, memory)
     }

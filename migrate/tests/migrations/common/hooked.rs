@@ -7,7 +7,7 @@ use driftline_dirty_tracker::{FrameRun, Layout, Subscription};
 use driftline_guest::testing::MemoryGuest;
 use driftline_guest::{
     Clock, CollectionReport, DirtyLog, GuestContents, GuestError, GuestIdentity, GuestRam,
-    HandOver, Lifecycle, Line, Populate, RunState, Section, SharedMemory, Stateful, VcpuWrites,
+    HandOver, Lifecycle, Line, Populate, RunState, Section, SharedGuest, Stateful, VcpuWrites,
     VmId, WriteThrottle,
 };
 
@@ -35,8 +35,8 @@ impl HandOver for HookedGuest {
     fn stay_awake(&self) {
         self.guest.stay_awake();
     }
-    fn share_memory(&self) -> Result<SharedMemory, GuestError> {
-        self.guest.share_memory()
+    fn share(&self) -> Result<SharedGuest, GuestError> {
+        self.guest.share()
     }
     fn flush(&self, limit: Duration) -> Result<bool, GuestError> {
         self.guest.flush(limit)

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use driftline_guest::{GuestError, HandOver, SharedMemory};
+use driftline_guest::{GuestError, HandOver, SharedGuest};
 
 use super::ThreadMachine;
 
@@ -11,7 +11,7 @@ impl HandOver for ThreadMachine {
         // No vCPU waits for an interrupt here.
     }
 
-    fn share_memory(&self) -> Result<SharedMemory, GuestError> {
+    fn share(&self) -> Result<SharedGuest, GuestError> {
         self.memory.share()
     }
 

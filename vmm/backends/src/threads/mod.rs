@@ -26,7 +26,7 @@ use driftline_dirty_tracker::{FrameRun, Layout, Subscription};
 use driftline_guest::{
     Clock, CollectionReport, DirtyLog, GuestContents, GuestDrive, GuestError, GuestIdentity,
     GuestRam, LazyRestoreProgress, Lifecycle, Line, MemoryLoader, MemoryRight, PageSource,
-    Populate, RunState, SavedState, Section, SharedMemory, Stateful, VcpuPauses, VcpuWrites, VmId,
+    Populate, RunState, SavedState, Section, SharedGuest, Stateful, VcpuPauses, VcpuWrites, VmId,
     WriteProtection, WriteThrottle,
 };
 use driftline_images::PayloadSpec;
@@ -104,7 +104,7 @@ impl ThreadMachine {
         vm_id: VmId,
         config: MachineConfig,
         host: &HostConfig,
-        shared: &SharedMemory,
+        shared: &SharedGuest,
     ) -> Result<Arc<Self>, GuestError> {
         Self::build(vm_id, config, host, |bytes| Memory::shared(bytes, &host.memory, shared))
     }

@@ -5,7 +5,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Instant;
 
-use driftline_guest::{SharedMemory, VmId};
+use driftline_guest::{SharedGuest, VmId};
 use kvm_bindings::*;
 use kvm_ioctls::{Kvm, VcpuFd};
 
@@ -48,7 +48,7 @@ pub enum FirstContents {
     File(PrivateFile),
     /// The memory of another guest, which may still be running in it. Otherwise as
     /// [`Zeros`](Self::Zeros).
-    Shared(SharedMemory),
+    Shared(SharedGuest),
     /// What another process serves when it is touched. Otherwise as [`File`](Self::File).
     Handler(PageHandlerSocket),
 }

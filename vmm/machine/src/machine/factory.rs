@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use driftline_guest::{
-    DriveHead, GuestError, GuestFactory, GuestWithCopies, Origin, SharedMemory, VmId,
+    DriveHead, GuestError, GuestFactory, GuestWithCopies, Origin, SharedGuest, VmId,
 };
 use parking_lot::Mutex;
 
@@ -64,7 +64,7 @@ impl GuestFactory for MachineFactory {
         &self,
         vm_id: VmId,
         config: &[u8],
-        memory: &SharedMemory,
+        memory: &SharedGuest,
     ) -> Result<Arc<KvmMachine>, GuestError> {
         let host = self.host.with_copies_of(&[]);
         let config = MachineConfig::decode(config)?.on_host(&host)?;

@@ -50,7 +50,7 @@ use driftline_dirty_tracker::{FrameRun, FrameSet, Layout, Subscription};
 use driftline_guest::{
     Clock, CollectionReport, DirtyLog, GuestContents, GuestDrive, GuestError, GuestIdentity,
     GuestRam, HandOver, LazyRestoreProgress, Lifecycle, Line, MemoryLoader, MemoryRight,
-    PageSource, Populate, RunState, SavedState, Section, SharedMemory, Stateful, VcpuPauses,
+    PageSource, Populate, RunState, SavedState, Section, SharedGuest, Stateful, VcpuPauses,
     VcpuWrites, VmId, WriteProtection, WriteThrottle,
 };
 
@@ -353,7 +353,7 @@ impl HandOver for KvmMachine {
         pm_qos::stay_awake();
     }
 
-    fn share_memory(&self) -> Result<SharedMemory, GuestError> {
+    fn share(&self) -> Result<SharedGuest, GuestError> {
         self.memory.share()
     }
 

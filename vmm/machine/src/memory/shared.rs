@@ -2,7 +2,7 @@
 //!
 //! Both map the same files, so no content is copied. Only one of the two guests runs at a time.
 
-use driftline_guest::{GuestError, SharedMemory};
+use driftline_guest::{GuestError, SharedGuest};
 use vm_memory::{FileOffset, GuestMemoryBackend};
 
 use super::backing::{self, MemoryContents};
@@ -18,11 +18,11 @@ impl Memory {
     ///
     /// # Errors
     ///
-    /// `memory` is not that of such a guest ([`SharedMemory::of`]), or the kernel does not map it.
+    /// `memory` is not that of such a guest ([`SharedGuest::of`]), or the kernel does not map it.
     pub fn shared(
         bytes: u64,
         options: &MemoryOptions,
-        memory: &SharedMemory,
+        memory: &SharedGuest,
     ) -> Result<Self, MemoryError> {
         let layout = layout(bytes)?;
         let places: Vec<_> = memory.of(&layout)?.map(|(_, place)| place.clone()).collect();
@@ -43,7 +43,7 @@ impl Memory {
     ///
     /// The memory is private to this process, or is still being restored; or another process has
     /// taken the guest.
-    pub fn share(&self) -> Result<SharedMemory, GuestError> {
+    pub fn share(&self) -> Result<SharedGuest, GuestError> {
         let place = |region: &Region| match source(region) {
             RegionSource::Shared(place) => Some(place.clone()),
             RegionSource::Anonymous | RegionSource::Private(_) => None,
@@ -52,7 +52,7 @@ impl Memory {
         let places = places.ok_or(FrameError::PrivateMemory)?;
         match self.protected.lazy_restore() {
             Some(restore) if !restore.wait(LAZY_RESTORE_LIMIT) => Err(FrameError::Arriving.into()),
-            _ => Ok(SharedMemory::new(places, self.right.offer()?)),
+            _ => Ok(SharedGuest::new(places, self.right.offer()?)),
         }
     }
 }

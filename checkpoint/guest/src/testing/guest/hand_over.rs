@@ -8,16 +8,16 @@ use vm_memory::{GuestMemoryBackend, GuestMemoryRegion, GuestRegionMmap};
 
 use super::MemoryGuest;
 use crate::testing::faults::Op;
-use crate::{GuestError, HandOver, SharedMemory};
+use crate::{GuestError, HandOver, SharedGuest};
 
 impl HandOver for MemoryGuest {
     fn stay_awake(&self) {}
 
-    fn share_memory(&self) -> Result<SharedMemory, GuestError> {
+    fn share(&self) -> Result<SharedGuest, GuestError> {
         let place = |region: &GuestRegionMmap<TrackedBitmap>| region.file_offset().cloned();
         let places: Option<Vec<_>> = self.ram.iter().map(place).collect();
         let private = || GuestError::unsupported("its memory", "it is private to its process");
-        Ok(SharedMemory::new(places.ok_or_else(private)?, self.right.offer()?))
+        Ok(SharedGuest::new(places.ok_or_else(private)?, self.right.offer()?))
     }
 
     fn flush(&self, _: Duration) -> Result<bool, GuestError> {

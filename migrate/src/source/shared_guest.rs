@@ -3,7 +3,7 @@
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
-use driftline_guest::SharedMemory;
+use driftline_guest::SharedGuest;
 use rustix::process::geteuid;
 
 use super::drives::CopyDrives;
@@ -20,12 +20,12 @@ use crate::transport::wire::Wire;
 impl<G: Migratable + ?Sized> SendJob<'_, G> {
     /// Returns the memory that is handed over; `None` if it is copied. Fails if the options do not
     /// fit together.
-    pub(super) fn local_memory(&self) -> Result<Option<SharedMemory>, Cause> {
+    pub(super) fn local_memory(&self) -> Result<Option<SharedGuest>, Cause> {
         if !self.options.local {
             return Ok(None);
         }
         self.check_local()?;
-        Ok(Some(self.guest.share_memory()?))
+        Ok(Some(self.guest.share()?))
     }
 
     fn check_local(&self) -> Result<(), LocalConflict> {
@@ -55,7 +55,7 @@ fn may_receive(theirs: u32, ours: u32) -> bool {
 }
 
 /// Sends MEMORY. Several slots of one file share its descriptor; that of the claim is the last.
-pub(super) fn send_memory(wire: &mut Wire<Link>, memory: &SharedMemory) -> Result<(), Cause> {
+pub(super) fn send_memory(wire: &mut Wire<Link>, memory: &SharedGuest) -> Result<(), Cause> {
     let asking = |cause| Cause::System { what: "finding the user of the receiver", cause };
     let theirs = wire.stream().peer_user().map_err(asking)?;
     let ours = geteuid().as_raw();

@@ -16,7 +16,7 @@ use crate::memory_claim::{MemoryRight, SIZE_SEALS, seals};
 /// They may come from another process, which is not believed: [`of`](Self::of) and
 /// [`right`](Self::right) check them.
 #[derive(Clone, Debug)]
-pub struct SharedMemory {
+pub struct SharedGuest {
     slots: Vec<FileOffset>,
     claim: Arc<File>,
 }
@@ -92,7 +92,7 @@ impl From<SharedMemoryError> for GuestError {
     }
 }
 
-impl SharedMemory {
+impl SharedGuest {
     /// Takes one place for each memory slot, ascending by guest address, and the file of the claim
     /// ([`MemoryRight::offer`]). Several slots may share a file. Nothing is checked.
     pub fn new(slots: Vec<FileOffset>, claim: Arc<File>) -> Self {
@@ -182,7 +182,7 @@ mod tests {
     }
 
     fn refusal(places: Vec<FileOffset>) -> String {
-        let memory = SharedMemory::new(places, MemoryRight::default().offer().unwrap());
+        let memory = SharedGuest::new(places, MemoryRight::default().offer().unwrap());
         memory.of(&layout()).map(drop).unwrap_err().to_string()
     }
 
@@ -190,7 +190,7 @@ mod tests {
     fn sealed_file_of_enough_bytes_is_accepted() {
         let place = FileOffset::new(memory_file(6 * PAGE_SIZE, SIZE_SEALS), 2 * PAGE_SIZE);
         let offers = MemoryRight::default();
-        let memory = SharedMemory::new(vec![place], offers.offer().unwrap());
+        let memory = SharedGuest::new(vec![place], offers.offer().unwrap());
         assert_eq!(memory.of(&layout()).unwrap().count(), 1);
         assert_eq!(memory.right().unwrap().take(), Ok(()));
         assert!(offers.check().is_err());
@@ -202,7 +202,7 @@ mod tests {
         plain.set_len(PAGE_SIZE).unwrap();
         let (short, open) = (memory_file(100, SIZE_SEALS), SealFlags::SHRINK);
         for claim in [plain, short, memory_file(PAGE_SIZE, open)] {
-            let refused = SharedMemory::new(Vec::new(), Arc::new(claim)).right().unwrap_err();
+            let refused = SharedGuest::new(Vec::new(), Arc::new(claim)).right().unwrap_err();
             let refused = refused.to_string();
             assert!(refused.contains("claim is not a sealed memory file of 4096"), "{refused}");
         }
