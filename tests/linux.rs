@@ -24,6 +24,8 @@ mod clones;
 mod drives;
 #[path = "linux/firecracker.rs"]
 mod firecracker;
+#[path = "linux/hand_overs.rs"]
+mod hand_overs;
 #[path = "linux/page_handler.rs"]
 mod page_handler;
 #[path = "linux/topology.rs"]
@@ -84,13 +86,25 @@ impl<'t> CheckedGuest<'t> {
         scratch: &'t ScratchDir,
         tracking: &str,
     ) -> Self {
+        Self::boot_by(checkers, linux, network, scratch, tracking, &[])
+    }
+
+    /// As [`boot_with`](Self::boot_with), with further arguments of the process.
+    fn boot_by(
+        checkers: &str,
+        linux: &'t LinuxImage,
+        network: &'t Network,
+        scratch: &'t ScratchDir,
+        tracking: &str,
+        more: &[&str],
+    ) -> Self {
         let disk = scratch.path("disk0");
         let made = File::create(&disk).and_then(|file| file.set_len(DISK_BYTES));
         made.expect("a file for the disk");
         let path = format!("path={}", text(&disk));
         let machine = ["--mem", "128M", "--vcpus", "2", "--tracking", tracking];
         let devices = ["--disk", &path, "--net", "tap=tap0"];
-        let args = [&machine[..], &devices].concat();
+        let args = [&machine[..], &devices, more].concat();
         let process = linux.boot("vmlinux", &network.hosts[0], scratch, "life0", checkers, &args);
         let mut guest = Self { linux, network, scratch, process, host: 0, disk, processes: 0 };
         CheckerProgress::wait(&mut guest.process, false);

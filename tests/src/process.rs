@@ -203,6 +203,14 @@ impl Driftline {
         (vm, address)
     }
 
+    /// Starts `receive-migration` in a network namespace, at a unix socket of its own.
+    pub fn receive_locally(host: &Namespace, scratch: &ScratchDir, name: &str) -> (Self, String) {
+        let address = format!("unix:{}", scratch.path(&format!("{name}.migration")).display());
+        let vm = Self::start_at(host, scratch, name, &["receive-migration", &address]);
+        wait_for("listening receiver", SOON, || vm.log().contains(&address).then_some(()));
+        (vm, address)
+    }
+
     /// Returns the address on which a receiver waits, from its log.
     fn listens_on(&self) -> String {
         wait_for("listening receiver", SOON, || {

@@ -10,19 +10,31 @@ use crate::shared_guest::SharedGuest;
 /// and the guest's peers decide how many arrive.
 pub const MAX_QUEUED_PACKETS: usize = 256 << 10;
 
+/// Where a guest continues that is released.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum NextHost {
+    /// On another host, or in a process of this host that has none of its open files.
+    Another,
+    /// In a process of this host that has its open files ([`HandOver::share`]). Both processes see
+    /// the same cached content of its disks, have the same locks, and read from the same taps.
+    This,
+}
+
 /// Gives the resources that only one host may hold to another host, and takes them.
 pub trait HandOver: Send + Sync {
     /// Announces a hand-over: for some milliseconds this host's processors should not enter sleep
     /// states, because threads wait for each other during the downtime. A hint.
     fn stay_awake(&self);
 
-    /// Returns the files that hold the guest's memory, for another process of this host that
-    /// continues with them ([`GuestFactory::create_on`](crate::GuestFactory::create_on)), and
-    /// offers it the guest ([`MemoryRight::offer`](crate::MemoryRight::offer)). The guest may run.
+    /// Returns the files that hold the guest's memory, and the open files of its devices, for
+    /// another process of this host that continues with them
+    /// ([`GuestFactory::create_on`](crate::GuestFactory::create_on)), and offers it the guest
+    /// ([`MemoryRight::offer`](crate::MemoryRight::offer)). The guest may run.
     ///
     /// # Errors
     ///
-    /// The memory is not in files, or not all of it yet; or an earlier offer was taken.
+    /// The memory is not in files, or not all of it yet; an earlier offer was taken; or a device
+    /// does not answer.
     fn share(&self) -> Result<SharedGuest, GuestError>;
 
     /// Makes disks' written data durable without stopping the guest, so that a later release has
@@ -37,21 +49,28 @@ pub trait HandOver: Send + Sync {
 
     /// Makes the guest's writes durable and releases what only one host may hold (drives' locks,
     /// listening sockets). The guest must be paused. Its taps are not released: packets that arrive
-    /// on them wait.
+    /// on them wait. For [`NextHost::This`] nothing has to be durable, and locks and sockets are
+    /// left to the next process, which has them already.
     ///
     /// # Errors
     ///
     /// The guest is not paused, or a write could not be made durable.
-    fn release(&self) -> Result<(), GuestError>;
+    fn release(&self, next: NextHost) -> Result<(), GuestError>;
 
     /// Releases a released guest's taps, too. Returns what has arrived for the guest since its
     /// state was saved: opaque, at most [`MAX_QUEUED_PACKETS`] bytes, for [`attach`](Self::attach)
-    /// on the next host. If the guest stays here after all, it still receives that.
+    /// on the next host. If the guest stays here after all, it still receives that. For
+    /// [`NextHost::This`] packets wait in the taps, which the next process has already.
+    ///
+    /// A guest that was built on files of another process
+    /// ([`GuestFactory::create_on`](crate::GuestFactory::create_on)), and whose take-over is not
+    /// complete ([`MemoryRight::is_borrowed`](crate::MemoryRight::is_borrowed)), takes nothing from
+    /// that process, whatever `next` is: neither locks nor packets.
     ///
     /// # Errors
     ///
     /// The guest is not paused, or a device does not answer.
-    fn detach(&self) -> Result<Vec<u8>, GuestError>;
+    fn detach(&self, next: NextHost) -> Result<Vec<u8>, GuestError>;
 
     /// Makes peers reach the guest on the next host, and takes what [`detach`](Self::detach)
     /// returned, which is hostile input. Call it when the guest has its state and no other host is
@@ -87,12 +106,12 @@ impl<T: Delegate<dyn HandOver>> HandOver for T {
         self.delegate().flush(limit)
     }
 
-    fn release(&self) -> Result<(), GuestError> {
-        self.delegate().release()
+    fn release(&self, next: NextHost) -> Result<(), GuestError> {
+        self.delegate().release(next)
     }
 
-    fn detach(&self) -> Result<Vec<u8>, GuestError> {
-        self.delegate().detach()
+    fn detach(&self, next: NextHost) -> Result<Vec<u8>, GuestError> {
+        self.delegate().detach(next)
     }
 
     fn attach(&self, packets: &[u8]) -> Result<(), GuestError> {

@@ -21,7 +21,7 @@
 //! WriteProtection frames that are not written until they are copied
 //! PageSource      the pages of a lazily restored guest that have not arrived yet
 //! MemoryLoader    first contents of untouched memory
-//! SharedGuest    memory in files that another process of this host can map
+//! SharedGuest     what another process of this host continues it with: its open files
 //! MemoryRight     which of these processes may run the guest
 //! GuestDrive      a drive of a guest, to be copied; DriveCopy is the copy in the making
 //! CopyBeforeWrite saves a block's old content before the guest overwrites it
@@ -67,7 +67,7 @@ pub use drive::{DriveCopy, DriveHead, GuestDrive};
 pub use error::{ClaimError, GuestError, RunState};
 pub use factory::{GuestFactory, GuestWithCopies};
 pub use guest::Guest;
-pub use hand_over::{HandOver, MAX_QUEUED_PACKETS};
+pub use hand_over::{HandOver, MAX_QUEUED_PACKETS, NextHost};
 pub use identity::GuestIdentity;
 pub use lifecycle::{Lifecycle, Paused, VcpuPauses};
 pub use lineage::{Line, LineId, Origin};
@@ -75,7 +75,9 @@ pub use memory_claim::{ClaimState, MemoryRight};
 pub use page_source::{LazyRestoreProgress, PageSource, PageSourceError};
 pub use populate::{MemoryLoader, Populate};
 pub use section::{Section, SectionTag};
-pub use shared_guest::{SharedGuest, SharedMemoryError};
+pub use shared_guest::{
+    DeviceFile, MAX_DEVICE_FILES, MAX_FILE_NAME, SharedGuest, SharedMemoryError,
+};
 pub use stateful::{Clock, SavedState, Stateful};
 pub use vm_id::{VmId, VmIdError};
 pub use write_protect::WriteProtection;

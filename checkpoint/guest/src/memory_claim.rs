@@ -194,6 +194,15 @@ impl MemoryRight {
         }
     }
 
+    /// Returns whether this process was offered the guest, and does not have it for good: the
+    /// process that offered it may still run it.
+    pub fn is_borrowed(&self) -> bool {
+        match &*self.0.lock() {
+            Side::Alone | Side::Offers(_) => false,
+            Side::Receives(claim) => claim.state() != ClaimState::Running,
+        }
+    }
+
     /// Checks that no other process has written to the memory. What was read before the call is
     /// then what this process's guest had.
     ///

@@ -1,8 +1,9 @@
-//! Guest memory in files that another process of this host can map.
+//! What another process of this host continues a guest with: the files of its memory, and those of
+//! its devices.
 
 use std::fs::File;
 use std::io;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use driftline_dirty_tracker::{Layout, PAGE_SIZE, Slot};
@@ -11,14 +12,46 @@ use vm_memory::FileOffset;
 use crate::error::GuestError;
 use crate::memory_claim::{MemoryRight, SIZE_SEALS, seals};
 
-/// The files that hold a guest's memory, and the file that says which process runs the guest.
+/// Upper bound on the bytes of the name in a [`DeviceFile`].
+pub const MAX_FILE_NAME: usize = 80;
+/// Upper bound on the device files of a guest: those of one message of descriptors (`SCM_MAX_FD`).
+pub const MAX_DEVICE_FILES: usize = 253;
+
+/// The files that hold a guest's memory, the file that says which process runs the guest, and the
+/// open files of its devices.
 ///
 /// They may come from another process, which is not believed: [`of`](Self::of) and
-/// [`right`](Self::right) check them.
+/// [`right`](Self::right) check those of memory, and the guest's factory those of devices.
 #[derive(Clone, Debug)]
 pub struct SharedGuest {
     slots: Vec<FileOffset>,
     claim: Arc<File>,
+    device_files: Vec<DeviceFile>,
+}
+
+/// An open file of a guest's device: a disk, a queue of a tap, a socket that listens.
+#[derive(Clone, Debug)]
+pub struct DeviceFile {
+    name: String,
+    descriptor: Arc<OwnedFd>,
+}
+
+impl DeviceFile {
+    /// Names a descriptor, by at most [`MAX_FILE_NAME`] bytes. Several files of a device have one
+    /// name, and keep their order.
+    pub fn new(name: impl Into<String>, descriptor: OwnedFd) -> Self {
+        Self { name: name.into(), descriptor: Arc::new(descriptor) }
+    }
+
+    /// Returns the name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Returns the descriptor.
+    pub fn descriptor(&self) -> &OwnedFd {
+        &self.descriptor
+    }
 }
 
 /// Why memory in files cannot be that of a guest.
@@ -94,9 +127,21 @@ impl From<SharedMemoryError> for GuestError {
 
 impl SharedGuest {
     /// Takes one place for each memory slot, ascending by guest address, and the file of the claim
-    /// ([`MemoryRight::offer`]). Several slots may share a file. Nothing is checked.
+    /// ([`MemoryRight::offer`]). Several slots may share a file. Nothing is checked. There are no
+    /// files of devices at first.
     pub fn new(slots: Vec<FileOffset>, claim: Arc<File>) -> Self {
-        Self { slots, claim }
+        Self { slots, claim, device_files: Vec::new() }
+    }
+
+    /// Adds the open files of the guest's devices.
+    pub fn with_device_files(self, device_files: Vec<DeviceFile>) -> Self {
+        Self { device_files, ..self }
+    }
+
+    /// Returns the open files of the guest's devices, unchecked. A device that has none here opens
+    /// its files by their paths.
+    pub fn device_files(&self) -> &[DeviceFile] {
+        &self.device_files
     }
 
     /// Returns the places of the slots, unchecked.

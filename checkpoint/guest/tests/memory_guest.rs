@@ -8,7 +8,7 @@ use driftline_dirty_tracker::FrameRun;
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, Op};
 use driftline_guest::{
     Clock, DirtyLog, GuestContents, GuestError, GuestFactory, GuestIdentity, HandOver, Lifecycle,
-    Paused, RunState, Section, SectionTag, Stateful,
+    NextHost, Paused, RunState, Section, SectionTag, Stateful,
 };
 use vm_memory::{Bytes, GuestAddress};
 
@@ -95,8 +95,8 @@ fn operations_fail_on_request_and_only_then() {
     fails(Op::Subscribe, &|| guest.subscribe("x").map(drop));
     fails(Op::Pause, &|| guest.pause().map(drop));
     fails(Op::Save, &|| guest.save_state().map(drop));
-    fails(Op::Release, &|| guest.release());
-    fails(Op::Detach, &|| guest.detach().map(drop));
+    fails(Op::Release, &|| guest.release(NextHost::Another));
+    fails(Op::Detach, &|| guest.detach(NextHost::Another).map(drop));
     fails(Op::Attach, &|| guest.attach(&[]));
     fails(Op::Acquire, &|| guest.acquire());
     fails(Op::Resume, &|| guest.resume());
@@ -118,10 +118,10 @@ fn drive_has_one_holder_and_counts_running_guests() {
     other.resume().unwrap();
     assert_eq!(source.drive().most_running(), 2);
     source.pause().unwrap();
-    source.release().unwrap();
+    source.release(NextHost::Another).unwrap();
     other.acquire().unwrap_err();
     assert!(!other.drive().is_held(), "a failed acquire holds nothing");
-    source.detach().unwrap();
+    source.detach(NextHost::Another).unwrap();
     other.acquire().unwrap();
     assert!(Arc::ptr_eq(source.drive(), other.drive()) && other.drive().is_held());
 }

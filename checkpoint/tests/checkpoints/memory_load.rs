@@ -33,9 +33,9 @@ impl GuestFactory for RecordingFactory {
         &self,
         vm_id: VmId,
         config: &[u8],
-        memory: &SharedGuest,
+        shared: &SharedGuest,
     ) -> Result<Arc<MemoryGuest>, GuestError> {
-        self.inner.create_on(vm_id, config, memory)
+        self.inner.create_on(vm_id, config, shared)
     }
 
     fn create_with_drives(

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_guest::{
-    GuestContents, GuestError, GuestFactory, GuestIdentity, HandOver, Lifecycle,
+    GuestContents, GuestError, GuestFactory, GuestIdentity, HandOver, Lifecycle, NextHost,
 };
 
 use super::copies::Copies;
@@ -233,7 +233,7 @@ fn take_over<G: GuestIdentity + GuestContents + Lifecycle + HandOver + ?Sized>(
     let resume = || if was_running { guest.resume() } else { Ok(()) };
     // The source may keep memory that both have until this takes it.
     if let Err(e) = right.take().map_err(GuestError::from).and_then(|()| resume()) {
-        if let Err(e) = guest.release() {
+        if let Err(e) = guest.release(NextHost::Another) {
             tracing::warn!(vm = %guest.vm_id(), "releasing the guest's disks failed: {e}");
         }
         detach(guest);

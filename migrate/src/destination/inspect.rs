@@ -118,7 +118,7 @@ fn introduction(wire: &mut Wire<impl Read>) -> Result<Introduction, WireError> {
         WireMessage::Hello { version, .. } => version.to_owned(),
         other => return Err(other.unexpected("HELLO")),
     };
-    let (mut drives, mut shares_memory) = (Vec::new(), false);
+    let (mut drives, mut shares_memory, mut has_files) = (Vec::new(), false, false);
     let (token, layout, config_bytes) = loop {
         match wire.recv()? {
             WireMessage::Drive(DriveMessage::Drives(heads)) if drives.is_empty() => drives = heads,
@@ -126,6 +126,10 @@ fn introduction(wire: &mut Wire<impl Read>) -> Result<Introduction, WireError> {
                 // The byte that carried the descriptors.
                 wire.recv_content()?;
                 shares_memory = true;
+            }
+            WireMessage::Files(_) if shares_memory && !has_files => {
+                wire.recv_content()?;
+                has_files = true;
             }
             WireMessage::Config { token, layout, config } => {
                 break (token, layout, config.len() as u64);

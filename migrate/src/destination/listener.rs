@@ -311,9 +311,9 @@ impl ListenerState {
     fn configuration(&self, wire: &mut Wire<Link>) -> Result<GuestDescription, WireError> {
         self.say_hello(wire)?;
         wire.stream_mut().set_deadline(Some(Instant::now() + self.handshake));
-        let (mut drives, mut memory) = (Vec::new(), None);
+        let (mut drives, mut memory) = (Vec::new(), None::<SharedGuest>);
         loop {
-            let places = match wire.recv()? {
+            memory = Some(match wire.recv()? {
                 // No disk is copied within a host.
                 WireMessage::Drive(DriveMessage::Drives(heads))
                     if drives.is_empty() && memory.is_none() =>
@@ -321,14 +321,21 @@ impl ListenerState {
                     drives = heads;
                     continue;
                 }
-                WireMessage::Memory(places) if drives.is_empty() && memory.is_none() => places,
+                WireMessage::Memory(places) if drives.is_empty() && memory.is_none() => {
+                    local::receive(wire, &places)?
+                }
+                WireMessage::Files(names) => match memory.take() {
+                    Some(shared) if shared.device_files().is_empty() => {
+                        local::receive_files(wire, names, shared)?
+                    }
+                    _ => return Err(WireError::unexpected(Tag::Files, "CONFIG")),
+                },
                 WireMessage::Config { token, layout, config } => {
                     let config = config.to_vec();
                     return Ok(GuestDescription { token, drives, memory, layout, config });
                 }
                 other => return Err(other.unexpected("CONFIG")),
-            };
-            memory = Some(local::receive(wire, &places)?);
+            });
         }
     }
 

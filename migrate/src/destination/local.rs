@@ -1,4 +1,5 @@
-//! Taking over the memory of a source on this host: the descriptors of MEMORY.
+//! Taking over the memory and the open files of a source on this host: the descriptors of MEMORY
+//! and of FILES.
 //!
 //! The peer is not believed. Its descriptors are used as guest memory only by
 //! [`GuestFactory::create_on`](driftline_guest::GuestFactory::create_on), which checks that each is
@@ -9,14 +10,14 @@ use std::fs::File;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use driftline_guest::{GuestContents, GuestIdentity, Populate, SharedGuest};
+use driftline_guest::{DeviceFile, GuestContents, GuestIdentity, Populate, SharedGuest};
 use rustix::process::geteuid;
 use vm_memory::FileOffset;
 
 use crate::error::Cause;
 use crate::protocol::error::WireError;
-use crate::protocol::features::{FEATURES, LOCAL};
-use crate::protocol::message::MemoryPlaces;
+use crate::protocol::features::{DEVICE_FILES, FEATURES, LOCAL};
+use crate::protocol::message::{FileNames, MemoryPlaces};
 use crate::protocol::tag::Tag;
 use crate::transport::link::Link;
 use crate::transport::stop::StopFlag;
@@ -31,7 +32,7 @@ const POPULATE_FRAMES: u64 = 4096;
 
 /// Returns the features that this end offers over `link`.
 pub(super) fn features(link: &Link) -> u64 {
-    if link.carries_descriptors() { FEATURES | LOCAL } else { FEATURES }
+    if link.carries_descriptors() { FEATURES | LOCAL | DEVICE_FILES } else { FEATURES }
 }
 
 /// Receives the descriptors of MEMORY, which have not been checked.
@@ -40,7 +41,7 @@ pub(super) fn receive(
     places: &MemoryPlaces,
 ) -> Result<SharedGuest, WireError> {
     // First, so that whatever comes with the message is closed.
-    let files = wire.receive_descriptors(places.descriptors)?;
+    let files = wire.receive_descriptors(Tag::Memory, places.descriptors)?;
     let (theirs, ours) = (wire.stream().peer_user()?, geteuid().as_raw());
     if !may_send(theirs, ours) {
         return Err(WireError::ForeignUser { theirs, ours });
@@ -56,6 +57,17 @@ pub(super) fn receive(
         Some(FileOffset::from_arc(file.clone(), place.offset))
     });
     Ok(SharedGuest::new(slots.collect(), claim))
+}
+
+/// Receives the descriptors of FILES, which have not been checked, and adds them to `shared`.
+pub(super) fn receive_files(
+    wire: &mut Wire<Link>,
+    names: FileNames,
+    shared: SharedGuest,
+) -> Result<SharedGuest, WireError> {
+    let files = wire.receive_descriptors(Tag::Files, names.0.len())?;
+    let files = names.0.into_iter().zip(files);
+    Ok(shared.with_device_files(files.map(|(name, fd)| DeviceFile::new(name, fd)).collect()))
 }
 
 /// Whether a process of user `ours` builds a guest on memory of user `theirs`.

@@ -7,7 +7,7 @@ use std::time::Instant;
 use driftline_dirty_tracker::Layout;
 use driftline_format::{Header, layout_hash};
 use driftline_guest::{
-    DriveHead, Guest, GuestFactory, GuestIdentity, HandOver, Lifecycle, SharedGuest,
+    DriveHead, Guest, GuestFactory, GuestIdentity, HandOver, Lifecycle, NextHost, SharedGuest,
 };
 
 use super::admission::Stage;
@@ -224,7 +224,7 @@ pub(super) fn discard_guest<G: GuestIdentity + Lifecycle + HandOver + ?Sized>(
 
 /// Detaches from its networks a guest that does not run here.
 pub(super) fn detach<G: GuestIdentity + HandOver + ?Sized>(guest: &G) {
-    if let Err(e) = guest.detach() {
+    if let Err(e) = guest.detach(NextHost::Another) {
         tracing::warn!(vm = %guest.vm_id(), "detaching the guest from its networks failed: {e}");
     }
 }

@@ -17,6 +17,8 @@ pub(crate) const WHOLE_STATE: u64 = 64;
 /// Guest memory is taken over by descriptors (MEMORY). Offered only over a unix socket without TLS,
 /// which can carry descriptors.
 pub(crate) const LOCAL: u64 = 128;
+/// The guest's devices are taken over with their open files (FILES). Offered where [`LOCAL`] is.
+pub(crate) const DEVICE_FILES: u64 = 256;
 /// All features that this program offers over any connection.
 pub(crate) const FEATURES: u64 = SEVERAL_CONNECTIONS
     | PACKED_CONTENTS

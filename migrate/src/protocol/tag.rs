@@ -1,6 +1,7 @@
 //! Tags of messages: numbers, names, and upper bounds on lengths.
 
 use driftline_dirty_tracker::PAGE_SIZE;
+use driftline_guest::{MAX_DEVICE_FILES, MAX_FILE_NAME};
 
 use super::ids::SECRET_BYTES;
 use super::limits::{
@@ -76,10 +77,12 @@ pub enum Tag {
     StateWhole = 31,
     /// Source, before CONFIG: the guest's memory itself, by descriptors.
     Memory = 32,
+    /// Source, after MEMORY: the open files of the guest's devices, by descriptors.
+    Files = 33,
 }
 
 impl Tag {
-    const ALL: [Tag; 32] = [
+    const ALL: [Tag; 33] = [
         Tag::Hello,
         Tag::Refused,
         Tag::Abort,
@@ -112,6 +115,7 @@ impl Tag {
         Tag::BlocksEnd,
         Tag::StateWhole,
         Tag::Memory,
+        Tag::Files,
     ];
 
     /// Returns the tag with this number, if this version has it.
@@ -154,6 +158,7 @@ impl Tag {
             Self::BlocksEnd => "BLOCKS_END",
             Self::StateWhole => "STATE_WHOLE",
             Self::Memory => "MEMORY",
+            Self::Files => "FILES",
         }
     }
 
@@ -185,15 +190,18 @@ impl Tag {
             Self::Query => 32 + SECRET_BYTES as u32,
             Self::Answer => 24,
             Self::Memory => 8 + MAX_SLOTS * 16 + DESCRIPTOR_BYTE,
+            Self::Files => {
+                8 + MAX_DEVICE_FILES as u32 * (4 + MAX_FILE_NAME as u32) + DESCRIPTOR_BYTE
+            }
         }
     }
 
     /// Returns the number of bytes of a payload of `length` bytes that its checksum covers: all,
-    /// except for FRAMES and MEMORY.
+    /// except for FRAMES, MEMORY and FILES.
     pub(crate) const fn checked(self, length: u32) -> u32 {
         match self {
             Self::Frames if length > FRAMES_HEAD => FRAMES_HEAD,
-            Self::Memory => length.saturating_sub(DESCRIPTOR_BYTE),
+            Self::Memory | Self::Files => length.saturating_sub(DESCRIPTOR_BYTE),
             _ => length,
         }
     }

@@ -6,6 +6,8 @@
 
 use std::time::{Duration, Instant};
 
+use driftline_guest::NextHost;
+
 use super::channels::Channels;
 use super::drives::Drives;
 use super::guest::Migratable;
@@ -15,6 +17,7 @@ use super::passes::Passes;
 use super::precopy::{FLUSH_LIMIT, PrecopyResult, Stats, flush_disks};
 use super::record::HandOverRecord;
 use super::setup::SetUp;
+use super::shared_guest;
 use super::throttle::GuestThrottle;
 use crate::heap;
 use crate::policy::convergence::Reason;
@@ -41,7 +44,10 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
             let sent = passes.begin(channels, 0, nothing, 0, &mut drives, limit)?;
             sent.await_end(&mut channels.first)
         })?;
-        flush_disks(self.guest, FLUSH_LIMIT);
+        // The next process of this host sees what is not durable yet.
+        if shared_guest::next_host(options, features) == NextHost::Another {
+            flush_disks(self.guest, FLUSH_LIMIT);
+        }
         let record = HandOverRecord::Staged(record).make_durable()?;
         // The pause is next.
         self.guest.stay_awake();

@@ -8,7 +8,8 @@ use std::time::{Duration, Instant, SystemTime};
 
 use driftline_dirty_tracker::{DirtySet, Subscription};
 use driftline_guest::{
-    DirtyLog, GuestContents, GuestError, GuestIdentity, HandOver, Lifecycle, Paused, SavedState,
+    DirtyLog, GuestContents, GuestError, GuestIdentity, HandOver, Lifecycle, NextHost, Paused,
+    SavedState,
 };
 
 use super::job::SendFailed;
@@ -65,17 +66,17 @@ impl<'g, G: GuestIdentity + GuestContents + Lifecycle + HandOver + ?Sized> Pause
         Ok(writes.drain())
     }
 
-    /// Releases the disks, which only one host may hold.
-    pub(super) fn release(&mut self) -> Result<(), GuestError> {
+    /// Releases the disks, which only one host may hold, for `next`.
+    pub(super) fn release(&mut self, next: NextHost) -> Result<(), GuestError> {
         // Set before the attempt, because one disk may be released before another fails.
         self.released = true;
-        self.guest.release()
+        self.guest.release(next)
     }
 
     /// Detaches the guest from its networks. Returns the packets that arrived since its state was
     /// saved.
-    pub(super) fn detach(&self) -> Result<Vec<u8>, GuestError> {
-        self.guest.detach()
+    pub(super) fn detach(&self, next: NextHost) -> Result<Vec<u8>, GuestError> {
+        self.guest.detach(next)
     }
 
     /// Acquires everything again, and resumes the guest if it ran before.

@@ -37,8 +37,8 @@ pub(super) struct Connected {
     features: u64,
     /// Disks that are copied.
     drives: Vec<Box<dyn GuestDrive>>,
-    /// The guest's memory, if it is handed over by descriptors.
-    memory: Option<SharedGuest>,
+    /// What is handed over by descriptors, unless memory is copied.
+    shared: Option<SharedGuest>,
 }
 
 /// A migration whose destination has built the machine, with all channels open.
@@ -56,12 +56,12 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
         let records = Records::open(&self.options.records)?;
         let stop = self.control.stop.clone();
         self.guest.memory_right().check().map_err(GuestError::from)?;
-        let memory = self.local_memory()?;
+        let shared = self.local_guest()?;
         let drives = drives::chosen(self.guest, &self.options.copy_drives)?;
         let limit = self.options.connect_timeout;
         let (first, features) = self.introduce(Purpose::Move, limit, stop)?;
         let channels = Channels { first, joined: Vec::new() };
-        Ok((channels, Connected { records, features, drives, memory }))
+        Ok((channels, Connected { records, features, drives, shared }))
     }
 
     /// Opens a connection within `limit`, and exchanges HELLOs within the same time again, unless
@@ -112,7 +112,7 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
         channels: &mut Channels,
         connected: Connected,
     ) -> Result<SetUp, SendFailed> {
-        let Connected { records, features, drives, memory } = connected;
+        let Connected { records, features, drives, shared } = connected;
         self.check_features(features, !drives.is_empty())?;
         let config = self.guest.config();
         fits("the guest's configuration", config.len() as u64, MAX_CONFIG.into())?;
@@ -120,8 +120,8 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
         fits("the guest's memory layout", layout.slots().len() as u64, MAX_SLOTS.into())?;
         let wire = &mut channels.first;
         drives::announce(wire, &drives)?;
-        if let Some(memory) = &memory {
-            shared_guest::send_memory(wire, memory)?;
+        if let Some(shared) = &shared {
+            shared_guest::send(wire, shared, features)?;
         }
         wire.send(&WireMessage::Config { token: self.token, layout, config: &config })?;
         // No bytes arrive while the machine is built. The deadline is for a peer that trickles.

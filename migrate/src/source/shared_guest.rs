@@ -1,26 +1,28 @@
-//! Which memory is handed over to another process of this host, and its descriptors (MEMORY).
+//! What is handed over to another process of this host, and its descriptors (MEMORY, FILES).
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
-use driftline_guest::SharedGuest;
+use driftline_guest::{MAX_DEVICE_FILES, NextHost, SharedGuest};
 use rustix::process::geteuid;
 
 use super::drives::CopyDrives;
 use super::guest::Migratable;
 use super::job::SendJob;
+use super::options::SendOptions;
 use crate::error::{Cause, LocalConflict, fits};
+use crate::protocol::features::DEVICE_FILES;
 use crate::protocol::limits::{MAX_DESCRIPTORS, MAX_SLOTS};
-use crate::protocol::message::{MemoryPlace, MemoryPlaces};
+use crate::protocol::message::{FileNames, MemoryPlace, MemoryPlaces, WireMessage};
 use crate::transport::address::Address;
 use crate::transport::compression::Compression;
 use crate::transport::link::Link;
 use crate::transport::wire::Wire;
 
 impl<G: Migratable + ?Sized> SendJob<'_, G> {
-    /// Returns the memory that is handed over; `None` if it is copied. Fails if the options do not
+    /// Returns what is handed over as it is; `None` if memory is copied. Fails if the options do not
     /// fit together.
-    pub(super) fn local_memory(&self) -> Result<Option<SharedGuest>, Cause> {
+    pub(super) fn local_guest(&self) -> Result<Option<SharedGuest>, Cause> {
         if !self.options.local {
             return Ok(None);
         }
@@ -54,8 +56,33 @@ fn may_receive(theirs: u32, ours: u32) -> bool {
     theirs == ours || theirs == 0 || ours == 0
 }
 
+/// Returns where the guest continues if the destination offers `features`.
+pub(super) fn next_host(options: &SendOptions, features: u64) -> NextHost {
+    match options.local && features & DEVICE_FILES != 0 {
+        true => NextHost::This,
+        false => NextHost::Another,
+    }
+}
+
+/// Sends MEMORY and, if the destination offers that, FILES.
+pub(super) fn send(
+    wire: &mut Wire<Link>,
+    shared: &SharedGuest,
+    features: u64,
+) -> Result<(), Cause> {
+    send_memory(wire, shared)?;
+    let files = shared.device_files();
+    if files.is_empty() || features & DEVICE_FILES == 0 {
+        return Ok(());
+    }
+    fits("the list of the devices' files", files.len() as u64, MAX_DEVICE_FILES as u64)?;
+    let descriptors: Vec<BorrowedFd<'_>> = files.iter().map(|f| f.descriptor().as_fd()).collect();
+    let names = files.iter().map(|file| file.name().to_owned()).collect();
+    Ok(wire.send_with_descriptors(&WireMessage::Files(FileNames(names)), &descriptors)?)
+}
+
 /// Sends MEMORY. Several slots of one file share its descriptor; that of the claim is the last.
-pub(super) fn send_memory(wire: &mut Wire<Link>, memory: &SharedGuest) -> Result<(), Cause> {
+fn send_memory(wire: &mut Wire<Link>, memory: &SharedGuest) -> Result<(), Cause> {
     let asking = |cause| Cause::System { what: "finding the user of the receiver", cause };
     let theirs = wire.stream().peer_user().map_err(asking)?;
     let ours = geteuid().as_raw();
@@ -78,7 +105,7 @@ pub(super) fn send_memory(wire: &mut Wire<Link>, memory: &SharedGuest) -> Result
     fits("the list of memory files", files.len() as u64, MAX_DESCRIPTORS.into())?;
     let descriptors: Vec<BorrowedFd<'_>> = files.iter().map(|file| file.as_fd()).collect();
     let places = MemoryPlaces { descriptors: descriptors.len(), slots: places };
-    Ok(wire.send_memory(places, &descriptors)?)
+    Ok(wire.send_with_descriptors(&WireMessage::Memory(places), &descriptors)?)
 }
 
 #[cfg(test)]

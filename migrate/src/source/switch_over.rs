@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use std::time::Instant;
 
 use driftline_dirty_tracker::{DirtySet, Subscription};
-use driftline_guest::{MAX_QUEUED_PACKETS, Section};
+use driftline_guest::{MAX_QUEUED_PACKETS, NextHost, Section};
 use uuid::Uuid;
 
 use super::channels::Channels;
@@ -16,6 +16,7 @@ use super::passes::{PassDone, PassSent, Passes};
 use super::paused_guest::PausedGuest;
 use super::precopy::{PrecopyResult, Stats};
 use super::record::{DurableRecord, HandOverRecord};
+use super::shared_guest;
 use super::verify::Verifier;
 use crate::error::{Cause, fits};
 use crate::protocol::digest::{MemoryDigests, allowance};
@@ -202,7 +203,7 @@ impl<'a, G: Migratable + ?Sized> PauseTransfer<'_, 'a, G> {
         wire.send(&WireMessage::StateEnd { sections, was_running: paused.was_running(), counts })?;
         wire.stream().set_cork(false);
         self.timings.end("sent");
-        paused.release()?;
+        paused.release(self.next_host())?;
         self.timings.end("released");
         let state_digest = StateDigest::of(&self.sections);
         // Read only now, because a separate round trip would prolong the pause.
@@ -212,6 +213,10 @@ impl<'a, G: Migratable + ?Sized> PauseTransfer<'_, 'a, G> {
             self.timings.end("verified");
         }
         Ok(LastPass { epoch, done, state_digest })
+    }
+
+    fn next_host(&self) -> NextHost {
+        shared_guest::next_host(self.job.options, self.features)
     }
 
     /// Sends the state ahead of the last pass.
@@ -305,7 +310,7 @@ impl<'a, G: Migratable + ?Sized> PauseTransfer<'_, 'a, G> {
         same("the state's digest", state_digest.into(), prepared.digest.into())?;
         same("the count of frames with content", ours.normal, prepared.counts.normal)?;
         same("the count of zero frames", ours.zero, prepared.counts.zero)?;
-        let late = paused.detach()?;
+        let late = paused.detach(self.next_host())?;
         fits("the guest's late packets", late.len() as u64, MAX_QUEUED_PACKETS as u64)?;
         wire.send(&WireMessage::Late(&late))?;
         Ok(prepared.site)

@@ -3,7 +3,7 @@
 //! Generic over the stream, so that tests, tools and the fuzzer share the code with a socket. One
 //! reused buffer holds payloads. It grows at most to the bound of a known tag.
 
-mod memory;
+mod descriptors;
 
 use std::io::{self, IoSlice, Read, Write};
 use std::time::{Duration, Instant};

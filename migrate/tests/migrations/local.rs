@@ -15,7 +15,7 @@ use driftline_dirty_tracker::{Gfn, Layout, PAGE_SIZE};
 use driftline_format::{Header, MAGIC_STREAM, RecordHead, layout_hash};
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, Op};
 use driftline_guest::{
-    GuestContents, GuestError, GuestIdentity, HandOver, Lifecycle, RunState, SharedGuest,
+    GuestContents, GuestError, GuestIdentity, HandOver, Lifecycle, NextHost, RunState, SharedGuest,
 };
 use driftline_migrate::{Cause, Compression, CopyDrives, SendOptions, SendTls};
 use rustix::fs::{MemfdFlags, SealFlags};
@@ -170,11 +170,11 @@ impl HandOver for SharesOther {
     fn flush(&self, limit: Duration) -> Result<bool, GuestError> {
         self.0.flush(limit)
     }
-    fn release(&self) -> Result<(), GuestError> {
-        self.0.release()
+    fn release(&self, next: NextHost) -> Result<(), GuestError> {
+        self.0.release(next)
     }
-    fn detach(&self) -> Result<Vec<u8>, GuestError> {
-        self.0.detach()
+    fn detach(&self, next: NextHost) -> Result<Vec<u8>, GuestError> {
+        self.0.detach(next)
     }
     fn attach(&self, packets: &[u8]) -> Result<(), GuestError> {
         self.0.attach(packets)
@@ -349,7 +349,7 @@ fn descriptors_must_be_those_announced() {
         (2, 0, "the number of descriptors is 2 by the peer's count and 0"),
         (3, 1, "the number of descriptors is 3 by the peer's count and 1"),
         (2, 3, "the number of descriptors is 2 by the peer's count and 3"),
-        (16, 40, "it carries more descriptors than it may"),
+        (16, 40, "the number of descriptors is 16 by the peer's count and 40"),
         (17, 17, "it has fewer than two descriptors, or too many"),
     ] {
         let files: Vec<OwnedFd> = (0..sent).map(|_| whole_memory("other", &guest)).collect();
@@ -358,6 +358,48 @@ fn descriptors_must_be_those_announced() {
         let (reason, was_ready) = source.reason();
         assert!(reason.contains(why) && !was_ready, "{announced}, {sent}: {reason}");
     }
+    let sent = Sender::start(&guest, &there.to, &options(&hosts)).result();
+    assert!(sent.is_ok(), "{sent:?}");
+    exactly_one_runs(&hosts, &guest, &sent, there, "after refusals");
+}
+
+#[test]
+fn files_must_be_those_announced() {
+    let hosts = HostPair::new();
+    let guest = hosts.start_in_files(MemoryConfig::small());
+    let there = receiver(&hosts);
+    let named = |count: u32, name: &str| {
+        let mut file = (name.len() as u32).to_le_bytes().to_vec();
+        file.extend_from_slice(name.as_bytes());
+        file.resize(84, 0);
+        [&count.to_le_bytes()[..], &[0; 4], &file.repeat(count as usize)].concat()
+    };
+    for (payload, sent, has_memory, why) in [
+        (named(1, "disk/d"), 1, false, "FILES came where CONFIG was expected"),
+        (named(2, "disk/d"), 1, true, "the number of descriptors is 2 by the peer's count and 1"),
+        (named(1, "disk/d"), 3, true, "the number of descriptors is 1 by the peer's count and 3"),
+        (named(1, "\u{7}"), 1, true, "empty, too long or not printable"),
+        (named(0, ""), 1, true, "it has no files, or too many"),
+        (named(254, "disk/d"), 1, true, "more than the 21261 allowed"),
+    ] {
+        let files: Vec<OwnedFd> = (0..sent).map(|_| whole_memory("file", &guest)).collect();
+        let mut source = RawSource::greet(&there.to, &guest);
+        if has_memory {
+            source.memory(2, &descriptors("file", &guest));
+        }
+        source.send("FILES", &payload, &[0], &files);
+        let (reason, was_ready) = source.reason();
+        assert!(reason.contains(why) && !was_ready, "{why}: {reason}");
+    }
+    let mut twice = RawSource::greet(&there.to, &guest);
+    twice.memory(2, &descriptors("file", &guest));
+    for _ in 0..2 {
+        let files = [whole_memory("file", &guest)];
+        twice.send("FILES", &named(1, "disk/d"), &[0], &files);
+    }
+    assert!(twice.reason().0.contains("FILES came where CONFIG was expected"));
+    drop(twice);
+    within(LONG, "all are closed", || open_files("file") == 0);
     let sent = Sender::start(&guest, &there.to, &options(&hosts)).result();
     assert!(sent.is_ok(), "{sent:?}");
     exactly_one_runs(&hosts, &guest, &sent, there, "after refusals");

@@ -2,7 +2,7 @@
 //! COMMIT. The claim in that memory says it, so the source asks no question.
 
 use driftline_guest::testing::{MemoryConfig, Op};
-use driftline_guest::{GuestContents, HandOver, Lifecycle, RunState};
+use driftline_guest::{GuestContents, HandOver, Lifecycle, NextHost, RunState};
 use driftline_migrate::SendOptions;
 
 use crate::common::{
@@ -98,7 +98,7 @@ fn taken_guest_neither_runs_nor_moves_on() {
     let hosts = HostPair::new();
     let guest = hosts.start_in_files(MemoryConfig::small());
     guest.pause().unwrap();
-    guest.release().unwrap();
+    guest.release(NextHost::This).unwrap();
     let taken = guest.share().unwrap().right().unwrap();
     taken.take().unwrap();
     let refused = guest.acquire().unwrap_err().to_string();

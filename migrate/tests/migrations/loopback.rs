@@ -200,9 +200,9 @@ impl GuestFactory for ShowsGuest {
         &self,
         vm_id: VmId,
         config: &[u8],
-        memory: &SharedGuest,
+        shared: &SharedGuest,
     ) -> Result<Arc<MemoryGuest>, GuestError> {
-        self.0.create_on(vm_id, config, memory)
+        self.0.create_on(vm_id, config, shared)
     }
 
     fn create_with_drives(

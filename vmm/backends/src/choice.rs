@@ -137,14 +137,14 @@ impl GuestFactory for Factory {
         &self,
         vm_id: VmId,
         config: &[u8],
-        memory: &SharedGuest,
+        shared: &SharedGuest,
     ) -> Result<Arc<dyn Vm>, GuestError> {
         let decoded = MachineConfig::decode(config)?;
         if decoded.backend == BackendKind::Threads {
             let config = decoded.on_host(&self.host)?;
-            return Ok(self.on_threads(vm_id, config, &[], Some(memory))?.0);
+            return Ok(self.on_threads(vm_id, config, &[], Some(shared))?.0);
         }
-        Ok(self.kvm.create_on(vm_id, config, memory)?)
+        Ok(self.kvm.create_on(vm_id, config, shared)?)
     }
 
     fn create_with_drives(

@@ -152,9 +152,9 @@ impl<F: GuestFactory> GuestFactory for CheckedFactory<F> {
         &self,
         vm_id: VmId,
         config: &[u8],
-        memory: &SharedGuest,
+        shared: &SharedGuest,
     ) -> Result<Arc<F::Guest>, GuestError> {
-        self.check(vm_id, self.inner.create_on(vm_id, config, memory)?)
+        self.check(vm_id, self.inner.create_on(vm_id, config, shared)?)
     }
 
     fn create_with_drives(

@@ -59,9 +59,9 @@ impl GuestFactory for MemoryGuestFactory {
         &self,
         vm_id: VmId,
         config: &[u8],
-        memory: &SharedGuest,
+        shared: &SharedGuest,
     ) -> Result<Arc<MemoryGuest>, GuestError> {
-        self.build(vm_id, config, TestGuestMemory::Shared(memory))
+        self.build(vm_id, config, TestGuestMemory::Shared(shared))
     }
 
     fn create_with_drives(

@@ -59,6 +59,7 @@ impl WireMessage<'_> {
             Self::Late(bytes) => bytes.to_vec(),
             Self::Drive(message) => message.to_bytes(),
             Self::Memory(places) => places.to_bytes(),
+            Self::Files(names) => names.to_bytes(),
             Self::Packed { codec, runs, packed } => {
                 [packed_head(runs.0.len(), *codec).as_bytes(), runs.0.as_bytes(), packed].concat()
             }

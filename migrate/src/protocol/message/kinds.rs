@@ -5,6 +5,7 @@ use driftline_guest::Section;
 use uuid::Uuid;
 
 use super::counts::Counts;
+use super::device_files::FileNames;
 use super::drives::DriveMessage;
 use super::memory::MemoryPlaces;
 use super::runs::RunTable;
@@ -108,6 +109,8 @@ pub(crate) enum WireMessage<'a> {
     Drive(DriveMessage<'a>),
     /// The byte with the descriptors is still in the stream.
     Memory(MemoryPlaces),
+    /// The byte with the descriptors is still in the stream.
+    Files(FileNames),
     Commit {
         token: Token,
     },
@@ -159,6 +162,7 @@ impl WireMessage<'_> {
             Self::Late(_) => Tag::Late,
             Self::Drive(message) => message.tag(),
             Self::Memory(_) => Tag::Memory,
+            Self::Files(_) => Tag::Files,
             Self::Commit { .. } => Tag::Commit,
             Self::Running { .. } => Tag::Running,
             Self::Query { .. } => Tag::Query,

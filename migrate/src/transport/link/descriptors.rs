@@ -16,17 +16,16 @@ use rustix::net::{
 use super::super::socket::Socket;
 use super::super::stream::Stream;
 use super::{Link, closed};
-use crate::protocol::limits::MAX_DESCRIPTORS;
+use driftline_guest::MAX_DEVICE_FILES;
 
-/// Bytes of control data for [`MAX_DESCRIPTORS`] descriptors.
-const SPACE: usize = rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS as usize));
+/// Bytes of control data for the descriptors of FILES; MEMORY has fewer.
+const SPACE: usize = rustix::cmsg_space!(ScmRights(MAX_DEVICE_FILES));
 
 /// Descriptors that came with a byte.
 #[derive(Debug)]
 pub(crate) struct ReceivedDescriptors {
     pub(crate) all: Vec<OwnedFd>,
-    /// Whether the kernel has closed some: there were more than [`MAX_DESCRIPTORS`], or this
-    /// process may not have so many.
+    /// Whether the kernel has closed some, because this process may not have so many.
     pub(crate) truncated: bool,
 }
 
@@ -49,7 +48,7 @@ impl Link {
         Ok(peer.uid.as_raw())
     }
 
-    /// Sends one byte with `descriptors`, at most [`MAX_DESCRIPTORS`].
+    /// Sends one byte with `descriptors`, at most [`MAX_DEVICE_FILES`].
     pub(crate) fn send_descriptors(&mut self, descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
         self.wait_until("took", |stream| send(plain(stream)?, descriptors))
     }

@@ -365,9 +365,9 @@ impl GuestFactory for DriveCopyFactory {
         &self,
         vm_id: VmId,
         config: &[u8],
-        memory: &SharedGuest,
+        shared: &SharedGuest,
     ) -> Result<Arc<MemoryGuest>, GuestError> {
-        self.guests.create_on(vm_id, config, memory)
+        self.guests.create_on(vm_id, config, shared)
     }
 
     fn create_with_drives(

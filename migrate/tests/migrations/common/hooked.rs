@@ -7,8 +7,8 @@ use driftline_dirty_tracker::{FrameRun, Layout, Subscription};
 use driftline_guest::testing::MemoryGuest;
 use driftline_guest::{
     Clock, CollectionReport, DirtyLog, GuestContents, GuestError, GuestIdentity, GuestRam,
-    HandOver, Lifecycle, Line, Populate, RunState, Section, SharedGuest, Stateful, VcpuWrites,
-    VmId, WriteThrottle,
+    HandOver, Lifecycle, Line, NextHost, Populate, RunState, Section, SharedGuest, Stateful,
+    VcpuWrites, VmId, WriteThrottle,
 };
 
 pub struct HookedGuest {
@@ -41,13 +41,13 @@ impl HandOver for HookedGuest {
     fn flush(&self, limit: Duration) -> Result<bool, GuestError> {
         self.guest.flush(limit)
     }
-    fn release(&self) -> Result<(), GuestError> {
+    fn release(&self, next: NextHost) -> Result<(), GuestError> {
         (self.hook)("release");
-        self.guest.release()
+        self.guest.release(next)
     }
-    fn detach(&self) -> Result<Vec<u8>, GuestError> {
+    fn detach(&self, next: NextHost) -> Result<Vec<u8>, GuestError> {
         (self.hook)("detach");
-        self.guest.detach()
+        self.guest.detach(next)
     }
     fn attach(&self, late: &[u8]) -> Result<(), GuestError> {
         self.guest.attach(late)

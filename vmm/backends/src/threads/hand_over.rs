@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use driftline_guest::{GuestError, HandOver, SharedGuest};
+use driftline_guest::{GuestError, HandOver, NextHost, SharedGuest};
 
 use super::ThreadMachine;
 
@@ -20,11 +20,11 @@ impl HandOver for ThreadMachine {
         Ok(true)
     }
 
-    fn release(&self) -> Result<(), GuestError> {
+    fn release(&self, _: NextHost) -> Result<(), GuestError> {
         self.require_paused("release the resources of").map(drop)
     }
 
-    fn detach(&self) -> Result<Vec<u8>, GuestError> {
+    fn detach(&self, _: NextHost) -> Result<Vec<u8>, GuestError> {
         // No peer can reach this guest.
         self.require_paused("detach").map(|_| Vec::new())
     }

@@ -4,7 +4,7 @@ use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use driftline_guest::testing::threads;
-use driftline_guest::{DirtyLog, GuestError, HandOver, Lifecycle, RunState, Stateful};
+use driftline_guest::{DirtyLog, GuestError, HandOver, Lifecycle, NextHost, RunState, Stateful};
 use driftline_machine::config::{HostConfig, MachineConfig, SerialSink};
 use driftline_machine::testing::run_in_child;
 use driftline_machine::vm::{EndReason, Vm};
@@ -64,20 +64,20 @@ fn released_guest_runs_only_after_acquire() {
     }
     let machine = launch(payload("payload,ws=1M"), &SerialLog::new());
     machine.resume().unwrap();
-    assert!(machine.release().is_err(), "it runs");
-    assert!(machine.detach().is_err(), "it runs");
+    assert!(machine.release(NextHost::Another).is_err(), "it runs");
+    assert!(machine.detach(NextHost::Another).is_err(), "it runs");
     machine.pause().unwrap();
-    machine.release().unwrap();
+    machine.release(NextHost::Another).unwrap();
     let e = machine.resume().unwrap_err().to_string();
     assert!(e.contains("released"), "{e}");
-    assert!(machine.detach().unwrap().is_empty());
+    assert!(machine.detach(NextHost::Another).unwrap().is_empty());
     machine.acquire().unwrap();
     machine.resume().unwrap();
     machine.pause().unwrap();
     // The operator ends it between the release and the hand-over: then no host owns it.
-    machine.release().unwrap();
+    machine.release(NextHost::Another).unwrap();
     machine.stop("the operator has ended it");
-    let e = machine.detach().unwrap_err().to_string();
+    let e = machine.detach(NextHost::Another).unwrap_err().to_string();
     assert!(e.contains("detach"), "{e}");
     assert!(machine.attach(&[]).is_err() && machine.acquire().is_err());
 }

@@ -8,7 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use driftline_guest::{
-    Clock, GuestContents, GuestFactory, GuestIdentity, HandOver, Lifecycle, Stateful,
+    Clock, GuestContents, GuestFactory, GuestIdentity, HandOver, Lifecycle, NextHost, Stateful,
 };
 use driftline_machine::config::{
     DeviceConfig, LimitChange, LimitsChange, MacAddr, MachineConfig, NetConfig, NetLimits,
@@ -132,7 +132,7 @@ fn guest_gets_exactly_its_tokens() {
     let factory = MachineFactory::new(console.host());
     let new = factory.create(machine.vm_id(), &machine.config()).unwrap();
     copy(&machine, &new, machine.populated().unwrap());
-    machine.release().unwrap();
+    machine.release(NextHost::Another).unwrap();
     new.restore_state(&sections, Clock::Continue).unwrap();
     new.acquire().unwrap();
     for _ in 0..3 {

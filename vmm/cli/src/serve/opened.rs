@@ -58,6 +58,7 @@ impl ClientFiles {
         let file = open(Path::new(path), OpenOptions::new().read(true).write(writes), is_disk, why);
         let failed = |cause| DriveFault::File { cause, path: path.to_owned() };
         let opened = OpenedDisk {
+            is_handed_over: false,
             id: drive.drive_id.clone(),
             file: file.map_err(failed)?.into(),
             cache: match drive.cache_type {

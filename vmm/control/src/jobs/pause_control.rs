@@ -487,7 +487,7 @@ mod tests {
         pauses.begin_migration();
         let migration = pauses.guest_for(JobRole::Migration);
         assert_eq!(migration.pause().unwrap(), Running);
-        migration.release().unwrap();
+        migration.release(driftline_guest::NextHost::Another).unwrap();
         let other = file.reopen().unwrap();
         fcntl_lock(&other, FlockOperation::NonBlockingLockExclusive).unwrap();
         migration.acquire().unwrap_err();

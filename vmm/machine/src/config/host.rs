@@ -95,7 +95,7 @@ pub struct HostConfig {
     pub boot_timer: Option<BootClock>,
     /// The metadata that the guest reads, if an interface serves it.
     pub metadata: MetadataStore,
-    /// For a new guest: its files that are open already.
+    /// The guest's files that are open already.
     pub opened: OpenedFiles,
     /// For tests of the tests: one in this many frames that the guest writes is not reported.
     #[cfg(all(feature = "broken-source", debug_assertions))]

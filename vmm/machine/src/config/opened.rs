@@ -1,5 +1,5 @@
-//! Files of a new guest, opened before its machine is built. When the machine is built, their names
-//! may refer to other files.
+//! Files of a guest that are open before its machine is built. When the machine is built, their
+//! names may refer to other files.
 
 use std::fs::File;
 use std::io::{self, Seek};
@@ -75,33 +75,46 @@ pub struct OpenedDisk {
     pub cache: DiskCache,
     /// How the file is read and written.
     pub engine: DiskEngine,
+    /// Whether the file is that of a guest that continues here from another process of this host,
+    /// with its lock.
+    pub is_handed_over: bool,
 }
 
-/// A tap of one queue pair that is attached to. The host can give it to no other process until the
-/// last clone is dropped.
+/// A tap that is attached to. The host can give it to no other process until the last clone is
+/// dropped.
 #[derive(Clone, Debug)]
 pub struct OpenedTap {
     /// The interface's name.
     pub id: String,
-    file: OpenedFile,
+    /// A file for each queue pair.
+    queues: Vec<OpenedFile>,
     /// Keep other processes of this host away.
     claims: Arc<[UnixDatagram]>,
+    /// Whether the files are those of a guest that continues here from another process of this
+    /// host. What waits in them is that process's until the guest runs here.
+    pub(crate) is_handed_over: bool,
 }
 
 impl OpenedTap {
-    pub(crate) fn new(id: &str, file: File, claims: Arc<[UnixDatagram]>) -> Self {
-        Self { id: id.to_owned(), file: file.into(), claims }
+    pub(crate) fn new(
+        id: &str,
+        queues: impl IntoIterator<Item = File>,
+        claims: Arc<[UnixDatagram]>,
+    ) -> Self {
+        let queues = queues.into_iter().map(OpenedFile::from).collect();
+        Self { id: id.to_owned(), queues, claims, is_handed_over: false }
     }
 
-    /// Returns the tap's file and its claims.
-    pub(crate) fn parts(&self) -> io::Result<(File, Arc<[UnixDatagram]>)> {
-        Ok((self.file.file().try_clone()?, self.claims.clone()))
+    /// Returns the files of the tap's queue pairs, and its claims.
+    pub(crate) fn parts(&self) -> io::Result<(Vec<File>, Arc<[UnixDatagram]>)> {
+        let queues = self.queues.iter().map(|queue| queue.file().try_clone());
+        Ok((queues.collect::<io::Result<_>>()?, self.claims.clone()))
     }
 }
 
 impl PartialEq for OpenedTap {
     fn eq(&self, other: &Self) -> bool {
-        (&self.id, &self.file) == (&other.id, &other.file)
+        (&self.id, &self.queues) == (&other.id, &other.queues)
     }
 }
 
@@ -132,7 +145,7 @@ impl PartialEq for OpenedSocket {
 
 impl Eq for OpenedSocket {}
 
-/// The open files of a new guest. A file that is not among them is opened by its name.
+/// The open files of a guest that is built. A file that is not among them is opened by its name.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct OpenedFiles {
     /// The kernel.
@@ -148,6 +161,13 @@ pub struct OpenedFiles {
 }
 
 impl OpenedFiles {
+    /// Returns whether they are those of a guest that continues here from another process of this
+    /// host.
+    pub(crate) fn are_handed_over(&self) -> bool {
+        self.disks.iter().any(|disk| disk.is_handed_over)
+            || self.taps.iter().any(|tap| tap.is_handed_over)
+    }
+
     /// Returns the disk named `id`.
     pub(crate) fn disk(&self, id: &str) -> Option<&OpenedDisk> {
         self.disks.iter().find(|disk| disk.id == id)

@@ -21,6 +21,7 @@ mod counts;
 mod error;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzz;
+mod handed_over;
 mod keyboard;
 mod latched_event;
 mod net;
@@ -55,6 +56,7 @@ pub(crate) use bus::{
 pub(crate) use counts::MachineCounters;
 pub use counts::{MachineCounts, RngCounts, SerialCounts, VsockCounts};
 pub use error::{DeviceError, StateError};
+pub(crate) use handed_over::{device_files, opened_files};
 pub(crate) use keyboard::Keyboard;
 pub use keyboard::KeyboardFull;
 pub use net::{TapError, open_tap};

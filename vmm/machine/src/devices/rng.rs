@@ -4,6 +4,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Instant;
 
+use driftline_guest::NextHost;
 use rustix::rand::{GetRandomFlags, getrandom};
 use vmm_sys_util::epoll::EventSet;
 
@@ -131,7 +132,7 @@ impl Device for Rng {
         Ok(())
     }
 
-    fn release(&mut self, _: Instant) -> Result<(), DeviceError> {
+    fn release(&mut self, _: Instant, _: NextHost) -> Result<(), DeviceError> {
         Ok(())
     }
 }

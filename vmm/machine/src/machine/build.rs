@@ -239,6 +239,7 @@ impl KvmMachine {
             disk_files,
             device_counters,
             balloon,
+            has_anothers_files: host.opened.are_handed_over(),
             status,
             counters,
             started: Instant::now(),

@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 
 use super::{BuildOptions, EarlyVm, FirstContents, KvmMachine};
 use crate::config::{HostConfig, MachineConfig, guest_span};
-use crate::devices::{ParentGuest, make_copies, open_drives};
+use crate::devices::{ParentGuest, make_copies, open_drives, opened_files};
 
 /// Builds KVM machines into which memory and state are then restored.
 pub struct MachineFactory {
@@ -64,11 +64,13 @@ impl GuestFactory for MachineFactory {
         &self,
         vm_id: VmId,
         config: &[u8],
-        memory: &SharedGuest,
+        shared: &SharedGuest,
     ) -> Result<Arc<KvmMachine>, GuestError> {
         let host = self.host.with_copies_of(&[]);
         let config = MachineConfig::decode(config)?.on_host(&host)?;
-        self.build(vm_id, config, &host, FirstContents::Shared(memory.clone()))
+        let opened = opened_files(&config.devices, shared.device_files(), &host)?;
+        let host = HostConfig { opened, ..host };
+        self.build(vm_id, config, &host, FirstContents::Shared(shared.clone()))
     }
 
     fn create_with_drives(

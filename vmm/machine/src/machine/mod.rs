@@ -49,7 +49,7 @@ use std::time::{Duration, Instant};
 use driftline_dirty_tracker::{FrameRun, FrameSet, Layout, Subscription};
 use driftline_guest::{
     Clock, CollectionReport, DirtyLog, GuestContents, GuestDrive, GuestError, GuestIdentity,
-    GuestRam, HandOver, LazyRestoreProgress, Lifecycle, Line, MemoryLoader, MemoryRight,
+    GuestRam, HandOver, LazyRestoreProgress, Lifecycle, Line, MemoryLoader, MemoryRight, NextHost,
     PageSource, Populate, RunState, SavedState, Section, SharedGuest, Stateful, VcpuPauses,
     VcpuWrites, VmId, WriteProtection, WriteThrottle,
 };
@@ -59,7 +59,7 @@ use crate::collector::Collector;
 use crate::config::{MachineConfig, disks_mut};
 use crate::devices::{
     BalloonControl, DiskError, DiskFileControl, Drive, DriveSource, MachineCounters, MachineCounts,
-    RateLimitControl, SerialInput, SerialOutputThread, StatsHandle,
+    RateLimitControl, SerialInput, SerialOutputThread, StatsHandle, device_files,
 };
 use crate::exit;
 use crate::memory::{self, Memory};
@@ -98,6 +98,8 @@ pub struct KvmMachine {
     disk_files: Vec<DiskFileControl>,
     device_counters: MachineCounters,
     balloon: Option<BalloonControl>,
+    /// Whether the devices' files are those of another process of this host.
+    has_anothers_files: bool,
     status: Arc<MachineStatus>,
     counters: Vec<Arc<Counters>>,
     started: Instant,
@@ -140,6 +142,15 @@ impl KvmMachine {
         self.ask("restore the guest's state", move |supervisor| {
             supervisor.restore(saved, clock, renews)
         })
+    }
+
+    /// Returns where the guest continues that is released here: at `next`, or in the process that
+    /// has offered it and whose files it has.
+    fn next_or_last_host(&self, next: NextHost) -> NextHost {
+        match self.has_anothers_files && self.memory.right().is_borrowed() {
+            true => NextHost::This,
+            false => next,
+        }
     }
 
     /// Refuses `request` unless the guest is paused.
@@ -354,7 +365,12 @@ impl HandOver for KvmMachine {
     }
 
     fn share(&self) -> Result<SharedGuest, GuestError> {
-        self.memory.share()
+        let shared = self.memory.share()?;
+        if self.config.devices.is_empty() {
+            return Ok(shared);
+        }
+        let files = self.ask("share the devices' files", |supervisor| supervisor.share())?;
+        Ok(shared.with_device_files(device_files(&self.config.devices, files)))
     }
 
     fn flush(&self, limit: Duration) -> Result<bool, GuestError> {
@@ -362,21 +378,23 @@ impl HandOver for KvmMachine {
         Drive::flush(&self.drives, limit).map_err(failed)
     }
 
-    fn release(&self) -> Result<(), GuestError> {
+    fn release(&self, next: NextHost) -> Result<(), GuestError> {
         // A guest without devices releases only the right to run, so `MachineStatus` alone decides;
         // no round trip to the supervisor is needed while the guest is paused.
         if self.config.devices.is_empty() {
             return Ok(self.status.set_acquired("release", false)?);
         }
-        self.ask("release the devices", Supervisor::release)
+        let next = self.next_or_last_host(next);
+        self.ask("release the devices", move |supervisor| supervisor.release(next))
     }
 
-    fn detach(&self) -> Result<Vec<u8>, GuestError> {
+    fn detach(&self, next: NextHost) -> Result<Vec<u8>, GuestError> {
         // No peer can reach a guest without devices. A guest that was stopped meanwhile is refused.
         if self.config.devices.is_empty() {
             return self.require_paused("detach").map(|()| Vec::new());
         }
-        self.ask("detach the devices", Supervisor::detach)
+        let next = self.next_or_last_host(next);
+        self.ask("detach the devices", move |supervisor| supervisor.detach(next))
     }
 
     fn attach(&self, queued_packets: &[u8]) -> Result<(), GuestError> {
@@ -392,7 +410,8 @@ impl HandOver for KvmMachine {
         if self.config.devices.is_empty() {
             return Ok(self.status.set_acquired("acquire", true)?);
         }
-        self.ask("acquire the devices", Supervisor::acquire)
+        let from = self.next_or_last_host(NextHost::Another);
+        self.ask("acquire the devices", move |supervisor| supervisor.acquire(from))
     }
 }
 

@@ -1,11 +1,12 @@
 //! The supervisor is the only thread that decides whether a machine runs. It owns the vCPU threads
 //! and serves one request at a time. A vCPU reports the end of the guest to it.
 
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use driftline_guest::{Clock, RunState, Section};
+use driftline_guest::{Clock, NextHost, RunState, Section};
 
 use super::MachineError;
 use super::request_error::SupervisorError;
@@ -315,17 +316,22 @@ impl Supervisor {
         }
     }
 
-    /// Releases what only one host may have.
-    pub(super) fn release(&mut self) -> Result<(), SupervisorError> {
+    /// Returns duplicates of the devices' files, for each device in order.
+    pub(super) fn share(&self) -> Result<Vec<Vec<OwnedFd>>, SupervisorError> {
+        device_result("sharing a device's files", self.bus.virtio().share())
+    }
+
+    /// Releases what only one host may have, for `next`.
+    pub(super) fn release(&mut self, next: NextHost) -> Result<(), SupervisorError> {
         // Comes first: if the release fails, part of it may be done.
         self.status.set_acquired("release", false)?;
-        device_result("releasing a device", self.bus.virtio().release())
+        device_result("releasing a device", self.bus.virtio().release(next))
     }
 
     /// Detaches the channels through which peers reach the guest, after `release`.
-    pub(super) fn detach(&mut self) -> Result<Vec<u8>, SupervisorError> {
+    pub(super) fn detach(&mut self, next: NextHost) -> Result<Vec<u8>, SupervisorError> {
         self.status.set_acquired("detach", false)?;
-        device_result("detaching a device", self.bus.virtio().detach())
+        device_result("detaching a device", self.bus.virtio().detach(next))
     }
 
     /// Attaches the channels through which peers reach the guest on this host.
@@ -334,10 +340,10 @@ impl Supervisor {
         device_result("attaching a device", self.bus.virtio().attach(queued_packets))
     }
 
-    /// Acquires what only one host may have.
-    pub(super) fn acquire(&mut self) -> Result<(), SupervisorError> {
+    /// Acquires what only one host may have. If that fails, `from` has it.
+    pub(super) fn acquire(&mut self, from: NextHost) -> Result<(), SupervisorError> {
         self.require("acquire", RunState::Paused)?;
-        device_result("acquiring a device", self.bus.virtio().acquire())?;
+        device_result("acquiring a device", self.bus.virtio().acquire(from))?;
         self.status.set_acquired("acquire", true)
     }
 

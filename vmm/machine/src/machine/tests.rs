@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use driftline_guest::{HandOver, Lifecycle, RunState, Stateful, VmId};
+use driftline_guest::{HandOver, Lifecycle, NextHost, RunState, Stateful, VmId};
 
 use super::supervisor::Supervisor;
 use super::{BuildOptions, KvmMachine};
@@ -239,7 +239,7 @@ fn released_guest_never_runs() {
                 both.wait();
                 // Each round releases at a different moment of the resume.
                 (0..round * 20).for_each(|_| std::hint::spin_loop());
-                machine.release()
+                machine.release(NextHost::Another)
             });
             both.wait();
             let _ = machine.resume();

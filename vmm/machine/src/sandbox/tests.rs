@@ -12,6 +12,7 @@ use crate::config::{
 };
 use crate::devices::{DeviceSet, Drive};
 use crate::testing::{TestTap, payload_config};
+use driftline_guest::NextHost;
 
 /// Environment variable that selects the act of a copy of this test binary:
 /// `<class>:<act>`.
@@ -379,12 +380,12 @@ fn devices() {
         let limit = std::time::Duration::from_secs(20);
         assert!(Drive::flush(set.drives(), limit).unwrap());
         set.quiesce().unwrap();
-        set.release().unwrap();
+        set.release(NextHost::Another).unwrap();
         assert!(!uds.exists(), "another host may listen there");
-        let queued_packets = set.detach().unwrap();
+        let queued_packets = set.detach(NextHost::Another).unwrap();
         set.attach(&queued_packets).unwrap();
-        set.detach().unwrap();
-        set.acquire().unwrap();
+        set.detach(NextHost::Another).unwrap();
+        set.acquire(NextHost::Another).unwrap();
     }
     drop(set);
     assert!(!uds.exists());

@@ -8,7 +8,7 @@ use vm_memory::{GuestMemoryBackend, GuestMemoryRegion, GuestRegionMmap};
 
 use super::MemoryGuest;
 use crate::testing::faults::Op;
-use crate::{GuestError, HandOver, SharedGuest};
+use crate::{GuestError, HandOver, NextHost, SharedGuest};
 
 impl HandOver for MemoryGuest {
     fn stay_awake(&self) {}
@@ -26,14 +26,14 @@ impl HandOver for MemoryGuest {
         Ok(true)
     }
 
-    fn release(&self) -> Result<(), GuestError> {
+    fn release(&self, _: NextHost) -> Result<(), GuestError> {
         self.must_be_paused("release")?;
         // As a guest with two drives does if the second fails.
         self.drive.release(self.serial);
         self.faults.check(Op::Release, "releasing the drive")
     }
 
-    fn detach(&self) -> Result<Vec<u8>, GuestError> {
+    fn detach(&self, _: NextHost) -> Result<Vec<u8>, GuestError> {
         self.must_be_paused("detach")?;
         self.faults.check(Op::Detach, "detaching")?;
         self.drive.detach(self.serial);

@@ -27,7 +27,7 @@ use std::sync::mpsc::Sender;
 use std::time::Instant;
 
 use driftline_dirty_tracker::FrameSet;
-use driftline_guest::GuestRam;
+use driftline_guest::{GuestRam, NextHost};
 use serde::{Deserialize, Serialize};
 use vmm_sys_util::epoll::EventSet;
 
@@ -457,7 +457,7 @@ impl Device for Balloon {
         Ok(())
     }
 
-    fn release(&mut self, _: Instant) -> Result<(), DeviceError> {
+    fn release(&mut self, _: Instant, _: NextHost) -> Result<(), DeviceError> {
         Ok(())
     }
 }

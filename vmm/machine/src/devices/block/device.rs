@@ -1,9 +1,11 @@
 //! The disk as a virtio [`Device`]: its features, and how it pauses, resumes and moves.
 
 use std::io;
+use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use driftline_guest::NextHost;
 use virtio_bindings::virtio_blk::*;
 use vmm_sys_util::epoll::EventSet;
 
@@ -131,31 +133,41 @@ impl Device for BlockDevice {
         Ok(())
     }
 
+    fn share(&self) -> io::Result<Vec<OwnedFd>> {
+        Ok(vec![self.file.file().try_clone()?.into()])
+    }
+
     fn acquire(&mut self) -> Result<(), DeviceError> {
         self.file.lock()?;
         self.locked = true;
         self.copy_before_write.acquire();
         // A read-only disk is locked against writers all the time, on this host or on the other.
-        if !self.has_run && !self.disk.readonly && !self.created_here {
+        if !self.has_run && !self.disk.readonly && !self.is_of_this_host {
             self.file.drop_page_cache();
         }
         Ok(())
     }
 
-    fn release(&mut self, deadline: Instant) -> Result<(), DeviceError> {
+    fn release(&mut self, deadline: Instant, next: NextHost) -> Result<(), DeviceError> {
         // The other host has the state that was saved before the exchange, and with it the first
         // file (I7).
         self.require_first_file()?;
-        self.release_file(deadline)
+        match next {
+            NextHost::This => self.pass_file_on(deadline),
+            NextHost::Another => self.release_file(deadline),
+        }
     }
 
-    fn undo_acquire(&mut self, deadline: Instant) -> Result<(), DeviceError> {
+    fn undo_acquire(&mut self, deadline: Instant, next: NextHost) -> Result<(), DeviceError> {
         if self.has_run {
             return self.release_file(deadline);
         }
         self.copy_before_write.release();
         self.locked = false;
-        Ok(self.file.unlock()?)
+        match next {
+            NextHost::This => Ok(()),
+            NextHost::Another => Ok(self.file.unlock()?),
+        }
     }
 }
 
@@ -170,6 +182,17 @@ impl BlockDevice {
             "disk \"{id}\" has another file or size than at the guest's start, so the guest \
              cannot be moved"
         )))
+    }
+
+    /// Leaves the file and its lock to a process that has the same open file.
+    fn pass_file_on(&mut self, deadline: Instant) -> Result<(), DeviceError> {
+        self.copy_before_write.release();
+        let passed = self.file.finish_flushes(deadline);
+        match &passed {
+            Ok(()) => self.locked = false,
+            Err(_) => self.copy_before_write.acquire(),
+        }
+        Ok(passed?)
     }
 
     /// Makes the guest's writes durable and gives up the lock on the file.

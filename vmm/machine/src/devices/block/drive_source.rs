@@ -69,7 +69,7 @@ mod tests {
     use std::thread;
 
     use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
-    use driftline_guest::CopyBeforeWriteError;
+    use driftline_guest::{CopyBeforeWriteError, NextHost};
     use virtio_bindings::virtio_blk::*;
 
     use super::super::tests::{Disk, OK, engines, header, pattern, range, request};
@@ -196,7 +196,7 @@ mod tests {
         let mut frozen = freeze().unwrap();
         let (mut runs, mut some) = (Vec::new(), vec![0; 4 * 4096]);
         assert_eq!(frozen.next(&mut runs, &mut some).unwrap(), 4);
-        block.release(crate::testing::soon()).unwrap();
+        block.release(crate::testing::soon(), NextHost::Another).unwrap();
         let error = frozen.next(&mut runs, &mut some).unwrap_err();
         assert!(matches!(error, CopyBeforeWriteError::Released), "{error}");
         drop(frozen);

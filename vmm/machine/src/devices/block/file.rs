@@ -222,6 +222,17 @@ impl DiskFile {
         self.unlock()
     }
 
+    /// Waits for flushes under way. The system tells only one of the processes that have this open
+    /// file that a write was lost, and the guest must be told.
+    ///
+    /// # Errors
+    ///
+    /// A flush is still in progress at `deadline`, or data is lost and the guest has not been told.
+    pub(super) fn finish_flushes(&self, deadline: Instant) -> Result<(), DiskError> {
+        self.flusher.wait_until_idle(Instant::now(), deadline)?;
+        self.flusher.lost().map_or(Ok(()), Err)
+    }
+
     /// Releases the lock for a guest that has not run here: there is nothing to make durable.
     pub(super) fn unlock(&self) -> Result<(), DiskError> {
         let unlocked = lock::set(&self.file, RangeLock::Free, self.holder);

@@ -100,8 +100,9 @@ pub(super) struct BlockDevice {
     writes_through: bool,
     /// Whether the file is locked for this guest.
     locked: bool,
-    /// Whether the file was created on this host, for an incoming guest.
-    created_here: bool,
+    /// Whether the file was created on this host, or comes with the guest from another process of
+    /// this host: no other host has written to it since.
+    is_of_this_host: bool,
     /// Whether the guest has run on this host with this file. For a guest that arrives from another
     /// host it has not: that host may have written to the file since it was opened here.
     has_run: bool,
@@ -158,7 +159,8 @@ impl BlockDevice {
         let kind = opened.map_or(DiskEngine::Automatic, |opened| opened.engine);
         let engine = Engine::new(kind, file.clone(), most, &disk.id)?;
         let cache = opened.map_or(DiskCache::Writeback, |opened| opened.cache);
-        Ok(Self { cache, ..Self::new(disk, queues, file, engine)? })
+        let is_of_this_host = opened.is_some_and(|opened| opened.is_handed_over);
+        Ok(Self { cache, is_of_this_host, ..Self::new(disk, queues, file, engine)? })
     }
 
     /// Like [`open`](Self::open), without io_uring.
@@ -203,7 +205,7 @@ impl BlockDevice {
             cache: DiskCache::Writeback,
             writes_through: false,
             locked: false,
-            created_here: false,
+            is_of_this_host: false,
             // Set correctly by `start`.
             has_run: true,
             next_token: 0,
@@ -231,7 +233,7 @@ impl BlockDevice {
 
     /// Records that the file was created on this host: no other host has ever written to it.
     pub(super) fn note_created_here(&mut self) {
-        self.created_here = true;
+        self.is_of_this_host = true;
     }
 
     /// Returns the device's counters.

@@ -1,15 +1,17 @@
 //! The interface as a virtio [`Device`]: its features, and how it pauses, resumes and moves.
 
 use std::io;
+use std::os::fd::OwnedFd;
 use std::time::Instant;
 
+use driftline_guest::NextHost;
 use virtio_bindings::virtio_net::*;
 use vmm_sys_util::epoll::EventSet;
 
 use super::frame::{HEADER, MAX_FRAME};
 use super::mmds::MmdsPort;
 use super::queued_frames::QueuedFrames;
-use super::tap::TapError;
+use super::tap::{Tap, TapError};
 use super::{ANNOUNCE, METADATA, Net, NetQueue, NetState, QUEUE_SIZE};
 use crate::config::RateLimits;
 use crate::devices::error::{DeviceError, StateError};
@@ -136,7 +138,8 @@ impl Device for Net {
             metadata.resume();
         }
         let reattached = std::mem::take(&mut self.reattached);
-        if self.features.is_some() && (moved || reattached) {
+        let keeps_place = std::mem::take(&mut self.keeps_place);
+        if self.features.is_some() && (moved || reattached) && !keeps_place {
             self.announce(false, io);
             if let Err(e) = self.announcements.begin() {
                 tracing::warn!("a network interface announces itself only once: {e}");
@@ -178,6 +181,10 @@ impl Device for Net {
         Ok(())
     }
 
+    fn share(&self) -> io::Result<Vec<OwnedFd>> {
+        self.tap.as_ref().map_or_else(|| Ok(Vec::new()), Tap::share)
+    }
+
     fn acquire(&mut self) -> Result<(), DeviceError> {
         if self.tap.is_none() {
             self.attach_tap()?;
@@ -188,20 +195,17 @@ impl Device for Net {
         })
     }
 
-    fn release(&mut self, _: Instant) -> Result<(), DeviceError> {
+    fn release(&mut self, _: Instant, _: NextHost) -> Result<(), DeviceError> {
         // The tap stays attached. Frames that arrive wait in it for the host that has the guest
         // then.
         Ok(())
     }
 
-    fn detach(&mut self, room: usize) -> Vec<u8> {
+    fn detach(&mut self, room: usize, next: NextHost) -> Vec<u8> {
         self.announcements.end();
-        if let Some(tap) = self.tap.take()
-            && self.queued_frames.read_from(&tap, &mut self.buffer)
-        {
-            self.count_lost("more packets are queued for the guest than are kept");
+        if next == NextHost::Another {
+            self.leave_tap();
         }
-        self.watched = false;
         self.queued_frames.encode(room).unwrap_or_else(|why| {
             self.count_lost(&format!(
                 "the packets that are queued for the guest cannot be encoded: {why}"
@@ -213,7 +217,7 @@ impl Device for Net {
     fn attach(&mut self, queued_packets: &[u8]) -> Result<(), DeviceError> {
         // If there is no tap, the guest comes from this same host, which may want the tap back.
         // Then `acquire` attaches it.
-        if self.features.is_some() && self.tap.is_some() {
+        if self.features.is_some() && self.tap.is_some() && !self.keeps_place {
             self.send_announcement();
         }
         self.queued_frames = QueuedFrames::decode(queued_packets, self.state.pairs)?;
@@ -222,6 +226,15 @@ impl Device for Net {
 }
 
 impl Net {
+    /// Detaches from the tap, and keeps the frames that wait in it.
+    fn leave_tap(&mut self) {
+        self.watched = false;
+        let Some(tap) = self.tap.take() else { return };
+        if self.queued_frames.read_from(&tap, &mut self.buffer) {
+            self.count_lost("more packets are queued for the guest than are kept");
+        }
+    }
+
     /// Gives the driver the frames of the metadata service, and sets the service's timer.
     fn give_metadata(&mut self, io: &mut DeviceIo<'_>) -> Result<(), Violation> {
         if self.metadata.as_ref().is_some_and(MmdsPort::has_frames) {

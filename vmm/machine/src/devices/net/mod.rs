@@ -47,6 +47,7 @@ use self::mmds::MmdsPort;
 pub(super) use self::mmds::{MAX_CONNECTIONS, MAX_WAITING, MmdsStack};
 use self::queued_frames::QueuedFrames;
 use self::tap::Tap;
+pub(super) use self::tap::check_queue as check_tap_queue;
 pub use self::tap::{TapError, open as open_tap};
 use super::opener::Opener;
 use super::stats::NetCounters;
@@ -69,10 +70,13 @@ const TRANSMIT_LIMITER: usize = 1;
 /// The device.
 pub(super) struct Net {
     config: NetConfig,
-    /// Opens and attaches the tap.
-    open: Box<dyn FnMut() -> Result<Tap, TapError> + Send>,
+    /// Opens and attaches the tap, for this number of queue pairs in use.
+    open: Box<dyn FnMut(u8) -> Result<Tap, TapError> + Send>,
     /// The tap, while peers reach the guest through this host.
     tap: Option<Tap>,
+    /// Whether the tap is that of the process from which the guest comes, until the guest runs: its
+    /// peers reach it as before.
+    keeps_place: bool,
     /// Whether the tap's files are watched.
     watched: bool,
     /// Whether the tap was attached since the device last ran.
@@ -148,10 +152,11 @@ impl Net {
         let announcements = Announcements::new().map_err(cannot)?;
         let metadata = MmdsPort::open(config, metadata).map_err(cannot)?;
         let (opener, mut opened) = (opener.clone(), opened.cloned());
-        let open = move || {
+        let open = move |enabled| {
             let failed = |what, cause| TapError::System { name: name.clone(), what, cause };
             if let Some(opened) = opened.take() {
-                return Tap::of_opened(&opened).map_err(|e| failed("duplicating its file", e));
+                return Tap::of_opened(&opened, enabled)
+                    .map_err(|e| failed("duplicating its file", e));
             }
             let tap = name.clone();
             let opened = opener.run(move || Tap::open(&tap, queues, holder));
@@ -163,7 +168,7 @@ impl Net {
     /// Returns an interface over datagram sockets instead of a tap's queues.
     #[cfg(any(test, fuzzing))]
     pub(super) fn over_sockets(config: &NetConfig, taps: Vec<File>) -> io::Result<Self> {
-        let open = move || {
+        let open = move |_| {
             let taps = taps.iter().map(File::try_clone).collect::<io::Result<_>>();
             let (name, what) = ("sockets".to_owned(), "duplicating them");
             taps.map(Tap::of_sockets).map_err(|cause| TapError::System { name, what, cause })
@@ -175,12 +180,13 @@ impl Net {
     fn new(
         config: &NetConfig,
         announcements: Announcements,
-        open: Box<dyn FnMut() -> Result<Tap, TapError> + Send>,
+        open: Box<dyn FnMut(u8) -> Result<Tap, TapError> + Send>,
     ) -> Self {
         Self {
             config: config.clone(),
             open,
             tap: None,
+            keeps_place: false,
             watched: false,
             reattached: false,
             announcements,
@@ -201,7 +207,9 @@ impl Net {
     }
 
     fn attach_tap(&mut self) -> Result<(), TapError> {
-        self.tap = Some((self.open)()?);
+        let tap = (self.open)(self.state.pairs)?;
+        self.keeps_place = tap.is_handed_over();
+        self.tap = Some(tap);
         (self.watched, self.reattached) = (false, true);
         Ok(())
     }

@@ -2,6 +2,7 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Write};
+use std::os::fd::OwnedFd;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
@@ -93,6 +94,8 @@ pub(super) struct Tap {
     enabled: u8,
     /// Claims that other processes of this host see while this process holds the tap.
     claims: Arc<[UnixDatagram]>,
+    /// Whether it comes from the process that had the guest before.
+    is_handed_over: bool,
 }
 
 impl Tap {
@@ -129,23 +132,40 @@ impl Tap {
                 .map_err(failed("setting the header size"))?;
             files.push(file);
         }
-        let mut tap = Self { queues: files, is_tap: true, enabled: queues, claims };
+        let enabled = queues;
+        let mut tap = Self { queues: files, is_tap: true, enabled, claims, is_handed_over: false };
         fail_point::pass("tap offloads").map_err(failed("setting offloads"))?;
         tap.set_offloads(0).map_err(failed("setting offloads"))?;
         tap.enable(1).map_err(failed("choosing a queue"))?;
         Ok(tap)
     }
 
-    /// Returns a tap of one queue pair that was attached to earlier.
-    pub(super) fn of_opened(opened: &OpenedTap) -> io::Result<Self> {
-        let (file, claims) = opened.parts()?;
-        Ok(Self { queues: vec![file], is_tap: true, enabled: 1, claims })
+    /// Returns a tap that was attached to earlier, and whose first `enabled` queue pairs the kernel
+    /// uses.
+    pub(super) fn of_opened(opened: &OpenedTap, enabled: u8) -> io::Result<Self> {
+        let (queues, claims) = opened.parts()?;
+        let enabled = enabled.min(queues.len() as u8);
+        let is_handed_over = opened.is_handed_over;
+        Ok(Self { queues, is_tap: true, enabled, claims, is_handed_over })
+    }
+
+    /// Returns whether the tap comes from the process that had the guest before.
+    pub(super) fn is_handed_over(&self) -> bool {
+        self.is_handed_over
+    }
+
+    /// Returns duplicates of the queues' files, and of the claims after them.
+    pub(super) fn share(&self) -> io::Result<Vec<OwnedFd>> {
+        let queues = self.queues.iter().map(|file| Ok(file.try_clone()?.into()));
+        let claims = self.claims.iter().map(|claim| Ok(claim.try_clone()?.into()));
+        queues.chain(claims).collect()
     }
 
     /// Returns a tap that uses datagram sockets instead.
     #[cfg(any(test, fuzzing))]
     pub(super) fn of_sockets(queues: Vec<File>) -> Self {
-        Self { queues, is_tap: false, enabled: 1, claims: Arc::new([]) }
+        let claims = Arc::new([]);
+        Self { queues, is_tap: false, enabled: 1, claims, is_handed_over: false }
     }
 
     /// Returns the files. A readable file has frames.
@@ -212,9 +232,24 @@ impl Tap {
 ///
 /// The tap cannot be attached to.
 pub fn open(id: &str, name: &str, holder: VmId) -> Result<OpenedTap, TapError> {
-    let Tap { mut queues, claims, .. } = Tap::open(name, 1, holder)?;
-    let file = queues.pop().ok_or_else(|| TapError::Missing { name: name.to_owned() })?;
-    Ok(OpenedTap::new(id, file, claims))
+    let Tap { queues, claims, .. } = Tap::open(name, 1, holder)?;
+    Ok(OpenedTap::new(id, queues, claims))
+}
+
+/// Checks that `file`, which comes from another process, is a queue of the tap `name` as
+/// [`Tap::open`] opens it.
+///
+/// # Errors
+///
+/// It is another file.
+pub(in crate::devices) fn check_queue(file: &File, name: &str) -> io::Result<()> {
+    let (found, flags) = tun::attached_to(file)?;
+    let needed = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR;
+    let is_opened_so = flags & needed == needed && tun::header_size(file)? == HEADER as i32;
+    match found == name && is_opened_so {
+        true => Ok(()),
+        false => Err(io::Error::other(format!("it is no such queue of the tap \"{name}\""))),
+    }
 }
 
 /// Returns whether this network namespace has an interface of that name.

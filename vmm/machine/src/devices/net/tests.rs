@@ -19,6 +19,7 @@ use crate::devices::virtio::DriverBuffer;
 use crate::devices::virtio::conformance::{self, TestedDevice};
 use crate::devices::virtio::driver::Driver;
 use crate::devices::virtio::{Transport, VirtioState};
+use driftline_guest::NextHost;
 
 const MAC: MacAddr = MacAddr([2, 0, 0, 0, 0, 7]);
 

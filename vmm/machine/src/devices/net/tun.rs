@@ -1,5 +1,6 @@
 //! The ioctls of `/dev/net/tun`. This is the only unsafe code of the network device.
 
+use std::ffi::CStr;
 use std::fs::File;
 use std::io;
 
@@ -42,6 +43,29 @@ pub(super) fn attach(file: &File, name: &str, flags: c_int) -> io::Result<()> {
     // SAFETY: the kernel reads and writes one `ifreq`, whose size `request` has, and keeps no
     // reference to it.
     check(unsafe { ioctl_with_mut_ref(file, request_of(libc::TUNSETIFF), &mut request) })
+}
+
+/// Returns the name and the flags of the interface of which `file` is a queue.
+///
+/// # Errors
+///
+/// It is not a queue of one.
+pub(super) fn attached_to(file: &File) -> io::Result<(String, c_int)> {
+    let mut request = InterfaceRequest::new("", 0);
+    // SAFETY: the kernel writes one `ifreq`, whose size `request` has, and keeps no reference to
+    // it.
+    check(unsafe { ioctl_with_mut_ref(file, request_of(libc::TUNGETIFF), &mut request) })?;
+    let name = CStr::from_bytes_until_nul(&request.name).map_err(io::Error::other)?;
+    // The kernel's type of the flags has no sign.
+    Ok((name.to_string_lossy().into_owned(), c_int::from(request.flags.cast_unsigned())))
+}
+
+/// Returns the number of header bytes before each frame.
+pub(super) fn header_size(file: &File) -> io::Result<c_int> {
+    let mut bytes: c_int = 0;
+    // SAFETY: the kernel writes one int.
+    check(unsafe { ioctl_with_mut_ref(file, request_of(libc::TUNGETVNETHDRSZ), &mut bytes) })?;
+    Ok(bytes)
 }
 
 /// Enables or disables an attached queue in the kernel.

@@ -6,10 +6,11 @@ mod tests;
 
 use std::collections::BTreeMap;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use driftline_guest::{MAX_QUEUED_PACKETS, VmId};
+use driftline_guest::{MAX_QUEUED_PACKETS, NextHost, VmId};
 use kvm_ioctls::IoEventAddress;
 
 use super::balloon::{self, BalloonControl};
@@ -389,7 +390,10 @@ impl DeviceSet {
     /// their resources, and no peer reaches the guest here. Exception: a disk of a guest that has
     /// run here stays locked if the guest's writes cannot be made durable. A stuck device releases
     /// its resources as soon as its backend responds; this function does not wait for it.
-    pub(crate) fn acquire(&self) -> Result<(), RequestError> {
+    ///
+    /// If the resources come from another process of this host, that is `from`, and what has its
+    /// locks is not unlocked.
+    pub(crate) fn acquire(&self, from: NextHost) -> Result<(), RequestError> {
         let deadline = Instant::now() + self.limits.release;
         // In parallel, because each device may wait for its storage.
         let requests: Vec<_> = self.devices.iter().map(|d| d.begin_acquire(deadline)).collect();
@@ -400,15 +404,15 @@ impl DeviceSet {
             result = result.and(answer);
         }
         if result.is_err() {
-            self.undo_acquire(&answered);
+            self.undo_acquire(&answered, from);
         }
         result
     }
 
     /// Makes all devices release their files and peers. Waits only for those that have `answered`.
-    fn undo_acquire(&self, answered: &[bool]) {
+    fn undo_acquire(&self, answered: &[bool], from: NextHost) {
         let deadline = Instant::now() + self.limits.release;
-        let requests: Vec<_> = self.devices.iter().map(|d| d.begin_undo(deadline)).collect();
+        let requests: Vec<_> = self.devices.iter().map(|d| d.begin_undo(deadline, from)).collect();
         for (request, answered) in requests.into_iter().zip(answered) {
             if *answered && let Err(e) = request.wait() {
                 tracing::error!("{e}");
@@ -416,25 +420,32 @@ impl DeviceSet {
         }
     }
 
-    /// Makes the guest's writes durable and releases the resources that only one host may have. All
-    /// devices are tried. If one fails, the caller must acquire again what the others have
-    /// released.
-    pub(crate) fn release(&self) -> Result<(), RequestError> {
+    /// Returns duplicates of the files through which the guest is connected to this host, for each
+    /// device in order.
+    pub(crate) fn share(&self) -> Result<Vec<Vec<OwnedFd>>, RequestError> {
+        self.devices.iter().map(|device| device.share_by(self.ask_deadline())).collect()
+    }
+
+    /// Makes the guest's writes durable and releases the resources that only one host may have, for
+    /// `next`. All devices are tried. If one fails, the caller must acquire again what the others
+    /// have released.
+    pub(crate) fn release(&self, next: NextHost) -> Result<(), RequestError> {
         let deadline = Instant::now() + self.limits.release;
         // In parallel, as in `acquire`.
-        let requests: Vec<_> = self.devices.iter().map(|d| d.begin_release(deadline)).collect();
+        let requests: Vec<_> =
+            self.devices.iter().map(|d| d.begin_release(deadline, next)).collect();
         requests.into_iter().map(PendingRequest::wait).fold(Ok(()), Result::and)
     }
 
-    /// Detaches the guest's peers (taps, sockets). Returns the packets that are queued for the
+    /// Detaches the guest's peers (taps, sockets), for `next`. Returns the packets that are queued for the
     /// guest since the save, by device, encoded in at most [`MAX_QUEUED_PACKETS`] bytes. All
     /// devices are tried; the error is the first one.
-    pub(crate) fn detach(&self) -> Result<Vec<u8>, RequestError> {
+    pub(crate) fn detach(&self, next: NextHost) -> Result<Vec<u8>, RequestError> {
         let mut room = MAX_QUEUED_PACKETS - QUEUED_PACKETS_HEADER * self.devices.len();
         let mut queued_packets = BTreeMap::new();
         let mut result = Ok(());
         for (device, i) in self.devices.iter().zip(0u16..) {
-            match device.detach_by(room, self.ask_deadline()) {
+            match device.detach_by(room, next, self.ask_deadline()) {
                 Ok(bytes) if bytes.is_empty() => {}
                 Ok(bytes) => {
                     room = room.saturating_sub(bytes.len());

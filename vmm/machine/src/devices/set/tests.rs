@@ -20,7 +20,9 @@ fn disk(dir: &Path, id: &str) -> DiskConfig {
 /// locked for a moment, by a process that another test starts.
 fn is_free(disk: &DiskConfig) -> bool {
     let opened = BlockDevice::open(disk, 1, VmId::random(), None);
-    opened.is_ok_and(|mut block| block.acquire().is_ok() && block.release(soon()).is_ok())
+    opened.is_ok_and(|mut block| {
+        block.acquire().is_ok() && block.release(soon(), NextHost::Another).is_ok()
+    })
 }
 
 fn memory() -> Memory {
@@ -106,13 +108,13 @@ fn failed_acquire_releases_all_devices() {
     let set = with_disks([&a, &b], &memory);
     let mut other = BlockDevice::open(&b, 1, VmId::random(), None).unwrap();
     other.acquire().unwrap();
-    let why = set.acquire().unwrap_err().to_string();
+    let why = set.acquire(NextHost::Another).unwrap_err().to_string();
     assert!(why.contains("in use") && why.contains(&*b.path.to_string_lossy()), "{why}");
     assert!(is_free(&a), "what was acquired already is released");
-    other.release(soon()).unwrap();
-    set.acquire().unwrap();
+    other.release(soon(), NextHost::Another).unwrap();
+    set.acquire(NextHost::Another).unwrap();
     assert!(!is_free(&a) && !is_free(&b));
-    set.release().unwrap();
+    set.release(NextHost::Another).unwrap();
     assert!(is_free(&a) && is_free(&b));
 }
 
@@ -127,7 +129,7 @@ fn devices_are_acquired_in_parallel() {
     let set = DeviceSet::of(devices, DeviceLimits::default());
     scripts.iter().for_each(|script| Script::set(&script.stuck, true));
     std::thread::scope(|scope| {
-        let acquiring = scope.spawn(|| set.acquire());
+        let acquiring = scope.spawn(|| set.acquire(NextHost::Another));
         let all_wait = || scripts.iter().all(|script| Script::is(&script.got_stuck));
         while !all_wait() && !acquiring.is_finished() {
             std::thread::sleep(Duration::from_millis(1));
@@ -148,12 +150,15 @@ fn failed_release_does_not_stop_the_others() {
         spawn("a", Box::new(block), &memory),
     ];
     let set = DeviceSet::of(devices, DeviceLimits::default());
-    set.acquire().unwrap();
+    set.acquire(NextHost::Another).unwrap();
     Script::set(&script.refuses_release, true);
-    assert_eq!(set.release().unwrap_err().to_string(), "it refuses to be released");
+    assert_eq!(
+        set.release(NextHost::Another).unwrap_err().to_string(),
+        "it refuses to be released"
+    );
     assert!(is_free(&a));
     // Acquired again, because the guest continues on this host.
-    set.acquire().unwrap();
+    set.acquire(NextHost::Another).unwrap();
     assert!(!is_free(&a));
 }
 
@@ -201,15 +206,15 @@ fn missed_deadline_does_not_end_the_device() {
 fn stuck_device_is_named_by_every_request() {
     type SetRequest = fn(&DeviceSet) -> Result<(), RequestError>;
     let requests: [SetRequest; 6] = [
-        |set| set.acquire(),
-        |set| set.release(),
+        |set| set.acquire(NextHost::Another),
+        |set| set.release(NextHost::Another),
         |set| set.save().map(drop),
         |set| {
             let state =
                 spawn("ok", Box::new(FakeDevice(Arc::default())), &self::memory()).save()?;
             set.restore(vec![state]).map_err(|(_, why)| why)
         },
-        |set| set.detach().map(drop),
+        |set| set.detach(NextHost::Another).map(drop),
         |set| set.attach(&[]),
     ];
     let check = |request: SetRequest| {
@@ -244,7 +249,7 @@ fn stuck_device_leaves_the_others_their_time() {
     let why = set.attach(&[]).unwrap_err().to_string();
     assert!(why.contains("\"stuck\" did not attach"), "{why}");
     assert!(Script::is(&scripts[1].attached));
-    let why = set.detach().unwrap_err().to_string();
+    let why = set.detach(NextHost::Another).unwrap_err().to_string();
     assert!(why.contains("\"stuck\" did not release its peers"), "{why}");
     assert!(!Script::is(&scripts[1].attached));
     Script::set(&scripts[0].stuck, false);
@@ -257,7 +262,7 @@ fn device_that_acquires_late_releases_again() {
     // Longer than this test takes: the stuck device gets no other request.
     set.limits.ask = Duration::from_secs(60);
     let began = Instant::now();
-    let why = set.acquire().unwrap_err().to_string();
+    let why = set.acquire(NextHost::Another).unwrap_err().to_string();
     assert!(why.contains("\"stuck\" did not acquire its files"), "{why}");
     assert!(began.elapsed() < Duration::from_secs(30), "{:?}", began.elapsed());
     Script::set(&script.attached, true);
@@ -274,7 +279,7 @@ fn release_past_its_deadline_is_not_carried_out() {
     let memory = memory();
     let (set, script) = stuck_set(&memory);
     set.attach(&[]).unwrap_err();
-    set.release().unwrap_err();
+    set.release(NextHost::Another).unwrap_err();
     Script::set(&script.stuck, false);
     // Queued behind both in the channel.
     set.devices[0].acquire().unwrap();

@@ -2,9 +2,10 @@
 
 use std::fmt;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::time::Instant;
 
-use driftline_guest::GuestRam;
+use driftline_guest::{GuestRam, NextHost};
 use virtio_bindings::virtio_ids::{
     VIRTIO_ID_BALLOON, VIRTIO_ID_BLOCK, VIRTIO_ID_NET, VIRTIO_ID_RNG, VIRTIO_ID_VSOCK,
 };
@@ -154,27 +155,35 @@ pub(crate) trait Device: Send {
     /// bytes are hostile.
     fn restore(&mut self, state: &[u8]) -> Result<(), DeviceError>;
 
+    /// Returns duplicates of the files through which the guest is connected to this host, for
+    /// another process of this host that continues with them. The device may be running.
+    fn share(&self) -> io::Result<Vec<OwnedFd>> {
+        Ok(Vec::new())
+    }
+
     /// Acquires what only one host may have.
     fn acquire(&mut self) -> Result<(), DeviceError>;
 
     /// Makes the guest's writes durable, then releases what only one host may have. The device is
-    /// paused. A tap is not released: frames that arrive can wait in it.
+    /// paused. A tap is not released: frames that arrive can wait in it. For [`NextHost::This`]
+    /// nothing has to be durable, and locks stay, because the next process has the same files.
     ///
     /// # Errors
     ///
     /// Data could not be made durable until `deadline`. What holds that data is not released.
-    fn release(&mut self, deadline: Instant) -> Result<(), DeviceError>;
+    fn release(&mut self, deadline: Instant, next: NextHost) -> Result<(), DeviceError>;
 
     /// Releases what [`acquire`](Self::acquire) took, for a guest that resumes on another host. If
     /// the guest has not run since it came to this host, nothing has to be made durable.
-    fn undo_acquire(&mut self, deadline: Instant) -> Result<(), DeviceError> {
-        self.release(deadline)
+    fn undo_acquire(&mut self, deadline: Instant, next: NextHost) -> Result<(), DeviceError> {
+        self.release(deadline, next)
     }
 
     /// Releases the rest, such as a tap, after [`release`](Self::release). Returns what arrived
     /// since the device was saved, encoded in at most `room` bytes, for [`attach`](Self::attach) at
     /// the next host; empty if nothing arrived. The device keeps a copy: it may be acquired again.
-    fn detach(&mut self, _room: usize) -> Vec<u8> {
+    /// For [`NextHost::This`] what arrives waits in the files that the next process has, too.
+    fn detach(&mut self, _room: usize, _next: NextHost) -> Vec<u8> {
         Vec::new()
     }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use driftline_guest::GuestRam;
+use driftline_guest::{GuestRam, NextHost};
 use vmm_sys_util::epoll::EventSet;
 
 use super::{Device, DeviceIo, DeviceKind, QuiesceError, Transport, Violation, Watcher};
@@ -129,7 +129,7 @@ impl Device for FakeDevice {
         Ok(())
     }
 
-    fn detach(&mut self, _: usize) -> Vec<u8> {
+    fn detach(&mut self, _: usize, _: NextHost) -> Vec<u8> {
         self.0.wait_while_stuck();
         Script::set(&self.0.attached, false);
         Vec::new()
@@ -150,7 +150,7 @@ impl Device for FakeDevice {
         }
     }
 
-    fn release(&mut self, _: Instant) -> Result<(), DeviceError> {
+    fn release(&mut self, _: Instant, _: NextHost) -> Result<(), DeviceError> {
         self.0.wait_while_stuck();
         Script::set(&self.0.released, true);
         if Script::is(&self.0.refuses_release) {
@@ -220,7 +220,7 @@ mod tests {
         }
         let paused = driver.transport.begin_quiesce(soon());
         driver.transport.resume();
-        let last = driver.transport.begin_release(soon());
+        let last = driver.transport.begin_release(soon(), NextHost::Another);
         Script::set(&script.stuck, false);
         paused.wait().unwrap();
         last.wait().unwrap();

@@ -1,5 +1,7 @@
 //! Reasons why a device does not carry out a request of the supervisor.
 
+use std::io;
+
 use super::Violation;
 use crate::actor::CallError;
 use crate::codec::DecodeError;
@@ -39,6 +41,15 @@ pub(crate) enum RequestError {
     /// The state is that of a device with another number of queues.
     #[error("it has positions of {0} queues")]
     QueueCount(usize),
+    /// A file of the device cannot be duplicated.
+    #[error("{device}: its files cannot be shared with another process: {cause}")]
+    Share {
+        /// Kind and name of the device.
+        device: String,
+        /// The system's error.
+        #[source]
+        cause: io::Error,
+    },
     /// The packets that were queued for the guest cannot be sent along, or are malformed.
     #[error(transparent)]
     QueuedPackets(#[from] QueuedPacketsError),

@@ -6,7 +6,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use driftline_guest::GuestRam;
+use driftline_guest::{GuestRam, NextHost};
 
 use super::mmio::MmioInterface;
 use super::worker::DeviceWorker;
@@ -66,11 +66,11 @@ impl ThreadlessDevice {
     }
 
     pub(crate) fn release(&self) -> Result<(), RequestError> {
-        self.worker.borrow_mut().release(Instant::now() + REQUEST_TIMEOUT)
+        self.worker.borrow_mut().release(Instant::now() + REQUEST_TIMEOUT, NextHost::Another)
     }
 
     pub(crate) fn detach(&self, room: usize) -> Vec<u8> {
-        self.worker.borrow_mut().detach(room)
+        self.worker.borrow_mut().detach(room, NextHost::Another)
     }
 
     pub(crate) fn attach(&self, queued_packets: &[u8]) -> Result<(), RequestError> {

@@ -5,6 +5,7 @@
 //! runs other jobs until then. So nothing in this module waits for a driver's writes.
 
 use std::io;
+use std::os::fd::OwnedFd;
 #[cfg(test)]
 use std::sync::atomic::AtomicU64;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
@@ -12,7 +13,7 @@ use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use driftline_guest::GuestRam;
+use driftline_guest::{GuestRam, NextHost};
 use parking_lot::Mutex;
 
 use super::messages::DriverCommand;
@@ -219,24 +220,35 @@ impl Transport {
         self.ask("acquire its files", deadline, DeviceWorker::acquire)
     }
 
-    /// Begins to make the guest's writes durable, and to release what only one host may have.
-    pub(crate) fn begin_release(&self, deadline: Instant) -> PendingRequest<()> {
-        self.ask("release its files", deadline, move |worker| worker.release(deadline))
+    /// Returns duplicates of the files through which the guest is connected to this host.
+    pub(crate) fn share_by(&self, by: Instant) -> Result<Vec<OwnedFd>, RequestError> {
+        self.ask("share its files", by, |worker| worker.share()).wait()
+    }
+
+    /// Begins to make the guest's writes durable, and to release what only one host may have, for
+    /// `next`.
+    pub(crate) fn begin_release(&self, deadline: Instant, next: NextHost) -> PendingRequest<()> {
+        self.ask("release its files", deadline, move |worker| worker.release(deadline, next))
     }
 
     /// Begins to undo [`begin_acquire`](Self::begin_acquire) and [`attach_by`](Self::attach_by).
     /// The thread carries this out even after `deadline`: the guest does not run before the next
     /// acquire, which follows in the inbox.
-    pub(crate) fn begin_undo(&self, deadline: Instant) -> PendingRequest<()> {
+    pub(crate) fn begin_undo(&self, deadline: Instant, next: NextHost) -> PendingRequest<()> {
         let limit = deadline.saturating_duration_since(Instant::now());
-        let undo = move |worker: &mut DeviceWorker| worker.undo_acquire(limit);
+        let undo = move |worker: &mut DeviceWorker| worker.undo_acquire(limit, next);
         PendingRequest(self.thread.worker.begin_even_late("release its files", deadline, undo))
     }
 
-    /// Disconnects the guest's peers. Returns the packets that are queued for the guest, in at
-    /// most `room` bytes.
-    pub(crate) fn detach_by(&self, room: usize, by: Instant) -> Result<Vec<u8>, RequestError> {
-        self.ask("release its peers", by, move |worker| Ok(worker.detach(room))).wait()
+    /// Disconnects the guest's peers, for `next`. Returns the packets that are queued for the
+    /// guest, in at most `room` bytes.
+    pub(crate) fn detach_by(
+        &self,
+        room: usize,
+        next: NextHost,
+        by: Instant,
+    ) -> Result<Vec<u8>, RequestError> {
+        self.ask("release its peers", by, move |worker| Ok(worker.detach(room, next))).wait()
     }
 
     /// Connects the guest's peers to this host, and takes the bytes that
@@ -283,11 +295,11 @@ impl Transport {
     }
 
     pub(crate) fn release(&self) -> Result<(), RequestError> {
-        self.begin_release(soon()).wait()
+        self.begin_release(soon(), NextHost::Another).wait()
     }
 
     pub(crate) fn detach(&self, room: usize) -> Vec<u8> {
-        self.detach_by(room, soon()).unwrap()
+        self.detach_by(room, NextHost::Another, soon()).unwrap()
     }
 
     pub(crate) fn attach(&self, queued_packets: Vec<u8>) -> Result<(), RequestError> {

@@ -11,10 +11,11 @@
 //! thread resumes, it processes all queues.
 
 use std::io;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use driftline_guest::GuestRam;
+use driftline_guest::{GuestRam, NextHost};
 use virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
 
 use super::device::QuiesceError;
@@ -443,20 +444,33 @@ impl DeviceWorker {
         self.device.acquire().map_err(RequestError::Device)
     }
 
-    pub(super) fn release(&mut self, deadline: Instant) -> Result<(), RequestError> {
-        self.device.release(deadline).map_err(RequestError::Device)
+    pub(super) fn share(&self) -> Result<Vec<OwnedFd>, RequestError> {
+        let device = self.label.clone();
+        self.device.share().map_err(|cause| RequestError::Share { device, cause })
+    }
+
+    pub(super) fn release(
+        &mut self,
+        deadline: Instant,
+        next: NextHost,
+    ) -> Result<(), RequestError> {
+        self.device.release(deadline, next).map_err(RequestError::Device)
     }
 
     /// Releases files and peers. Data must be durable within `limit`.
-    pub(super) fn undo_acquire(&mut self, limit: Duration) -> Result<(), RequestError> {
-        let released = self.device.undo_acquire(Instant::now() + limit);
+    pub(super) fn undo_acquire(
+        &mut self,
+        limit: Duration,
+        next: NextHost,
+    ) -> Result<(), RequestError> {
+        let released = self.device.undo_acquire(Instant::now() + limit, next);
         // The guest does not run here, so packets that are queued for it are of no use.
-        self.detach(0);
+        self.detach(0, next);
         released.map_err(RequestError::Device)
     }
 
-    pub(super) fn detach(&mut self, room: usize) -> Vec<u8> {
-        self.device.detach(room)
+    pub(super) fn detach(&mut self, room: usize, next: NextHost) -> Vec<u8> {
+        self.device.detach(room, next)
     }
 
     pub(super) fn attach(&mut self, queued_packets: &[u8]) -> Result<(), RequestError> {

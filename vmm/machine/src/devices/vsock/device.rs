@@ -3,6 +3,7 @@
 use std::io;
 use std::time::Instant;
 
+use driftline_guest::NextHost;
 use vmm_sys_util::epoll::EventSet;
 
 use super::host::VsockListener;
@@ -125,7 +126,7 @@ impl Device for Vsock {
         Ok(())
     }
 
-    fn release(&mut self, _: Instant) -> Result<(), DeviceError> {
+    fn release(&mut self, _: Instant, _: NextHost) -> Result<(), DeviceError> {
         // Connections stay: if the guest continues on this host, so do they.
         (self.listener, self.accept_retry) = (None, None);
         self.new_programs.clear();

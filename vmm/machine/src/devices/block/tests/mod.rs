@@ -23,6 +23,7 @@ use crate::devices::virtio::DriverBuffer;
 use crate::devices::virtio::conformance::{self, TestedDevice};
 use crate::devices::virtio::driver::Driver;
 use crate::testing::soon;
+use driftline_guest::NextHost;
 
 const BYTES: u64 = 4 << 20;
 pub(super) const OK: u8 = VIRTIO_BLK_S_OK as u8;
@@ -343,7 +344,7 @@ fn locked_disk_is_not_acquired_by_another_device() {
     let error = b.acquire().unwrap_err().to_string();
     assert!(error.contains(&format!("fuser -v {}", disk.config.path.display())));
     assert!(error.contains("in use") && error.contains(&*disk.config.path.to_string_lossy()));
-    a.release(soon()).unwrap();
+    a.release(soon(), NextHost::Another).unwrap();
     b.acquire().unwrap();
     assert!(a.acquire().is_err());
     // The same guest's file can be opened while it is locked, as on a destination host. Another
@@ -353,7 +354,7 @@ fn locked_disk_is_not_acquired_by_another_device() {
     assert!(error.to_string().contains("is in use by another"), "{error}");
     drop(b);
     lock::tests::eventually(|| a.acquire().is_ok());
-    a.release(soon()).unwrap();
+    a.release(soon(), NextHost::Another).unwrap();
     let readonly = Disk { config: DiskConfig { readonly: true, ..disk.config.clone() }, ..disk };
     let (mut c, mut d) = (readonly.block(EngineKind::Sync), readonly.block(EngineKind::Sync));
     c.acquire().unwrap();
@@ -412,7 +413,7 @@ fn failed_acquire_leaves_no_disk_locked() {
         block.has_run = has_run;
         block.restore(&lost).unwrap();
         block.acquire().unwrap();
-        let undone = block.undo_acquire(soon());
+        let undone = block.undo_acquire(soon(), NextHost::Another);
         let other = disk.block(EngineKind::Sync).acquire();
         assert_eq!(undone.is_ok(), !has_run, "{undone:?}");
         assert_eq!(other.is_ok(), !has_run, "{other:?}");

@@ -8,7 +8,8 @@ fn opened(disk: &Disk, cache: DiskCache, engine: DiskEngine) -> OpenedDisk {
     let path = disk.file.path();
     let file = File::options().read(true).write(true).open(path).unwrap();
     std::fs::remove_file(path).unwrap();
-    OpenedDisk { id: "d".to_owned(), file: file.into(), cache, engine }
+    let is_handed_over = false;
+    OpenedDisk { id: "d".to_owned(), file: file.into(), cache, engine, is_handed_over }
 }
 
 fn block(disk: &Disk, opened: &OpenedDisk) -> Result<BlockDevice, DiskError> {

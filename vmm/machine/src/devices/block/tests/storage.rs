@@ -51,7 +51,7 @@ fn acquire_drops_cached_pages_of_the_disk() {
     let mut block = disk.block(EngineKind::Sync);
     block.acquire().unwrap();
     assert!(is_cached(&disk).unwrap());
-    block.release(soon()).unwrap();
+    block.release(soon(), NextHost::Another).unwrap();
     // A disk that waits for its guest, on its own thread.
     let memory = Memory::new(16 << 20, &Default::default()).unwrap();
     let waits = Transport::spawn("d", Box::new(block), memory.ram().clone()).unwrap();
@@ -134,11 +134,11 @@ fn linux_write_back_error_is_reported_once() {
     flush_of_guest().unwrap_err();
     assert!(early().unwrap(), "it is known");
     flush_of_guest().unwrap();
-    block.release(soon()).unwrap();
+    block.release(soon(), NextHost::Another).unwrap();
     block.acquire().unwrap();
     // The hand-over meets it.
     lose(2);
-    block.release(soon()).unwrap_err();
+    block.release(soon(), NextHost::Another).unwrap_err();
     flush_of_guest().unwrap_err();
     assert!(early().unwrap(), "it is known");
     flush_of_guest().unwrap();
@@ -148,7 +148,7 @@ fn linux_write_back_error_is_reported_once() {
     flush_of_guest().unwrap_err();
     assert!(early().unwrap(), "it is known");
     flush_of_guest().unwrap();
-    block.release(soon()).unwrap();
+    block.release(soon(), NextHost::Another).unwrap();
 }
 
 impl Drop for LoopDevice {

@@ -66,7 +66,7 @@ fn queued_frames_arrive_first_after_a_move() {
 fn tap_of_the_last_host_is_left_alone() {
     let network = TestNetwork::new(1);
     let mut net = network.net();
-    net.detach(0);
+    net.detach(0, NextHost::Another);
     // As if the restore had found the tap in use, because both hosts are the same.
     net.attach(&[]).unwrap();
     assert!(net.tap.is_none());

@@ -26,8 +26,8 @@ fn opened_tap_is_held_until_detached() {
     drop(opened);
     net.acquire().unwrap();
     assert!(in_use(open_tap("other", tap, VmId::random())));
-    net.release(soon()).unwrap();
-    net.detach(0);
+    net.release(soon(), NextHost::Another).unwrap();
+    net.detach(0, NextHost::Another);
     drop(open_tap("other", tap, VmId::random()).unwrap());
     // Attached again by its name.
     net.acquire().unwrap();

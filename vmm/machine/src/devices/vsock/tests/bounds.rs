@@ -4,6 +4,7 @@ use std::sync::{Arc, Mutex};
 
 use super::super::bounds::MAX_NEW_PROGRAMS;
 use super::*;
+use driftline_guest::NextHost;
 
 /// Sizes of the device's collections, at one time or the largest seen.
 #[derive(Clone, Copy, Debug, Default)]
@@ -112,8 +113,8 @@ impl Device for MeasuredVsock {
         self.vsock.acquire()
     }
 
-    fn release(&mut self, deadline: Instant) -> Result<(), DeviceError> {
-        self.vsock.release(deadline)
+    fn release(&mut self, deadline: Instant, next: NextHost) -> Result<(), DeviceError> {
+        self.vsock.release(deadline, next)
     }
 }
 

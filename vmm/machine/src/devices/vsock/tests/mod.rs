@@ -23,6 +23,7 @@ use crate::devices::virtio::DriverBuffer;
 use crate::devices::virtio::conformance::{self, TestedDevice};
 use crate::devices::virtio::driver::Driver;
 use crate::devices::virtio::{Device, DeviceKind, QuiesceError, Transport};
+use driftline_guest::NextHost;
 
 const CID: u32 = 42;
 const GUEST_PORT: u32 = 1000;

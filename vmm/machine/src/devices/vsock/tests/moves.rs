@@ -77,7 +77,7 @@ fn socket_has_one_owner_and_is_removed() {
     assert!(!sockets.uds().exists(), "looking leaves nothing behind");
     a.acquire().unwrap();
     assert!(b.acquire().unwrap_err().to_string().contains("in use"));
-    a.release(crate::testing::soon()).unwrap();
+    a.release(crate::testing::soon(), NextHost::Another).unwrap();
     assert!(!sockets.uds().exists());
     b.acquire().unwrap();
     let nowhere = VsockConfig { cid: 3, uds: "/nonexistent-dl/v".into() };
@@ -117,7 +117,7 @@ fn socket_bound_earlier_stays_after_a_failed_move() {
     let mut vsock = Vsock::open(&config, Some(&bound.into()), &opener).unwrap();
     vsock.acquire().unwrap();
     for _ in 0..2 {
-        vsock.release(Instant::now()).unwrap();
+        vsock.release(Instant::now(), NextHost::Another).unwrap();
         assert!(UnixStream::connect(sockets.uds()).is_err(), "nothing listens");
         vsock.acquire().unwrap();
         assert!(UnixStream::connect(sockets.uds()).is_ok());

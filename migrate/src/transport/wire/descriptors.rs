@@ -1,25 +1,25 @@
-//! MEMORY, whose last byte carries descriptors.
+//! Messages whose last byte carries descriptors: MEMORY and FILES.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 
 use super::Wire;
 use crate::protocol::error::{WireError, same};
 use crate::protocol::limits::DESCRIPTOR_BYTE;
-use crate::protocol::message::{MemoryPlaces, WireMessage};
+use crate::protocol::message::WireMessage;
 use crate::protocol::tag::Tag;
 use crate::transport::link::Link;
 use driftline_format::RECORD_HEAD_LEN;
 
 impl Wire<Link> {
-    /// Sends MEMORY with its descriptors.
-    pub(crate) fn send_memory(
+    /// Sends `message`, which is MEMORY or FILES, with its descriptors.
+    pub(crate) fn send_with_descriptors(
         &mut self,
-        places: MemoryPlaces,
+        message: &WireMessage<'_>,
         descriptors: &[BorrowedFd<'_>],
     ) -> Result<(), WireError> {
-        let payload = WireMessage::Memory(places).to_bytes();
+        let payload = message.to_bytes();
         let length = payload.len() + DESCRIPTOR_BYTE as usize;
-        let mut record = self.head(Tag::Memory, length, &[&payload]).to_vec();
+        let mut record = self.head(message.tag(), length, &[&payload]).to_vec();
         record.extend_from_slice(&payload);
         self.stream.write_all_more(&record, &mut self.torn)?;
         self.stream.send_descriptors(descriptors)?;
@@ -29,10 +29,11 @@ impl Wire<Link> {
         Ok(())
     }
 
-    /// Receives the descriptors of the MEMORY that [`recv`](Self::recv) has just returned, which
-    /// must be `announced` in number.
+    /// Receives the descriptors of the message that [`recv`](Self::recv) has just returned, which
+    /// has this tag. They must be `announced` in number.
     pub(crate) fn receive_descriptors(
         &mut self,
+        message: Tag,
         announced: usize,
     ) -> Result<Vec<OwnedFd>, WireError> {
         let length = std::mem::take(&mut self.content);
@@ -42,11 +43,8 @@ impl Wire<Link> {
         self.out_of_step = false;
         self.received_bytes += length as u64;
         if received.truncated {
-            let why = match received.all.len() > announced {
-                true => "it carries more descriptors than it may",
-                false => "not all its descriptors could be opened here (see `ulimit -n`)",
-            };
-            return Err(WireError::Malformed { message: Tag::Memory, why });
+            let why = "not all its descriptors could be opened here (see `ulimit -n`)";
+            return Err(WireError::Malformed { message, why });
         }
         same("the number of descriptors", announced as u64, received.all.len() as u64)?;
         Ok(received.all)
