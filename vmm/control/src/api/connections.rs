@@ -1,6 +1,7 @@
 //! Bounds the number of connections to the API, and to the metrics' own address.
 //!
-//! A connection is busy while a request on it is being answered. Every other connection is idle,
+//! A connection is busy while a request on it is being answered, or held until it is known which
+//! process answers it. Every other connection is idle,
 //! including a connection that has sent nothing, has sent half a request, or does not read its
 //! answer. If [`MAX_IDLE`] connections are idle, a new connection displaces the oldest idle one, so
 //! that silent clients cannot lock an operator out.
@@ -13,6 +14,7 @@
 //! disconnects.
 
 use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::pin::Pin;
 use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Waker};
@@ -21,7 +23,7 @@ use std::time::Duration;
 use axum::body::Body;
 use axum::extract::Request;
 use axum::extract::connect_info::{ConnectInfo, Connected};
-use axum::http::{Method, StatusCode, Uri};
+use axum::http::{Method, StatusCode};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use axum::serve::{IncomingStream, Listener};
@@ -32,14 +34,12 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{Instant, Sleep, sleep_until};
 
 use super::fault::{Fault, read_body};
+use super::relay::RelayGate;
+use super::request_class::RequestClass;
 use super::transport::{ServerSocket, ServerStream};
 
 /// Maximum number of idle connections that stay open.
 const MAX_IDLE: usize = 64;
-/// Maximum number of concurrent requests of [`RequestClass::Wait`], and of [`RequestClass::Other`].
-const MAX_BUSY: usize = 64;
-/// Maximum number of concurrent requests of each other class.
-const MAX_RESERVED: usize = 16;
 /// Interval at which a waiting request checks whether its client has disconnected.
 const DISCONNECT_POLL: Duration = Duration::from_millis(250);
 /// Limit for receiving a request's body.
@@ -54,6 +54,7 @@ pub(super) struct BoundedListener {
     listener: ServerSocket,
     /// Longest time for which a connection stays open without a byte from or to its client.
     silence_limit: Option<Duration>,
+    relay: RelayGate,
     table: Arc<ConnectionTable>,
 }
 
@@ -75,57 +76,12 @@ struct Connections {
 #[derive(Debug)]
 struct ConnectionEntry {
     id: u64,
-    /// Whether a request is being answered on the connection.
+    /// Whether a request on the connection is being answered, or held.
     busy: bool,
     /// Waker of the task that reads from the connection.
     reader: Option<Waker>,
     /// Waker of the task that writes to the connection.
     writer: Option<Waker>,
-}
-
-/// A group of requests with a limit of its own.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum RequestClass {
-    /// An operator reads the guest's state.
-    Status,
-    /// An operator ends the guest.
-    Stop,
-    /// An operator ends a job, or resolves a migration in doubt.
-    EndJob,
-    /// A client waits for news.
-    Wait,
-    /// All other requests.
-    Other,
-}
-
-impl RequestClass {
-    const COUNT: usize = 5;
-
-    fn of(method: &Method, uri: &Uri) -> Self {
-        // A router that answers GET also answers HEAD in the same way.
-        let reads = [Method::GET, Method::HEAD].contains(method);
-        let path = uri.path();
-        // Dropping either request changes nothing, except that dropping the first one ends an
-        // attached run.
-        let waits =
-            path == "/v1/checkpoint/attach" || uri.query().is_some_and(|q| q.contains("wait_ms="));
-        match path {
-            "/" | "/v1/info" | "/metrics" if reads => Self::Status,
-            "/v1/stop" => Self::Stop,
-            "/v1/migration/resolve" => Self::EndJob,
-            _ if method == Method::DELETE => Self::EndJob,
-            _ if reads && waits => Self::Wait,
-            _ => Self::Other,
-        }
-    }
-
-    /// Returns the maximum number of concurrent requests of this class.
-    fn limit(self) -> usize {
-        match self {
-            Self::Wait | Self::Other => MAX_BUSY,
-            Self::Status | Self::Stop | Self::EndJob => MAX_RESERVED,
-        }
-    }
 }
 
 /// A connection, as its requests see it.
@@ -158,10 +114,29 @@ impl SilenceTimer {
 }
 
 impl BoundedListener {
-    /// Creates a listener without connections. A connection over which nothing passes for
-    /// `silence_limit` ends.
-    pub(super) fn new(listener: ServerSocket, silence_limit: Option<Duration>) -> Self {
-        Self { listener, silence_limit, table: Arc::default() }
+    /// Creates a listener without connections, which accepts none unless `relay` says that requests
+    /// are answered here. A connection over which nothing passes for `silence_limit` ends.
+    pub(super) fn new(
+        listener: ServerSocket,
+        silence_limit: Option<Duration>,
+        relay: RelayGate,
+    ) -> Self {
+        Self { listener, silence_limit, relay, table: Arc::default() }
+    }
+
+    /// Adds an open connection, which is idle.
+    pub(super) fn add(&self, stream: ServerStream) -> (BoundedStream, ConnectionHandle) {
+        let mut table = self.table.lock();
+        table.make_room();
+        table.last_id += 1;
+        let id = table.last_id;
+        table.entries.push(ConnectionEntry { id, busy: false, reader: None, writer: None });
+        drop(table);
+        let stream = Arc::new(stream);
+        let table = self.table.clone();
+        let connection = ConnectionHandle { table, id, stream: Arc::downgrade(&stream) };
+        let silence = self.silence_limit.map(SilenceTimer::new);
+        (BoundedStream { stream, connection: connection.clone(), silence }, connection)
     }
 }
 
@@ -195,29 +170,14 @@ impl Listener for BoundedListener {
 
     async fn accept(&mut self) -> (BoundedStream, ConnectionHandle) {
         loop {
-            match self.listener.accept().await {
-                Ok(stream) => {
-                    let mut table = self.table.lock();
-                    table.make_room();
-                    table.last_id += 1;
-                    let id = table.last_id;
-                    table.entries.push(ConnectionEntry {
-                        id,
-                        busy: false,
-                        reader: None,
-                        writer: None,
-                    });
-                    drop(table);
-                    let stream = Arc::new(stream);
-                    let table = self.table.clone();
-                    let connection =
-                        ConnectionHandle { table, id, stream: Arc::downgrade(&stream) };
-                    let silence = self.silence_limit.map(SilenceTimer::new);
-                    return (
-                        BoundedStream { stream, connection: connection.clone(), silence },
-                        connection,
-                    );
-                }
+            self.relay.here().await;
+            let accepted = tokio::select! {
+                biased;
+                () = self.relay.not_here() => continue,
+                accepted = self.listener.accept() => accepted,
+            };
+            match accepted {
+                Ok(stream) => return self.add(stream),
                 Err(e) => {
                     tracing::debug!("the API cannot accept a connection: {e}");
                     tokio::time::sleep(ACCEPT_RETRY).await;
@@ -244,6 +204,10 @@ pub(super) struct BusyGuard {
     class: RequestClass,
 }
 
+/// A request that is held. Its connection is not displaced.
+#[derive(Debug)]
+pub(super) struct HeldGuard<'a>(&'a ConnectionHandle);
+
 /// The reason why a request is not answered.
 #[derive(PartialEq, Eq, Debug)]
 enum Refusal {
@@ -267,6 +231,18 @@ impl ConnectionHandle {
         *answering += 1;
         entry.busy = true;
         Ok(BusyGuard { connection: self.clone(), class })
+    }
+
+    /// Marks the connection as busy with a request that is held.
+    pub(super) fn hold(&self) -> HeldGuard<'_> {
+        self.set_busy(true);
+        HeldGuard(self)
+    }
+
+    fn set_busy(&self, busy: bool) {
+        if let Some(entry) = self.table.lock().entry(self.id) {
+            entry.busy = busy;
+        }
     }
 
     /// Marks the connection as busy with a request of `class`, or returns the refusal.
@@ -304,6 +280,12 @@ impl ConnectionHandle {
             drop(stream);
             tokio::time::sleep(DISCONNECT_POLL).await;
         }
+    }
+}
+
+impl Drop for HeldGuard<'_> {
+    fn drop(&mut self) {
+        self.0.set_busy(false);
     }
 }
 
@@ -361,6 +343,12 @@ impl Drop for BoundedStream {
     fn drop(&mut self) {
         let id = self.connection.id;
         self.connection.table.lock().entries.retain(|entry| entry.id != id);
+    }
+}
+
+impl AsFd for BoundedStream {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.stream.as_fd()
     }
 }
 

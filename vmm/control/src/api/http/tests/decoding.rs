@@ -322,7 +322,9 @@ proptest! {
         let bytes = parts.concat();
         let mut decoder = HttpDecoder::new(dialect);
         // Growth of a vector at most doubles it.
-        let bound = 2 * (dialect.line_limit() + 2048) + dialect.payload_limit();
+        let limit = dialect.line_limit() + 2048;
+        let begun = 2 * (dialect.unanswered_limit() - dialect.payload_limit());
+        let bound = 2 * limit + begun + dialect.payload_limit();
         for piece in bytes.chunks(size) {
             decoder.push(piece);
             while decoder.next() != HttpEvent::Incomplete {}
