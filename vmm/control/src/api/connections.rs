@@ -7,7 +7,7 @@
 //! that silent clients cannot lock an operator out.
 //!
 //! The server answers a request once its whole body has arrived, within [`BODY_LIMIT`], unless the
-//! limit of the request's [`RequestClass`] is reached. The request runs to completion and counts
+//! limit of the request's [`RequestClass`] is reached. A request that was held waits for room. The request runs to completion and counts
 //! until then, even if its client disconnects: it may wait for a stuck disk, and clients that give
 //! up and retry must not accumulate such waits. Only a request that waits for news
 //! ([`RequestClass::Wait`]) ends with its client, at most [`DISCONNECT_POLL`] after the client
@@ -31,7 +31,8 @@ use parking_lot::{Mutex, MutexGuard};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::Shutdown;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::time::{Instant, Sleep, sleep_until};
+use tokio::sync::Notify;
+use tokio::time::{Instant, Sleep, sleep_until, timeout_at};
 
 use super::fault::{Fault, read_body};
 use super::relay::RelayGate;
@@ -44,6 +45,9 @@ const MAX_IDLE: usize = 64;
 const DISCONNECT_POLL: Duration = Duration::from_millis(250);
 /// Limit for receiving a request's body.
 pub(super) const BODY_LIMIT: Duration = Duration::from_secs(10);
+/// Longest wait of a request that was held for another one of its class to end. Requests that were
+/// held begin at the same time, and may be more than their class has room for.
+const ROOM_LIMIT: Duration = Duration::from_secs(1);
 /// Delay after a connection could not be accepted, most likely because the process has no free file
 /// descriptor.
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
@@ -61,7 +65,11 @@ pub(super) struct BoundedListener {
 /// The connections, in ascending order of the time at which they were last busy or, if never busy,
 /// accepted.
 #[derive(Debug, Default)]
-struct ConnectionTable(Mutex<Connections>);
+struct ConnectionTable {
+    connections: Mutex<Connections>,
+    /// Notified when a request ends.
+    room: Notify,
+}
 
 #[derive(Debug, Default)]
 struct Connections {
@@ -78,6 +86,8 @@ struct ConnectionEntry {
     id: u64,
     /// Whether a request on the connection is being answered, or held.
     busy: bool,
+    /// Whether the next request was held, here or in another process.
+    was_held: bool,
     /// Waker of the task that reads from the connection.
     reader: Option<Waker>,
     /// Waker of the task that writes to the connection.
@@ -124,13 +134,23 @@ impl BoundedListener {
         Self { listener, silence_limit, relay, table: Arc::default() }
     }
 
-    /// Adds an open connection, which is idle.
-    pub(super) fn add(&self, stream: ServerStream) -> (BoundedStream, ConnectionHandle) {
+    /// Adds an open connection, which is idle. Its first request may have been held elsewhere.
+    pub(super) fn add(
+        &self,
+        stream: ServerStream,
+        was_held: bool,
+    ) -> (BoundedStream, ConnectionHandle) {
         let mut table = self.table.lock();
         table.make_room();
         table.last_id += 1;
         let id = table.last_id;
-        table.entries.push(ConnectionEntry { id, busy: false, reader: None, writer: None });
+        table.entries.push(ConnectionEntry {
+            id,
+            busy: false,
+            was_held,
+            reader: None,
+            writer: None,
+        });
         drop(table);
         let stream = Arc::new(stream);
         let table = self.table.clone();
@@ -142,7 +162,7 @@ impl BoundedListener {
 
 impl ConnectionTable {
     fn lock(&self) -> MutexGuard<'_, Connections> {
-        self.0.lock()
+        self.connections.lock()
     }
 }
 
@@ -177,7 +197,7 @@ impl Listener for BoundedListener {
                 accepted = self.listener.accept() => accepted,
             };
             match accepted {
-                Ok(stream) => return self.add(stream),
+                Ok(stream) => return self.add(stream, false),
                 Err(e) => {
                     tracing::debug!("the API cannot accept a connection: {e}");
                     tokio::time::sleep(ACCEPT_RETRY).await;
@@ -229,25 +249,39 @@ impl ConnectionHandle {
             return Err(Refusal::Full);
         }
         *answering += 1;
-        entry.busy = true;
+        (entry.busy, entry.was_held) = (true, false);
         Ok(BusyGuard { connection: self.clone(), class })
     }
 
     /// Marks the connection as busy with a request that is held.
     pub(super) fn hold(&self) -> HeldGuard<'_> {
-        self.set_busy(true);
+        if let Some(entry) = self.table.lock().entry(self.id) {
+            (entry.busy, entry.was_held) = (true, true);
+        }
         HeldGuard(self)
     }
 
-    fn set_busy(&self, busy: bool) {
-        if let Some(entry) = self.table.lock().entry(self.id) {
-            entry.busy = busy;
+    /// Returns whether the next request was held.
+    fn was_held(&self) -> bool {
+        self.table.lock().entry(self.id).is_some_and(|entry| entry.was_held)
+    }
+
+    /// Marks the connection as busy with a request of `class`. If the request was held, it waits
+    /// until its class has room.
+    async fn begin_with_room(&self, class: RequestClass) -> Result<BusyGuard, Refusal> {
+        let until = Instant::now() + ROOM_LIMIT;
+        loop {
+            let room = self.table.room.notified();
+            match self.begin(class) {
+                Err(Refusal::Full) if self.was_held() && timeout_at(until, room).await.is_ok() => {}
+                begun => return begun,
+            }
         }
     }
 
     /// Marks the connection as busy with a request of `class`, or returns the refusal.
-    fn begin_or_refuse(&self, class: RequestClass) -> Result<BusyGuard, Fault> {
-        self.begin(class).map_err(|refusal| {
+    async fn begin_or_refuse(&self, class: RequestClass) -> Result<BusyGuard, Fault> {
+        self.begin_with_room(class).await.map_err(|refusal| {
             let why = match refusal {
                 Refusal::Full => format!("{} requests like it are being answered", class.limit()),
                 Refusal::Displaced => "this connection was displaced by a newer one".to_owned(),
@@ -257,13 +291,14 @@ impl ConnectionHandle {
     }
 
     /// Marks the connection as busy with a request for Firecracker's part of the API.
-    pub(super) fn begin_firecracker(
+    pub(super) async fn begin_firecracker(
         &self,
         method: &Method,
         path: &str,
     ) -> Result<BusyGuard, Fault> {
         let is_status = *method == Method::GET && path == "/";
-        self.begin_or_refuse(if is_status { RequestClass::Status } else { RequestClass::Other })
+        let class = if is_status { RequestClass::Status } else { RequestClass::Other };
+        self.begin_or_refuse(class).await
     }
 
     /// Waits until the client has disconnected. Nothing reads from the connection meanwhile, and
@@ -285,7 +320,9 @@ impl ConnectionHandle {
 
 impl Drop for HeldGuard<'_> {
     fn drop(&mut self) {
-        self.0.set_busy(false);
+        if let Some(entry) = self.0.table.lock().entry(self.0.id) {
+            entry.busy = false;
+        }
     }
 }
 
@@ -299,6 +336,7 @@ impl Drop for BusyGuard {
             table.make_room();
             table.entries.push(ConnectionEntry { busy: false, ..entry });
         }
+        self.connection.table.room.notify_waiters();
     }
 }
 
@@ -318,7 +356,7 @@ pub(super) async fn admit(
         }
     };
     let class = RequestClass::of(&head.method, &head.uri);
-    let busy = match connection.begin_or_refuse(class) {
+    let busy = match connection.begin_or_refuse(class).await {
         Ok(busy) => busy,
         Err(fault) => return fault.into_response(),
     };

@@ -102,7 +102,7 @@ impl Sessions {
                         self.arrivals = None;
                         continue;
                     };
-                    let (stream, connection) = listener.add(ServerStream::Unix(stream));
+                    let (stream, connection) = listener.add(ServerStream::Unix(stream), !bytes.is_empty());
                     (stream, connection, bytes)
                 }
             };

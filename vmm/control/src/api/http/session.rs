@@ -91,7 +91,7 @@ impl ApiService {
 
     async fn configure(&self, request: HttpRequest, connection: &ConnectionHandle) -> HttpReply {
         let HttpRequest { method, target, body, .. } = request;
-        let _busy = match connection.begin_firecracker(&method, &target) {
+        let _busy = match connection.begin_firecracker(&method, &target).await {
             Ok(busy) => busy,
             Err(refusal) => return collect(refusal.into_response()).await,
         };

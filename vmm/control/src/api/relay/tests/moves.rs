@@ -4,6 +4,7 @@ use std::sync::mpsc;
 
 use driftline_machine::config::{BackendKind, HostConfig, SerialSink};
 use driftline_machine::testing::payload_config;
+use driftline_machine::vm::Vm;
 
 use super::*;
 use crate::firecracker::Answer;
@@ -98,15 +99,46 @@ fn pipelined_requests_are_answered_in_order() {
     client.assert_answered_by("second");
 }
 
-#[test]
-fn request_that_waits_for_news_moves() {
+/// Returns a socket's directory, its first process, and the guest.
+fn start_with_guest() -> (TempDir, Process, Arc<dyn Vm>) {
     let config = payload_config(BackendKind::Threads);
     let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
     let vm = driftline_backends::launch(config, &host).unwrap();
     let dir = tempfile::tempdir().unwrap();
     let jobs = Jobs::new(vm.clone(), dir.path().to_owned());
     let socket = ListeningSocket::bind(&dir.path().join("api")).unwrap();
-    let first = Process::serve(App::new(jobs), socket, None);
+    let process = Process::serve(App::new(jobs), socket, None);
+    (dir, process, vm)
+}
+
+#[test]
+fn held_requests_exceed_the_limit_of_their_class() {
+    let (dir, process, vm) = start_with_guest();
+    let mut clients: Vec<_> = (0..50).map(|_| KeptClient::connect(&dir)).collect();
+    let hold = |process: &Process, clients: &mut [KeptClient]| {
+        process.app.relay().hold();
+        clients.iter_mut().for_each(|client| client.send("GET /v1/info HTTP/1.1\r\n\r\n"));
+        process.settle();
+    };
+    let expect_answers = |clients: &mut [KeptClient]| {
+        for client in clients {
+            let reply = client.reply();
+            assert!(reply.starts_with("HTTP/1.1 200 OK\r\n"), "{reply}");
+        }
+    };
+    hold(&process, &mut clients);
+    process.app.relay().release();
+    expect_answers(&mut clients);
+    hold(&process, &mut clients);
+    let second = process.upgrade(App::new(Jobs::new(vm.clone(), dir.path().to_owned())));
+    expect_answers(&mut clients);
+    drop((process, second));
+    vm.stop("the test is over");
+}
+
+#[test]
+fn request_that_waits_for_news_moves() {
+    let (dir, first, vm) = start_with_guest();
     let mut client = KeptClient::connect(&dir);
     let begin = "POST /v1/dirty/watch HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}";
     let begun = client.ask(begin);
