@@ -44,7 +44,7 @@ impl LocalServer {
     fn start(scratch: &ScratchDir, name: &str, app: Arc<App>) -> Self {
         let socket = scratch.path(name);
         let api = Some(ListeningSocket::bind(&socket).expect("a socket"));
-        let listeners = Listeners { api, metrics: None };
+        let listeners = Listeners { api, ..Listeners::default() };
         let is_firecracker = name == "firecracker";
         let server = Server::start(listeners, app).expect("a server");
         Self { _server: server, client: HttpClient { socket, is_firecracker } }

@@ -100,7 +100,7 @@ pub(super) fn confine(host: &HostArgs, named: NamedFiles) -> Result<Confined, Fa
     let options = restrictions(host, named)?;
     enter_sandbox(&options)?;
     let (metrics, address) = metrics.unzip();
-    let listeners = Listeners { api, metrics };
+    let listeners = Listeners { api, metrics, adopted: None };
     Ok(Confined { listeners, metrics: address, awake, options })
 }
 

@@ -18,12 +18,13 @@ use crate::terminal;
 /// Limit on waiting for a thread that adds or removes a socket, which takes microseconds.
 const LOCK_LIMIT: Duration = Duration::from_millis(100);
 
-/// A socket file of this process.
+/// The file of a listening socket.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(crate) struct SocketFile {
-    pub(crate) path: PathBuf,
+pub struct SocketFile {
+    /// The absolute path.
+    pub path: PathBuf,
     /// Device and inode number. They ensure that a successor's file is not removed.
-    pub(crate) identity: (u64, u64),
+    pub identity: (u64, u64),
 }
 
 impl SocketFile {

@@ -37,16 +37,19 @@ use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, RenameFlags, Stat};
-use rustix::io::Errno;
+use rustix::io::{Errno, FdFlags};
+use rustix::net::sockopt::{socket_acceptconn, socket_domain, socket_type};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use rustix::rand::GetRandomFlags;
 
 use crate::exit::{self, SocketFile};
 use crate::sandbox::permission_hint;
 
-/// Connections that may wait to be accepted.
-const BACKLOG: i32 = 16;
+/// Connections that may wait to be accepted. During an upgrade they wait until the guest has changed
+/// its process, and a client that finds no room fails.
+const BACKLOG: i32 = 128;
 /// Maximum conflicts with other starters, and maximum waits for a stopped starter.
 const TRIES: u32 = 16;
 /// Retry interval while another starter replaces the same stale socket, which takes microseconds.
@@ -59,7 +62,7 @@ const CLAIMS: u32 = 4;
 pub struct ListeningSocket {
     listener: UnixListener,
     /// The file to remove, or `None` if it stays.
-    file: Option<SocketFile>,
+    file: Mutex<Option<SocketFile>>,
 }
 
 /// The reason for which a socket cannot listen.
@@ -89,6 +92,9 @@ pub enum SocketError {
         .0.display()
     )]
     Exists(PathBuf),
+    /// A descriptor from another process is not that of a listener.
+    #[error("a descriptor that another process has sent is not a unix socket that listens: {0}")]
+    NotAListener(#[source] io::Error),
     /// The system refused an operation.
     #[error("cannot listen on {}: {cause}{}", path.display(), permission_hint(path, cause))]
     System {
@@ -114,7 +120,7 @@ impl ListeningSocket {
         let absolute = std::path::absolute(dir.path.join(name)).map_err(system)?;
         let NamedSocket { fd, identity } = dir.take(name, 0)?;
         let file = SocketFile { path: absolute, identity };
-        let socket = Self { listener: fd.into(), file: Some(file.clone()) };
+        let socket = Self { listener: fd.into(), file: Mutex::new(Some(file.clone())) };
         exit::add(file);
         socket.listener.set_nonblocking(true).map_err(system)?;
         Ok(socket)
@@ -130,15 +136,45 @@ impl ListeningSocket {
         let system = |cause| SocketError::System { path: path.to_owned(), cause };
         let (dir, name) = dir_and_name(path)?;
         let NamedSocket { fd, .. } = dir.take_if_free(name)?;
-        let socket = Self { listener: fd.into(), file: None };
+        let socket = Self { listener: fd.into(), file: Mutex::default() };
         socket.listener.set_nonblocking(true).map_err(system)?;
         Ok(socket)
     }
 
+    /// Takes over a listener of another process, with its `file`: the file is removed when the
+    /// socket is dropped or the process ends, if it is still this socket. Without a `file` it
+    /// stays. The other process must leave the file by [`keep_file`](Self::keep_file), so this is
+    /// for a time at which the other process is certain to end.
+    ///
+    /// # Errors
+    ///
+    /// [`SocketError::NotAListener`].
+    pub fn adopt(listener: OwnedFd, file: Option<SocketFile>) -> Result<Self, SocketError> {
+        let checked = socket_domain(&listener).and_then(|domain| {
+            let kind = (domain, socket_type(&listener)?, socket_acceptconn(&listener)?);
+            rustix::io::fcntl_setfd(&listener, FdFlags::CLOEXEC)?;
+            Ok(kind == (AddressFamily::UNIX, SocketType::STREAM, true))
+        });
+        let listener = UnixListener::from(listener);
+        let ready = match checked {
+            Ok(true) => listener.set_nonblocking(true),
+            Ok(false) => Err(io::ErrorKind::InvalidInput.into()),
+            Err(e) => Err(e.into()),
+        };
+        ready.map_err(SocketError::NotAListener)?;
+        file.iter().cloned().for_each(exit::add);
+        Ok(Self { listener, file: Mutex::new(file) })
+    }
+
     /// Leaves the socket's file where it is when the socket is dropped or the process ends.
-    pub(crate) fn keep_file(mut self) -> Self {
-        self.file.take().iter().for_each(exit::forget);
-        self
+    pub fn keep_file(&self) {
+        self.file.lock().take().iter().for_each(exit::forget);
+    }
+
+    /// Returns the file that is removed when the socket is dropped, for a process that takes the
+    /// listener over, or `None` if the file stays.
+    pub fn file(&self) -> Option<SocketFile> {
+        self.file.lock().clone()
     }
 
     /// Returns a clone of the listener, which does not block.
@@ -153,7 +189,7 @@ impl ListeningSocket {
 
 impl Drop for ListeningSocket {
     fn drop(&mut self) {
-        let Some(file) = &self.file else { return };
+        let Some(file) = self.file.get_mut() else { return };
         exit::forget(file);
         if let Err(e) = file.remove() {
             tracing::warn!("cannot remove {}: {e}", file.path.display());

@@ -13,6 +13,7 @@ use tokio::sync::oneshot;
 use tracing::Span;
 
 use super::event::ApiEvent;
+use super::relay::Relay;
 use super::termination::Termination;
 use crate::firecracker::{ApiCounts, InstanceName, started_instance};
 use crate::jobs::{JobError, Jobs};
@@ -72,6 +73,7 @@ pub struct App {
     termination: Termination,
     /// Counts of Firecracker's requests.
     api_counts: Arc<ApiCounts>,
+    relay: Relay,
 }
 
 /// Where the guest comes from.
@@ -155,6 +157,7 @@ impl App {
             give_up,
             termination: Termination::default(),
             api_counts: Arc::default(),
+            relay: Relay::default(),
         })
     }
 
@@ -174,6 +177,11 @@ impl App {
     /// Returns the counts of Firecracker's requests.
     pub fn api_counts(&self) -> &Arc<ApiCounts> {
         &self.api_counts
+    }
+
+    /// Returns what holds the API's requests, and moves its connections to another process.
+    pub fn relay(&self) -> &Relay {
+        &self.relay
     }
 
     /// Marks the process as ending: a guest that has not arrived yet will not arrive.

@@ -1,18 +1,20 @@
 //! Bounds the number of connections to the API, and to the metrics' own address.
 //!
-//! A connection is busy while a request on it is being answered. Every other connection is idle,
+//! A connection is busy while a request on it is being answered, or held until it is known which
+//! process answers it. Every other connection is idle,
 //! including a connection that has sent nothing, has sent half a request, or does not read its
 //! answer. If [`MAX_IDLE`] connections are idle, a new connection displaces the oldest idle one, so
 //! that silent clients cannot lock an operator out.
 //!
 //! The server answers a request once its whole body has arrived, within [`BODY_LIMIT`], unless the
-//! limit of the request's [`RequestClass`] is reached. The request runs to completion and counts
+//! limit of the request's [`RequestClass`] is reached. A request that was held waits for room. The request runs to completion and counts
 //! until then, even if its client disconnects: it may wait for a stuck disk, and clients that give
 //! up and retry must not accumulate such waits. Only a request that waits for news
 //! ([`RequestClass::Wait`]) ends with its client, at most [`DISCONNECT_POLL`] after the client
 //! disconnects.
 
 use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::pin::Pin;
 use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Waker};
@@ -21,7 +23,7 @@ use std::time::Duration;
 use axum::body::Body;
 use axum::extract::Request;
 use axum::extract::connect_info::{ConnectInfo, Connected};
-use axum::http::{Method, StatusCode, Uri};
+use axum::http::{Method, StatusCode};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use axum::serve::{IncomingStream, Listener};
@@ -29,21 +31,23 @@ use parking_lot::{Mutex, MutexGuard};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::Shutdown;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::time::{Instant, Sleep, sleep_until};
+use tokio::sync::Notify;
+use tokio::time::{Instant, Sleep, sleep_until, timeout_at};
 
 use super::fault::{Fault, read_body};
+use super::relay::RelayGate;
+use super::request_class::RequestClass;
 use super::transport::{ServerSocket, ServerStream};
 
 /// Maximum number of idle connections that stay open.
 const MAX_IDLE: usize = 64;
-/// Maximum number of concurrent requests of [`RequestClass::Wait`], and of [`RequestClass::Other`].
-const MAX_BUSY: usize = 64;
-/// Maximum number of concurrent requests of each other class.
-const MAX_RESERVED: usize = 16;
 /// Interval at which a waiting request checks whether its client has disconnected.
 const DISCONNECT_POLL: Duration = Duration::from_millis(250);
 /// Limit for receiving a request's body.
 pub(super) const BODY_LIMIT: Duration = Duration::from_secs(10);
+/// Longest wait of a request that was held for another one of its class to end. Requests that were
+/// held begin at the same time, and may be more than their class has room for.
+const ROOM_LIMIT: Duration = Duration::from_secs(1);
 /// Delay after a connection could not be accepted, most likely because the process has no free file
 /// descriptor.
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
@@ -54,13 +58,18 @@ pub(super) struct BoundedListener {
     listener: ServerSocket,
     /// Longest time for which a connection stays open without a byte from or to its client.
     silence_limit: Option<Duration>,
+    relay: RelayGate,
     table: Arc<ConnectionTable>,
 }
 
 /// The connections, in ascending order of the time at which they were last busy or, if never busy,
 /// accepted.
 #[derive(Debug, Default)]
-struct ConnectionTable(Mutex<Connections>);
+struct ConnectionTable {
+    connections: Mutex<Connections>,
+    /// Notified when a request ends.
+    room: Notify,
+}
 
 #[derive(Debug, Default)]
 struct Connections {
@@ -75,57 +84,14 @@ struct Connections {
 #[derive(Debug)]
 struct ConnectionEntry {
     id: u64,
-    /// Whether a request is being answered on the connection.
+    /// Whether a request on the connection is being answered, or held.
     busy: bool,
+    /// Whether the next request was held, here or in another process.
+    was_held: bool,
     /// Waker of the task that reads from the connection.
     reader: Option<Waker>,
     /// Waker of the task that writes to the connection.
     writer: Option<Waker>,
-}
-
-/// A group of requests with a limit of its own.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum RequestClass {
-    /// An operator reads the guest's state.
-    Status,
-    /// An operator ends the guest.
-    Stop,
-    /// An operator ends a job, or resolves a migration in doubt.
-    EndJob,
-    /// A client waits for news.
-    Wait,
-    /// All other requests.
-    Other,
-}
-
-impl RequestClass {
-    const COUNT: usize = 5;
-
-    fn of(method: &Method, uri: &Uri) -> Self {
-        // A router that answers GET also answers HEAD in the same way.
-        let reads = [Method::GET, Method::HEAD].contains(method);
-        let path = uri.path();
-        // Dropping either request changes nothing, except that dropping the first one ends an
-        // attached run.
-        let waits =
-            path == "/v1/checkpoint/attach" || uri.query().is_some_and(|q| q.contains("wait_ms="));
-        match path {
-            "/" | "/v1/info" | "/metrics" if reads => Self::Status,
-            "/v1/stop" => Self::Stop,
-            "/v1/migration/resolve" => Self::EndJob,
-            _ if method == Method::DELETE => Self::EndJob,
-            _ if reads && waits => Self::Wait,
-            _ => Self::Other,
-        }
-    }
-
-    /// Returns the maximum number of concurrent requests of this class.
-    fn limit(self) -> usize {
-        match self {
-            Self::Wait | Self::Other => MAX_BUSY,
-            Self::Status | Self::Stop | Self::EndJob => MAX_RESERVED,
-        }
-    }
 }
 
 /// A connection, as its requests see it.
@@ -158,16 +124,45 @@ impl SilenceTimer {
 }
 
 impl BoundedListener {
-    /// Creates a listener without connections. A connection over which nothing passes for
-    /// `silence_limit` ends.
-    pub(super) fn new(listener: ServerSocket, silence_limit: Option<Duration>) -> Self {
-        Self { listener, silence_limit, table: Arc::default() }
+    /// Creates a listener without connections, which accepts none unless `relay` says that requests
+    /// are answered here. A connection over which nothing passes for `silence_limit` ends.
+    pub(super) fn new(
+        listener: ServerSocket,
+        silence_limit: Option<Duration>,
+        relay: RelayGate,
+    ) -> Self {
+        Self { listener, silence_limit, relay, table: Arc::default() }
+    }
+
+    /// Adds an open connection, which is idle. Its first request may have been held elsewhere.
+    pub(super) fn add(
+        &self,
+        stream: ServerStream,
+        was_held: bool,
+    ) -> (BoundedStream, ConnectionHandle) {
+        let mut table = self.table.lock();
+        table.make_room();
+        table.last_id += 1;
+        let id = table.last_id;
+        table.entries.push(ConnectionEntry {
+            id,
+            busy: false,
+            was_held,
+            reader: None,
+            writer: None,
+        });
+        drop(table);
+        let stream = Arc::new(stream);
+        let table = self.table.clone();
+        let connection = ConnectionHandle { table, id, stream: Arc::downgrade(&stream) };
+        let silence = self.silence_limit.map(SilenceTimer::new);
+        (BoundedStream { stream, connection: connection.clone(), silence }, connection)
     }
 }
 
 impl ConnectionTable {
     fn lock(&self) -> MutexGuard<'_, Connections> {
-        self.0.lock()
+        self.connections.lock()
     }
 }
 
@@ -195,29 +190,14 @@ impl Listener for BoundedListener {
 
     async fn accept(&mut self) -> (BoundedStream, ConnectionHandle) {
         loop {
-            match self.listener.accept().await {
-                Ok(stream) => {
-                    let mut table = self.table.lock();
-                    table.make_room();
-                    table.last_id += 1;
-                    let id = table.last_id;
-                    table.entries.push(ConnectionEntry {
-                        id,
-                        busy: false,
-                        reader: None,
-                        writer: None,
-                    });
-                    drop(table);
-                    let stream = Arc::new(stream);
-                    let table = self.table.clone();
-                    let connection =
-                        ConnectionHandle { table, id, stream: Arc::downgrade(&stream) };
-                    let silence = self.silence_limit.map(SilenceTimer::new);
-                    return (
-                        BoundedStream { stream, connection: connection.clone(), silence },
-                        connection,
-                    );
-                }
+            self.relay.here().await;
+            let accepted = tokio::select! {
+                biased;
+                () = self.relay.not_here() => continue,
+                accepted = self.listener.accept() => accepted,
+            };
+            match accepted {
+                Ok(stream) => return self.add(stream, false),
                 Err(e) => {
                     tracing::debug!("the API cannot accept a connection: {e}");
                     tokio::time::sleep(ACCEPT_RETRY).await;
@@ -244,6 +224,10 @@ pub(super) struct BusyGuard {
     class: RequestClass,
 }
 
+/// A request that is held. Its connection is not displaced.
+#[derive(Debug)]
+pub(super) struct HeldGuard<'a>(&'a ConnectionHandle);
+
 /// The reason why a request is not answered.
 #[derive(PartialEq, Eq, Debug)]
 enum Refusal {
@@ -265,13 +249,39 @@ impl ConnectionHandle {
             return Err(Refusal::Full);
         }
         *answering += 1;
-        entry.busy = true;
+        (entry.busy, entry.was_held) = (true, false);
         Ok(BusyGuard { connection: self.clone(), class })
     }
 
+    /// Marks the connection as busy with a request that is held.
+    pub(super) fn hold(&self) -> HeldGuard<'_> {
+        if let Some(entry) = self.table.lock().entry(self.id) {
+            (entry.busy, entry.was_held) = (true, true);
+        }
+        HeldGuard(self)
+    }
+
+    /// Returns whether the next request was held.
+    fn was_held(&self) -> bool {
+        self.table.lock().entry(self.id).is_some_and(|entry| entry.was_held)
+    }
+
+    /// Marks the connection as busy with a request of `class`. If the request was held, it waits
+    /// until its class has room.
+    async fn begin_with_room(&self, class: RequestClass) -> Result<BusyGuard, Refusal> {
+        let until = Instant::now() + ROOM_LIMIT;
+        loop {
+            let room = self.table.room.notified();
+            match self.begin(class) {
+                Err(Refusal::Full) if self.was_held() && timeout_at(until, room).await.is_ok() => {}
+                begun => return begun,
+            }
+        }
+    }
+
     /// Marks the connection as busy with a request of `class`, or returns the refusal.
-    fn begin_or_refuse(&self, class: RequestClass) -> Result<BusyGuard, Fault> {
-        self.begin(class).map_err(|refusal| {
+    async fn begin_or_refuse(&self, class: RequestClass) -> Result<BusyGuard, Fault> {
+        self.begin_with_room(class).await.map_err(|refusal| {
             let why = match refusal {
                 Refusal::Full => format!("{} requests like it are being answered", class.limit()),
                 Refusal::Displaced => "this connection was displaced by a newer one".to_owned(),
@@ -281,13 +291,14 @@ impl ConnectionHandle {
     }
 
     /// Marks the connection as busy with a request for Firecracker's part of the API.
-    pub(super) fn begin_firecracker(
+    pub(super) async fn begin_firecracker(
         &self,
         method: &Method,
         path: &str,
     ) -> Result<BusyGuard, Fault> {
         let is_status = *method == Method::GET && path == "/";
-        self.begin_or_refuse(if is_status { RequestClass::Status } else { RequestClass::Other })
+        let class = if is_status { RequestClass::Status } else { RequestClass::Other };
+        self.begin_or_refuse(class).await
     }
 
     /// Waits until the client has disconnected. Nothing reads from the connection meanwhile, and
@@ -307,6 +318,14 @@ impl ConnectionHandle {
     }
 }
 
+impl Drop for HeldGuard<'_> {
+    fn drop(&mut self) {
+        if let Some(entry) = self.0.table.lock().entry(self.0.id) {
+            entry.busy = false;
+        }
+    }
+}
+
 impl Drop for BusyGuard {
     fn drop(&mut self) {
         let ConnectionHandle { table, id, .. } = &self.connection;
@@ -317,6 +336,7 @@ impl Drop for BusyGuard {
             table.make_room();
             table.entries.push(ConnectionEntry { busy: false, ..entry });
         }
+        self.connection.table.room.notify_waiters();
     }
 }
 
@@ -336,7 +356,7 @@ pub(super) async fn admit(
         }
     };
     let class = RequestClass::of(&head.method, &head.uri);
-    let busy = match connection.begin_or_refuse(class) {
+    let busy = match connection.begin_or_refuse(class).await {
         Ok(busy) => busy,
         Err(fault) => return fault.into_response(),
     };
@@ -361,6 +381,12 @@ impl Drop for BoundedStream {
     fn drop(&mut self) {
         let id = self.connection.id;
         self.connection.table.lock().entries.retain(|entry| entry.id != id);
+    }
+}
+
+impl AsFd for BoundedStream {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.stream.as_fd()
     }
 }
 

@@ -3,6 +3,7 @@
 
 use std::io;
 use std::net::TcpListener;
+use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
@@ -21,6 +22,7 @@ use super::app::App;
 use super::connections::{self, BoundedListener, ConnectionHandle};
 use super::http;
 use super::metrics;
+use super::relay::RelayGate;
 use super::routes;
 use super::transport::ServerSocket;
 
@@ -56,6 +58,10 @@ pub struct Listeners {
     pub api: Option<ListeningSocket>,
     /// A listener for `/metrics` alone. It must not block.
     pub metrics: Option<TcpListener>,
+    /// The other end of the channel of [`Relay::move_to`](super::Relay::move_to), over which the
+    /// API's connections arrive from the process that had the guest before. They are served like
+    /// accepted ones. Without [`api`](Self::api) the channel is closed.
+    pub adopted: Option<UnixStream>,
 }
 
 /// The control thread, for what has to be done on it. It ends with its [`Server`].
@@ -90,7 +96,8 @@ struct Serving {
     app: Arc<App>,
     api: Option<ServerSocket>,
     metrics: Option<ServerSocket>,
-    socket: Option<ListeningSocket>,
+    socket: Option<Arc<ListeningSocket>>,
+    adopted: Option<UnixStream>,
 }
 
 impl Server {
@@ -127,7 +134,7 @@ impl Server {
     ///
     /// The system's error for a socket.
     pub fn serve(&mut self, listeners: Listeners, app: Arc<App>) -> io::Result<()> {
-        let Listeners { api: socket, metrics } = listeners;
+        let Listeners { api: socket, metrics, adopted } = listeners;
         let (api, metrics) = {
             let _entered = self.runtime.enter();
             let listen = |s: &ListeningSocket| UnixListener::from_std(s.listener()?);
@@ -136,7 +143,9 @@ impl Server {
             (api.map(ServerSocket::Unix), metrics.map(ServerSocket::Tcp))
         };
         self.app = Some(app.clone());
-        let serving = Serving { app, api, metrics, socket };
+        let socket = socket.map(Arc::new);
+        socket.iter().for_each(|socket| app.relay().set_socket(socket));
+        let serving = Serving { app, api, metrics, socket, adopted };
         match self.serve.take().is_some_and(|to| to.send(serving).is_ok()) {
             true => Ok(()),
             false => Err(io::Error::other("the control thread has ended")),
@@ -185,7 +194,7 @@ async fn control(
     served: oneshot::Receiver<Serving>,
     ended: oneshot::Receiver<()>,
     span: &tracing::Span,
-) -> Option<ListeningSocket> {
+) -> Option<Arc<ListeningSocket>> {
     let serving = tokio::select! {
         serving = served => serving.ok()?,
         EndRequest { why, .. } = signals.next() => {
@@ -193,7 +202,7 @@ async fn control(
             exit::now(1);
         }
     };
-    let Serving { app, api, metrics, socket } = serving;
+    let Serving { app, api, metrics, socket, adopted } = serving;
     tokio::spawn(forward(signals, app.clone()));
     let (over, is_over) = watch::channel(());
     let closing = app.clone();
@@ -205,13 +214,21 @@ async fn control(
     };
     let routes = routes::all(app.clone()).layer(middleware::from_fn(connections::admit));
     let service = http::ApiService::new(routes, app.clone());
+    let relay = app.relay();
     let api = api.map(|on| {
-        http::serve(BoundedListener::new(on, None), service, is_over.clone(), SHUTDOWN_LIMIT)
+        let listener = BoundedListener::new(on, None, relay.gate());
+        http::serve(listener, adopted, service, is_over.clone(), SHUTDOWN_LIMIT)
     });
-    let routes = metrics::route().with_state(app);
-    let metrics = metrics
-        .map(|on| serve_metrics(routes, BoundedListener::new(on, Some(SILENCE_LIMIT)), is_over));
-    tokio::join!(end, if_any(api), if_any(metrics));
+    let api = async {
+        if_any(api).await;
+        relay.end();
+    };
+    let routes = metrics::route().with_state(app.clone());
+    let metrics = metrics.map(|on| {
+        let listener = BoundedListener::new(on, Some(SILENCE_LIMIT), relay.gate());
+        serve_metrics(routes, listener, is_over, relay.gate())
+    });
+    tokio::join!(end, api, if_any(metrics));
     socket
 }
 
@@ -221,18 +238,23 @@ async fn if_any(work: Option<impl Future<Output = ()>>) {
     }
 }
 
-/// Answers the metrics' connections until the sender of `is_over` is dropped, and then requests
-/// under way.
+/// Answers the metrics' connections until the sender of `is_over` is dropped or the guest has
+/// changed its process, and then requests under way. These connections do not move: they end, and
+/// collectors connect again. Requests on them are not held.
 async fn serve_metrics(
     routes: Router,
     connections: BoundedListener,
     mut is_over: watch::Receiver<()>,
+    mut relay: RelayGate,
 ) {
     let (shutdown, shutdown_begun) = oneshot::channel::<()>();
     let service = routes.layer(middleware::from_fn(connections::admit));
     let service = service.into_make_service_with_connect_info::<ConnectionHandle>();
     let serving = axum::serve(connections, service).with_graceful_shutdown(async move {
-        let _ = is_over.changed().await;
+        tokio::select! {
+            _ = is_over.changed() => {}
+            () = relay.moved() => {}
+        }
         drop(shutdown);
     });
     tokio::select! {
@@ -366,7 +388,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("api");
         let api = Some(ListeningSocket::bind(&path).unwrap());
-        let server = Server::start(Listeners { api, metrics: None }, app).unwrap();
+        let server = Server::start(Listeners { api, ..Listeners::default() }, app).unwrap();
         let mut stream = UnixStream::connect(&path).unwrap();
         stream.write_all(b"POST /v1/stop HTTP/1.1\r\n\r\n").unwrap();
         begun.recv().unwrap();

@@ -35,7 +35,7 @@ fn is_late(e: &SocketError) -> bool {
 
 /// Drops `socket` without removing its file, as a kill does.
 fn kill(mut socket: ListeningSocket) {
-    let file = socket.file.take().unwrap();
+    let file = socket.file.get_mut().take().unwrap();
     exit::forget(&file);
 }
 
@@ -50,6 +50,46 @@ fn bind_after_kill(path: &Path) -> ListeningSocket {
             }
             bound => return bound.unwrap(),
         }
+    }
+}
+
+#[test]
+fn adopted_listener_takes_the_file_along() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("api");
+    let first = ListeningSocket::bind(&path).unwrap();
+    let file = first.file();
+    assert_eq!(file.as_ref().map(|file| file.path.as_path()), Some(&*path));
+    let waiting = UnixStream::connect(&path).unwrap();
+    let second = ListeningSocket::adopt(first.listener().unwrap().into(), file).unwrap();
+    first.keep_file();
+    assert_eq!(first.file(), None);
+    drop(first);
+    drop(UnixStream::connect(&path).unwrap());
+    second.listener().unwrap().accept().unwrap();
+    drop((second, waiting));
+    assert!(!path.exists());
+}
+
+#[test]
+fn adopted_listener_leaves_the_file_of_another() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("api");
+    let first = ListeningSocket::bind(&path).unwrap();
+    let adopted = ListeningSocket::adopt(first.listener().unwrap().into(), first.file()).unwrap();
+    drop(first);
+    let _other = ListeningSocket::bind(&path).unwrap();
+    drop(adopted);
+    assert!(path.exists());
+}
+
+#[test]
+fn only_a_unix_listener_is_adopted() {
+    let (stream, _other) = UnixStream::pair().unwrap();
+    let tcp = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    for wrong in [stream.into(), tcp.into(), tempfile::tempfile().unwrap().into()] {
+        let adopted = ListeningSocket::adopt(wrong, None);
+        assert!(matches!(adopted, Err(SocketError::NotAListener(_))), "{adopted:?}");
     }
 }
 
@@ -184,7 +224,7 @@ fn owner_keeps_its_name_among_starters_and_kills() {
                             let found = fs::symlink_metadata(path).map(|m| (m.dev(), m.ino()));
                             assert_eq!(
                                 found.unwrap(),
-                                socket.file.as_ref().unwrap().identity,
+                                socket.file().unwrap().identity,
                                 "{starter} {round}"
                             );
                             if round % 3 == 0 { drop(socket) } else { kill(socket) }

@@ -5,13 +5,14 @@ use std::future::poll_fn;
 use tokio::net::{TcpListener, UnixListener};
 
 use super::*;
+use crate::api::relay::Relay;
 
 /// Returns the API's socket, and a function that connects to it.
 fn listen() -> (BoundedListener, impl Fn() -> std::os::unix::net::UnixStream) {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("api");
     let listener = ServerSocket::Unix(UnixListener::bind(&path).unwrap());
-    (BoundedListener::new(listener, None), move || {
+    (BoundedListener::new(listener, None, Relay::default().gate()), move || {
         let _dir = &dir;
         std::os::unix::net::UnixStream::connect(&path).unwrap()
     })
@@ -91,7 +92,8 @@ async fn silent_connection_ends() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let limit = Duration::from_millis(200);
-    let mut listener = BoundedListener::new(ServerSocket::Tcp(listener), Some(limit));
+    let gate = Relay::default().gate();
+    let mut listener = BoundedListener::new(ServerSocket::Tcp(listener), Some(limit), gate);
     let client = tokio::net::TcpStream::connect(address).await.unwrap();
     let mut last_read = Instant::now();
     let (mut stream, _) = listener.accept().await;
@@ -123,8 +125,9 @@ async fn silent_connection_ends() {
 async fn silent_connection_ends_while_it_writes() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
+    let gate = Relay::default().gate();
     let mut listener =
-        BoundedListener::new(ServerSocket::Tcp(listener), Some(Duration::from_millis(100)));
+        BoundedListener::new(ServerSocket::Tcp(listener), Some(Duration::from_millis(100)), gate);
     let _never_reads = tokio::net::TcpStream::connect(address).await.unwrap();
     let (mut stream, _) = listener.accept().await;
     let piece = [0; 1 << 16];

@@ -7,7 +7,9 @@ use axum::body::Bytes;
 use axum::http::header::{CONNECTION, HeaderName, HeaderValue};
 use axum::http::{HeaderMap, Method};
 
-use super::dialect::{HeaderFault, HttpDialect, HttpFault, MAX_HEAD, MAX_HEADERS, is_own, path_of};
+use super::dialect::{
+    HeaderFault, HttpDialect, HttpFault, MAX_HEAD, MAX_HEADERS, READ_BYTES, is_own, path_of,
+};
 use crate::api::fault::MAX_BODY_BYTES;
 
 /// A whole request.
@@ -66,6 +68,8 @@ struct RequestHead {
     expects_continue: bool,
     /// Number of bytes so far.
     bytes: usize,
+    /// Places in [`HttpDecoder::begun`] of the header lines that ask for permission.
+    expectations: Vec<Range<usize>>,
     /// Number of header lines so far, including those that are ignored.
     lines: usize,
 }
@@ -77,7 +81,8 @@ enum DecoderState {
     Headers(Box<RequestHead>),
     Body {
         head: Box<RequestHead>,
-        body: Vec<u8>,
+        /// Place of the body in [`HttpDecoder::begun`].
+        from: usize,
         left: usize,
     },
     /// The rest of a refused body.
@@ -92,6 +97,8 @@ pub(super) struct HttpDecoder {
     bytes: Vec<u8>,
     /// Number of `bytes` that were decoded.
     start: usize,
+    /// The decoded bytes of the request that has begun to arrive, or was returned last.
+    begun: Vec<u8>,
     /// Number of bytes from `start` on that contain no end of a line.
     scanned: usize,
 }
@@ -99,7 +106,7 @@ pub(super) struct HttpDecoder {
 impl HttpDecoder {
     pub(super) fn new(dialect: HttpDialect) -> Self {
         let state = DecoderState::default();
-        Self { dialect, state, bytes: Vec::new(), start: 0, scanned: 0 }
+        Self { dialect, state, bytes: Vec::new(), start: 0, begun: Vec::new(), scanned: 0 }
     }
 
     /// Adds received bytes. The caller first takes all events, so that less than a line is left.
@@ -115,9 +122,9 @@ impl HttpDecoder {
         match self.advance() {
             Ok(event) => event,
             Err(fault) => {
-                if !matches!(self.state, DecoderState::Skip(_)) {
+                if !self.is_skipping() {
                     self.state = DecoderState::RequestLine;
-                    self.consume(self.bytes.len() - self.start);
+                    self.skip(self.bytes.len() - self.start);
                 }
                 HttpEvent::Fault(fault)
             }
@@ -133,10 +140,25 @@ impl HttpDecoder {
         }
     }
 
+    /// Returns the received bytes of the request that has begun to arrive, or was returned last,
+    /// and those behind it. Another decoder decodes them to the same events, except that it does
+    /// not ask for a body again. They are at most [`HttpDialect::unanswered_limit`], unless more
+    /// were added at once.
+    pub(super) fn unanswered(&self) -> Vec<u8> {
+        [&self.begun[..], &self.bytes[self.start..]].concat()
+    }
+
+    /// Returns whether the rest of a refused body is to be skipped.
+    pub(super) fn is_skipping(&self) -> bool {
+        matches!(self.state, DecoderState::Skip(_))
+    }
+
     fn advance(&mut self) -> Result<HttpEvent, HttpFault> {
         loop {
             match std::mem::take(&mut self.state) {
                 DecoderState::RequestLine => {
+                    self.begun.clear();
+                    self.begun.shrink_to(READ_BYTES);
                     let Some(line) = self.line(|_| HttpFault::Request)? else {
                         return Ok(HttpEvent::Incomplete);
                     };
@@ -147,6 +169,7 @@ impl HttpDecoder {
                     }
                 }
                 DecoderState::Headers(mut head) => {
+                    let from = self.begun.len();
                     let too_long = |line: &[u8]| {
                         HeaderFault::TooLong(String::from_utf8_lossy(line).into_owned()).into()
                     };
@@ -161,25 +184,30 @@ impl HttpDecoder {
                             }
                         }
                         Some(line) => {
+                            let expected = std::mem::take(&mut head.expects_continue);
                             head.add_header(self.dialect, &self.bytes[line])?;
+                            if head.expects_continue {
+                                head.expectations.push(from..self.begun.len());
+                            }
+                            head.expects_continue |= expected;
                             self.state = DecoderState::Headers(head);
                         }
                     }
                 }
-                DecoderState::Body { head, mut body, left } => {
+                DecoderState::Body { head, from, left } => {
                     let now = left.min(self.bytes.len() - self.start);
-                    body.extend_from_slice(&self.bytes[self.start..self.start + now]);
                     self.consume(now);
                     if now == left {
+                        let body = self.begun[from..].to_vec();
                         return Ok(HttpEvent::Request(Box::new(head.finish(self.dialect, body))));
                     }
-                    self.state = DecoderState::Body { head, body, left: left - now };
+                    self.state = DecoderState::Body { head, from, left: left - now };
                     return Ok(HttpEvent::Incomplete);
                 }
                 DecoderState::Skip(left) => {
                     let now = (self.bytes.len() - self.start) as u64;
                     let now = now.min(left);
-                    self.consume(now as usize);
+                    self.skip(now as usize);
                     if now < left {
                         self.state = DecoderState::Skip(left - now);
                         return Ok(HttpEvent::Incomplete);
@@ -203,13 +231,22 @@ impl HttpDecoder {
             return Err(HttpFault::PayloadTooLarge { size, limit, may_be_withheld });
         };
         let waits = head.expects_continue && left > 0;
+        if waits {
+            // From the last one, so that the others keep their places.
+            head.expectations.iter().rev().for_each(|line| _ = self.begun.drain(line.clone()));
+        }
         // An operator may allow more, which is allocated only as it arrives.
-        let body = Vec::with_capacity(left.min(MAX_BODY_BYTES));
-        self.state = DecoderState::Body { head, body, left };
+        self.begun.reserve_exact(left.min(MAX_BODY_BYTES));
+        self.state = DecoderState::Body { head, from: self.begun.len(), left };
         Ok(waits)
     }
 
     fn consume(&mut self, bytes: usize) {
+        self.begun.extend_from_slice(&self.bytes[self.start..self.start + bytes]);
+        self.skip(bytes);
+    }
+
+    fn skip(&mut self, bytes: usize) {
         self.start += bytes;
         self.scanned = 0;
     }
@@ -249,11 +286,7 @@ impl HttpDecoder {
     /// Returns the number of bytes allocated.
     #[cfg(test)]
     pub(super) fn allocated(&self) -> usize {
-        let body = match &self.state {
-            DecoderState::Body { body, .. } => body.capacity(),
-            _ => 0,
-        };
-        self.bytes.capacity() + body
+        self.bytes.capacity() + self.begun.capacity()
     }
 }
 
@@ -294,6 +327,7 @@ impl RequestHead {
             content_length: None,
             expects_continue: false,
             bytes: line.len(),
+            expectations: Vec::new(),
             lines: 0,
         })
     }

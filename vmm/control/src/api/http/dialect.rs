@@ -9,6 +9,8 @@ use crate::api::fault::MAX_BODY_BYTES;
 
 /// The largest head of a request, in bytes.
 pub(super) const MAX_HEAD: usize = 16 << 10;
+/// Number of bytes that one read takes at most.
+pub(super) const READ_BYTES: usize = 2048;
 /// The maximum number of a request's headers.
 pub(super) const MAX_HEADERS: usize = 128;
 /// First part of the paths that are Driftline's own.
@@ -45,6 +47,14 @@ impl HttpDialect {
             Self::Driftline => MAX_BODY_BYTES,
             Self::Firecracker { payload_limit } => payload_limit,
         }
+    }
+
+    /// Returns the maximum number of bytes that are read and not answered: a request, with the ends
+    /// of its lines, and the beginning of the next one.
+    pub(super) fn unanswered_limit(self) -> usize {
+        // The last line of a head may be read before it is found to exceed the limit.
+        let head = MAX_HEAD + 2 * (MAX_HEADERS + 2) + self.line_limit();
+        self.payload_limit().saturating_add(head + READ_BYTES)
     }
 }
 

@@ -11,13 +11,16 @@
 //! | `dialect` | the two dialects, their limits, and the reasons for refusing a request |
 //! | `decode` | bytes to requests, without I/O |
 //! | `reply` | replies to bytes, without I/O |
-//! | `session` | reads, answers and writes on each connection, with a limit on each wait for a client |
+//! | `session` | reads, answers and writes on a connection, with a limit on each wait for a client |
+//! | `serve` | begins and ends the sessions |
 
 mod decode;
 mod dialect;
 mod reply;
+mod serve;
 mod session;
 #[cfg(test)]
 mod tests;
 
-pub(super) use session::{ApiService, serve};
+pub(super) use serve::serve;
+pub(super) use session::ApiService;

@@ -1,5 +1,5 @@
-//! Serves the connections of the API's socket. Each connection has one request at a time: requests
-//! that arrive together are answered one after the other, and each reply is one write.
+//! Serves one connection of the API's socket. It has one request at a time: requests that arrive
+//! together are answered one after the other, and each reply is one write.
 //!
 //! | wait | limit | afterwards |
 //! | --- | --- | --- |
@@ -7,10 +7,11 @@
 //! | for the rest of a head | 30 s | refusal, and the connection ends |
 //! | for a body | 10 s | refusal, and the connection ends |
 //! | for a client that does not read its reply | 60 s | the connection ends |
+//! | for the guest to change its process | none; the job of the upgrade has limits | |
 
 use std::future::poll_fn;
 use std::io;
-use std::pin::{Pin, pin};
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -20,24 +21,19 @@ use axum::extract::Request;
 use axum::extract::connect_info::ConnectInfo;
 use axum::http::{Method, StatusCode, Uri};
 use axum::response::{IntoResponse, Response};
-use axum::serve::Listener;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::watch;
-use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout, timeout_at};
 use tower_service::Service;
 
 use super::decode::{HttpDecoder, HttpEvent, HttpPhase, HttpRequest, Persistence};
-use super::dialect::{HttpDialect, HttpFault};
+use super::dialect::{HttpDialect, HttpFault, READ_BYTES};
 use super::reply::{HttpReply, permission};
 use crate::api::app::App;
 use crate::api::configuring::{self, FirecrackerAnswer};
-use crate::api::connections::{BODY_LIMIT, BoundedListener, BoundedStream, ConnectionHandle};
-
-/// Number of bytes that one read takes at most.
-const READ_BYTES: usize = 2048;
-/// Number of parts of the limit for requests under way at the end.
-const SHUTDOWN_PARTS: u32 = 20;
+use crate::api::connections::{BODY_LIMIT, BoundedStream, ConnectionHandle};
+use crate::api::relay::RelayGate;
+use crate::api::request_class::RequestClass;
 
 /// Limits for a client's part of an exchange.
 #[derive(Clone, Copy, Debug)]
@@ -77,6 +73,15 @@ impl ApiService {
         Self { router: router.with_state(()), app, dialect, limits: ClientLimits::default() }
     }
 
+    pub(super) fn app(&self) -> &Arc<App> {
+        &self.app
+    }
+
+    /// Returns the maximum number of bytes that come with a connection from another process.
+    pub(super) fn unanswered_limit(&self) -> usize {
+        self.dialect.unanswered_limit()
+    }
+
     async fn answer(&self, request: HttpRequest, connection: &ConnectionHandle) -> HttpReply {
         match request.is_firecracker {
             true => self.configure(request, connection).await,
@@ -86,7 +91,7 @@ impl ApiService {
 
     async fn configure(&self, request: HttpRequest, connection: &ConnectionHandle) -> HttpReply {
         let HttpRequest { method, target, body, .. } = request;
-        let _busy = match connection.begin_firecracker(&method, &target) {
+        let _busy = match connection.begin_firecracker(&method, &target).await {
             Ok(busy) => busy,
             Err(refusal) => return collect(refusal.into_response()).await,
         };
@@ -127,142 +132,170 @@ async fn collect(response: Response) -> HttpReply {
     }
 }
 
-/// Serves the connections that `listener` accepts until the sender of `is_over` is dropped, and
-/// then requests under way for at most `shutdown_limit`.
-pub(in crate::api) async fn serve(
-    mut listener: BoundedListener,
-    service: ApiService,
-    mut is_over: watch::Receiver<()>,
-    shutdown_limit: Duration,
-) {
-    let mut sessions = JoinSet::new();
-    loop {
-        let (stream, connection) = tokio::select! {
-            _ = is_over.changed() => break,
-            // A session that has panicked has lost only its connection.
-            Some(_) = sessions.join_next() => continue,
-            accepted = listener.accept() => accepted,
-        };
-        let (service, is_over) = (service.clone(), is_over.clone());
-        let session = async move {
-            let mut session = ApiSession {
-                stream,
-                connection,
-                decoder: HttpDecoder::new(service.dialect),
-                service,
-            };
-            if let Err(e) = session.run(is_over).await {
-                let ended = || tracing::debug!("a connection to the API has ended: {e}");
-                session.service.app.span().in_scope(ended);
-            }
-        };
-        sessions.spawn(session);
-    }
-    drop(listener);
-    let ended = async { while sessions.join_next().await.is_some() {} };
-    if !ends_within(shutdown_limit, ended).await {
-        service.app.span().in_scope(|| tracing::debug!("requests were still under way"));
-    }
+/// How a session ends.
+pub(super) enum SessionEnd {
+    /// The connection is closed.
+    Closed,
+    /// The connection goes to the process that has the guest, with the bytes that were read from it
+    /// and not answered.
+    Moves(BoundedStream, Vec<u8>),
 }
 
-/// Waits until `work` ends, for `limit` at most. Returns whether it has ended.
-///
-/// The limit is waited for in parts, and between two parts this thread does all that is ready. A
-/// process that gets no processor for that long therefore still sends the answers that it has: to
-/// it, one long wait would look as if its sessions had not answered.
-async fn ends_within(limit: Duration, work: impl Future<Output = ()>) -> bool {
-    let mut work = pin!(work);
-    for _ in 0..SHUTDOWN_PARTS {
-        if timeout(limit / SHUTDOWN_PARTS, &mut work).await.is_ok() {
-            return true;
-        }
-    }
-    false
+/// What a client's part of an exchange has led to.
+enum Received {
+    Event(HttpEvent),
+    /// The client has closed the connection.
+    Closed,
+    /// The next request is answered in another process.
+    Moved,
 }
 
 /// A connection that is being served.
-struct ApiSession {
+pub(super) struct ApiSession {
     stream: BoundedStream,
     connection: ConnectionHandle,
     decoder: HttpDecoder,
     service: ApiService,
+    relay: RelayGate,
 }
 
 impl ApiSession {
-    /// Serves the connection until it ends or the sender of `is_over` is dropped.
-    async fn run(&mut self, mut is_over: watch::Receiver<()>) -> io::Result<()> {
+    /// Creates a session on a connection from which `bytes` were read already.
+    pub(super) fn new(
+        stream: BoundedStream,
+        connection: ConnectionHandle,
+        bytes: &[u8],
+        service: ApiService,
+    ) -> Self {
+        let mut decoder = HttpDecoder::new(service.dialect);
+        decoder.push(bytes);
+        let relay = service.app.relay().gate();
+        Self { stream, connection, decoder, service, relay }
+    }
+
+    /// Serves the connection until it ends or moves, or the sender of `is_over` is dropped.
+    pub(super) async fn run(mut self, is_over: watch::Receiver<()>) -> SessionEnd {
+        match self.serve(is_over).await {
+            Ok(false) => SessionEnd::Closed,
+            Ok(true) => SessionEnd::Moves(self.stream, self.decoder.unanswered()),
+            Err(e) => {
+                let ended = || tracing::debug!("a connection to the API has ended: {e}");
+                self.service.app.span().in_scope(ended);
+                SessionEnd::Closed
+            }
+        }
+    }
+
+    /// Serves the connection until its end. Returns whether it moves to another process.
+    async fn serve(&mut self, mut is_over: watch::Receiver<()>) -> io::Result<bool> {
         let dialect = self.service.dialect;
         let mut chunk = vec![0; READ_BYTES];
         loop {
             let event = tokio::select! {
-                event = self.receive(&mut chunk) => event?,
-                _ = is_over.changed() => return self.shut_down().await,
+                // A connection moves rather than ends if there is a reason for both.
+                biased;
+                received = self.receive(&mut chunk) => match received? {
+                    Received::Event(event) => event,
+                    Received::Closed => return Ok(false),
+                    Received::Moved => return Ok(true),
+                },
+                _ = is_over.changed() => return self.shut_down().await.map(|()| false),
             };
             let (reply, persistence) = match event {
-                None => return Ok(()),
-                Some(HttpEvent::Incomplete) => continue,
-                Some(HttpEvent::Continue) => {
+                HttpEvent::Incomplete => continue,
+                HttpEvent::Continue => {
                     self.write(&permission(dialect)).await?;
                     continue;
                 }
-                Some(HttpEvent::Request(request)) => {
+                HttpEvent::Request(request) => {
+                    tokio::select! {
+                        biased;
+                        () = self.decided() => {}
+                        _ = is_over.changed() => return self.shut_down().await.map(|()| false),
+                    }
                     let persistence = request.persistence;
-                    (self.service.answer(*request, &self.connection).await, persistence)
+                    match self.answer(*request).await {
+                        Some(reply) => (reply, persistence),
+                        None => return Ok(true),
+                    }
                 }
-                Some(HttpEvent::Fault(fault)) => {
+                HttpEvent::Fault(fault) => {
                     let stays = dialect.is_firecracker() && !fault.ends_connection();
                     let persistence = if stays { Persistence::Open } else { Persistence::Close };
                     (HttpReply::refusal(dialect, &fault), persistence)
                 }
             };
-            let ends = is_over.has_changed().is_err();
+            let ends = is_over.has_changed().is_err() && !self.relay.has_moved();
             let persistence = if ends { Persistence::Close } else { persistence };
             self.write(&reply.encode(dialect, persistence)).await?;
             if persistence == Persistence::Close {
-                return self.shut_down().await;
+                return self.shut_down().await.map(|()| false);
             }
         }
     }
 
-    /// Waits for the next event. Returns `None` if the client closes the connection.
-    async fn receive(&mut self, chunk: &mut [u8]) -> io::Result<Option<HttpEvent>> {
+    /// Waits while requests are held.
+    async fn decided(&mut self) {
+        let _held = self.relay.holds().then(|| self.connection.hold());
+        self.relay.decided().await;
+    }
+
+    /// Returns the reply to a request, or `None` if the guest's new process answers it.
+    async fn answer(&mut self, request: HttpRequest) -> Option<HttpReply> {
+        if self.relay.has_moved() {
+            return None;
+        }
+        let waits = waits_for_news(&request);
+        tokio::select! {
+            biased;
+            reply = self.service.answer(request, &self.connection) => Some(reply),
+            () = self.relay.moved(), if waits => None,
+        }
+    }
+
+    /// Waits for the next event.
+    async fn receive(&mut self, chunk: &mut [u8]) -> io::Result<Received> {
         let mut phase = HttpPhase::Idle;
         let mut since = Instant::now();
         loop {
             match self.decoder.next() {
                 HttpEvent::Incomplete => {}
-                event => return Ok(Some(event)),
+                event => return Ok(Received::Event(event)),
             }
             if self.decoder.phase() != phase {
                 phase = self.decoder.phase();
                 since = Instant::now();
             }
             let ClientLimits { head, body, .. } = self.service.limits;
-            let read = match phase {
-                HttpPhase::Idle => Ok(self.read(chunk).await),
-                HttpPhase::Head => {
-                    let late = HttpFault::Late { part: "head", limit: head };
-                    timeout_at(since + head, self.read(chunk)).await.map_err(|_| late)
-                }
-                HttpPhase::Body => {
-                    let late = HttpFault::Late { part: "body", limit: body };
-                    timeout_at(since + body, self.read(chunk)).await.map_err(|_| late)
+            let limit = match phase {
+                HttpPhase::Idle => None,
+                HttpPhase::Head => Some(("head", head)),
+                HttpPhase::Body => Some(("body", body)),
+            };
+            let read = read(&mut self.stream, chunk);
+            let read = async {
+                match limit {
+                    None => Ok(read.await),
+                    Some((part, limit)) => timeout_at(since + limit, read)
+                        .await
+                        .map_err(|_| HttpFault::Late { part, limit }),
                 }
             };
+            // Another process would not know that the rest of a body is to be skipped.
+            let moves = !self.decoder.is_skipping();
+            let read = tokio::select! {
+                biased;
+                () = self.relay.moved(), if moves => return Ok(Received::Moved),
+                read = read => read,
+            };
             match read {
-                Err(late) => return Ok(Some(HttpEvent::Fault(late))),
+                Err(late) => return Ok(Received::Event(HttpEvent::Fault(late))),
                 Ok(read) => match read? {
-                    0 => return Ok(None),
+                    0 => return Ok(Received::Closed),
                     bytes => self.decoder.push(&chunk[..bytes]),
                 },
             }
         }
-    }
-
-    async fn read(&mut self, chunk: &mut [u8]) -> io::Result<usize> {
-        let mut buf = ReadBuf::new(chunk);
-        poll_fn(|context| Pin::new(&mut self.stream).poll_read(context, &mut buf)).await?;
-        Ok(buf.filled().len())
     }
 
     /// Writes all bytes, in one write if the socket takes them.
@@ -283,4 +316,18 @@ impl ApiSession {
     async fn shut_down(&mut self) -> io::Result<()> {
         poll_fn(|context| Pin::new(&mut self.stream).poll_shutdown(context)).await
     }
+}
+
+async fn read(stream: &mut BoundedStream, chunk: &mut [u8]) -> io::Result<usize> {
+    let mut buf = ReadBuf::new(chunk);
+    poll_fn(|context| Pin::new(&mut *stream).poll_read(context, &mut buf)).await?;
+    Ok(buf.filled().len())
+}
+
+/// Returns whether a request changes nothing and waits for news, so that another process may answer
+/// it from its beginning.
+fn waits_for_news(request: &HttpRequest) -> bool {
+    let HttpRequest { method, target, is_firecracker, .. } = request;
+    let class = target.parse::<Uri>().map(|uri| RequestClass::of(method, &uri));
+    !is_firecracker && class.is_ok_and(|class| class == RequestClass::Wait)
 }

@@ -46,7 +46,7 @@ impl VsockListener {
         let name = path.to_owned();
         let bind = move || {
             let bound = ListeningSocket::bind(&name);
-            if stays { bound.map(ListeningSocket::keep_file) } else { bound }
+            if stays { bound.inspect(ListeningSocket::keep_file) } else { bound }
         };
         let file = opener.run(bind).map_err(system)??;
         let listener = file.listener().map_err(system)?;

@@ -1,5 +1,7 @@
 //! Bytes to requests.
 
+use std::iter;
+
 use axum::http::{Method, StatusCode};
 use proptest::collection;
 use proptest::prelude::*;
@@ -314,6 +316,36 @@ proptest! {
     }
 
     #[test]
+    fn another_decoder_continues_at_any_byte(
+        dialect in dialect(),
+        parts in collection::vec(part(), 0..12),
+        cut in any::<proptest::sample::Index>(),
+    ) {
+        let bytes = parts.concat();
+        let (before, after) = bytes.split_at(cut.index(bytes.len() + 1));
+        let mut first = HttpDecoder::new(dialect);
+        let mut found = Vec::new();
+        for piece in before.chunks(2048) {
+            first.push(piece);
+            let next = || Some(first.next()).filter(|event| *event != HttpEvent::Incomplete);
+            found.extend(iter::from_fn(next));
+        }
+        let is_fault = |event: &HttpEvent| matches!(event, HttpEvent::Fault(_));
+        prop_assume!(!found.iter().any(is_fault));
+        let unanswered = first.unanswered();
+        prop_assert!(unanswered.len() <= dialect.unanswered_limit());
+        found.extend(events(dialect, [&unanswered[..], after]));
+        let mut whole = events(dialect, [&bytes[..]]);
+        // The second decoder does not know that the body was asked for.
+        for event in found.iter_mut().chain(&mut whole) {
+            if let HttpEvent::Request(request) = event {
+                request.headers.remove("expect");
+            }
+        }
+        prop_assert_eq!(found, whole);
+    }
+
+    #[test]
     fn memory_is_bounded_for_any_bytes(
         dialect in dialect(),
         parts in collection::vec(part(), 0..60),
@@ -322,7 +354,9 @@ proptest! {
         let bytes = parts.concat();
         let mut decoder = HttpDecoder::new(dialect);
         // Growth of a vector at most doubles it.
-        let bound = 2 * (dialect.line_limit() + 2048) + dialect.payload_limit();
+        let limit = dialect.line_limit() + 2048;
+        let begun = 2 * (dialect.unanswered_limit() - dialect.payload_limit());
+        let bound = 2 * limit + begun + dialect.payload_limit();
         for piece in bytes.chunks(size) {
             decoder.push(piece);
             while decoder.next() != HttpEvent::Incomplete {}

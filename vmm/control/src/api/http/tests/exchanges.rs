@@ -16,7 +16,8 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tempfile::TempDir;
 use tokio::sync::watch;
 
-use super::super::session::{ApiService, ClientLimits, serve};
+use super::super::serve::serve;
+use super::super::session::{ApiService, ClientLimits};
 use crate::api::connections::{self, BoundedListener};
 use crate::api::transport::ServerSocket;
 use crate::api::{ApiEvent, App, Arriving, Caller};
@@ -48,6 +49,7 @@ impl TestApi {
         let listener = UnixListener::bind(dir.path().join("api")).unwrap();
         listener.set_nonblocking(true).unwrap();
         let (over, is_over) = watch::channel(());
+        let relay = app.relay().gate();
         let routes = Router::new()
             .route("/v1/info", get(async || "hello"))
             .route("/long", get(async || "x".repeat(LONG)))
@@ -58,8 +60,8 @@ impl TestApi {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
             runtime.unwrap().block_on(async {
                 let listener = tokio::net::UnixListener::from_std(listener).unwrap();
-                let listener = BoundedListener::new(ServerSocket::Unix(listener), None);
-                serve(listener, service, is_over, TIMEOUT).await;
+                let listener = BoundedListener::new(ServerSocket::Unix(listener), None, relay);
+                serve(listener, None, service, is_over, TIMEOUT).await;
             });
         });
         Self { dir, over: Some(over), threads: vec![thread] }

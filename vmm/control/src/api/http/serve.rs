@@ -1,0 +1,184 @@
+//! Owns the sessions of the API's socket: begins them with connections that are accepted, or that
+//! another process has sent, and sends connections on once the guest has changed its process.
+
+use std::collections::VecDeque;
+use std::future::pending;
+use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::serve::Listener;
+use tokio::sync::watch;
+use tokio::task::{JoinError, JoinSet, yield_now};
+use tokio::time::timeout;
+
+use super::session::{ApiService, ApiSession, SessionEnd};
+use crate::api::app::App;
+use crate::api::connections::{BoundedListener, BoundedStream, ConnectionHandle};
+use crate::api::relay::{RelayReceiver, RelaySender, RelayedConnection};
+use crate::api::transport::ServerStream;
+
+/// Number of parts of the limit for requests under way at the end.
+const SHUTDOWN_PARTS: u32 = 20;
+
+/// Serves the connections that `listener` accepts, and those that arrive over `adopted`, until the
+/// sender of `is_over` is dropped, and then requests under way for at most `shutdown_limit`.
+pub(in crate::api) async fn serve(
+    mut listener: BoundedListener,
+    adopted: Option<UnixStream>,
+    service: ApiService,
+    mut is_over: watch::Receiver<()>,
+    shutdown_limit: Duration,
+) {
+    let app = service.app().clone();
+    let departures = Departures { app: app.clone(), channel: None, queue: VecDeque::new() };
+    let arrivals = adopted.and_then(|channel| {
+        let arrivals = RelayReceiver::new(channel, service.unanswered_limit());
+        arrivals.inspect_err(|e| tracing::warn!("no connection can be adopted: {e}")).ok()
+    });
+    let is_over_too = is_over.clone();
+    let sessions = JoinSet::new();
+    let mut all = Sessions { sessions, service, is_over: is_over_too, arrivals, departures };
+    tokio::select! {
+        _ = is_over.changed() => {}
+        () = all.serve(&mut listener) => {}
+    }
+    drop(listener);
+    if !ends_within(shutdown_limit, all.end()).await {
+        app.span().in_scope(|| tracing::debug!("requests were still under way"));
+    }
+}
+
+/// Waits until `work` ends, for `limit` at most. Returns whether it has ended.
+///
+/// The limit is waited for in parts, and between two parts this thread does all that is ready. A
+/// process that gets no processor for that long therefore still sends the answers that it has: to
+/// it, one long wait would look as if its sessions had not answered.
+async fn ends_within(limit: Duration, work: impl Future<Output = ()>) -> bool {
+    let mut work = pin!(work);
+    for _ in 0..SHUTDOWN_PARTS {
+        if timeout(limit / SHUTDOWN_PARTS, &mut work).await.is_ok() {
+            return true;
+        }
+    }
+    false
+}
+
+/// The sessions, and the ways on which connections come and go.
+struct Sessions {
+    sessions: JoinSet<SessionEnd>,
+    service: ApiService,
+    is_over: watch::Receiver<()>,
+    /// The channel from the process that had the guest before, until its end.
+    arrivals: Option<RelayReceiver>,
+    departures: Departures,
+}
+
+impl Sessions {
+    /// Serves connections until the caller drops the future, which loses none of them.
+    async fn serve(&mut self, listener: &mut BoundedListener) {
+        let mut relay = self.departures.app.relay().gate();
+        let mut has_moved = false;
+        loop {
+            self.departures.send().await;
+            if has_moved && self.sessions.is_empty() && self.arrivals.is_none() {
+                self.departures.channel = None;
+            }
+            let (stream, connection, bytes) = tokio::select! {
+                Some(ended) = self.sessions.join_next() => {
+                    self.departures.add(ended);
+                    continue;
+                }
+                () = relay.moved(), if !has_moved => {
+                    has_moved = true;
+                    continue;
+                }
+                (stream, connection) = listener.accept() => (stream, connection, Vec::new()),
+                arrived = arrival(&self.arrivals) => {
+                    let Some(RelayedConnection { stream, bytes }) = arrived else {
+                        self.arrivals = None;
+                        continue;
+                    };
+                    let (stream, connection) = listener.add(ServerStream::Unix(stream), !bytes.is_empty());
+                    (stream, connection, bytes)
+                }
+            };
+            self.begin(stream, connection, &bytes);
+            // Lets the session find its request before the next connection may displace it as idle.
+            yield_now().await;
+        }
+    }
+
+    fn begin(&mut self, stream: BoundedStream, connection: ConnectionHandle, bytes: &[u8]) {
+        let session = ApiSession::new(stream, connection, bytes, self.service.clone());
+        self.sessions.spawn(session.run(self.is_over.clone()));
+    }
+
+    /// Waits until all sessions have ended.
+    async fn end(&mut self) {
+        self.departures.send().await;
+        while let Some(ended) = self.sessions.join_next().await {
+            self.departures.add(ended);
+            self.departures.send().await;
+        }
+    }
+}
+
+/// Waits for a connection from another process. Returns `None` at the end of the channel.
+async fn arrival(channel: &Option<RelayReceiver>) -> Option<RelayedConnection> {
+    match channel {
+        Some(channel) => channel.receive().await,
+        None => pending().await,
+    }
+}
+
+/// Connections on their way to the process that has the guest.
+struct Departures {
+    app: Arc<App>,
+    /// The channel to that process, once it is known and while it takes connections.
+    channel: Option<RelaySender>,
+    /// The connections, each with the bytes that were read from it and not answered.
+    queue: VecDeque<(BoundedStream, Vec<u8>)>,
+}
+
+impl Departures {
+    /// Adds the connection of a session that has ended, if it moves. A session that has panicked
+    /// has lost only its connection.
+    fn add(&mut self, ended: Result<SessionEnd, JoinError>) {
+        if let Ok(SessionEnd::Moves(stream, bytes)) = ended {
+            self.queue.push_back((stream, bytes));
+        }
+    }
+
+    /// Sends all connections. Those that cannot be sent are closed.
+    async fn send(&mut self) {
+        if let Some(channel) = self.app.relay().take_channel() {
+            let channel = RelaySender::new(channel);
+            self.channel = channel.inspect_err(|e| self.warn("all connections", e)).ok();
+        }
+        while let Some((stream, bytes)) = self.queue.front() {
+            if let Some(channel) = &self.channel
+                && let Err(e) = channel.send(stream.as_fd(), bytes).await
+            {
+                self.warn("a connection", &e);
+                let lost = [
+                    io::ErrorKind::TimedOut,
+                    io::ErrorKind::BrokenPipe,
+                    io::ErrorKind::ConnectionReset,
+                ];
+                if lost.contains(&e.kind()) {
+                    self.channel = None;
+                }
+            }
+            self.queue.pop_front();
+        }
+    }
+
+    fn warn(&self, what: &str, e: &io::Error) {
+        let warn = || tracing::warn!("the API closes {what}: the guest's new process: {e}");
+        self.app.span().in_scope(warn);
+    }
+}
