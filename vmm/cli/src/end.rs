@@ -24,7 +24,10 @@ pub(super) fn run_to_end(
     requests: Option<JoinHandle<()>>,
 ) -> Result<ExitCode, Failure> {
     let end = vm.wait_end(None);
-    notify::stopping();
+    // After an upgrade the service goes on.
+    if !jobs.is_upgraded() {
+        notify::stopping();
+    }
     // The last check reads all guest memory and waits for no device.
     let shadow = jobs.end_shadow();
     let outcome = "what the guest last wrote to its disks may not be durable";

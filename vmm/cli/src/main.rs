@@ -25,6 +25,7 @@ mod notify;
 mod output;
 mod paths;
 mod plan;
+mod process_line;
 mod progress;
 mod receive;
 mod receiver_socket;
@@ -35,7 +36,9 @@ mod serve;
 mod setup;
 mod status_line;
 mod store;
+mod take_over;
 mod top;
+mod upgrade;
 mod values;
 mod version;
 
@@ -66,12 +69,22 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(e) => return report::refuse_usage(&args::with_hint(e)),
     };
+    let (cli, taken) = match cli.command {
+        Command::TakeOver(args) => match take_over::begin(&args) {
+            Ok((cli, taken)) => (cli, Some(taken)),
+            Err(e) => return report::report(e),
+        },
+        command => (Cli { command, ..cli }, None),
+    };
     let verbose = cli.output.log.verbose > 0;
     let logs = match cli.command {
         Command::Start(StartCommand::Serve(_)) => log::Logs::OwnAndClients,
         _ => log::Logs::Own,
     };
-    let done = log::start(&cli.output.log, logs).and_then(|()| run(cli.command, verbose, started));
+    let done = log::start(&cli.output.log, logs).and_then(|()| match taken {
+        Some(taken) => take_over::take_over(cli.command, taken),
+        None => run(cli.command, verbose, started),
+    });
     let code = done.unwrap_or_else(report::report);
     driftline_machine::log::flush();
     code
@@ -97,6 +110,9 @@ fn run(command: Command, verbose: bool, started: Instant) -> Result<ExitCode, Fa
         Command::Stop(args) => client::stop(&args),
         Command::Checkpoint(args) => checkpoint::checkpoint(&args),
         Command::SendMigration(args) => migration::send(&args),
+        Command::Upgrade(args) => upgrade::upgrade(&args),
+        // Its command line is another one by now.
+        Command::TakeOver(_) => Err(Failure::usage("take-over continues no process of its kind")),
         Command::Plan(args) => plan::plan(&args),
         Command::Top(args) => top::top(&args),
         Command::CancelMigration(args) => migration::cancel(&args),

@@ -45,6 +45,11 @@ pub(super) fn ready(status: impl std::fmt::Display) {
     send(&format!("READY=1\nSTATUS={status}\n"));
 }
 
+/// Says that this process is the service's main process from now on, and in what state it is.
+pub(super) fn continued(status: impl std::fmt::Display) {
+    send(&format!("MAINPID={}\nREADY=1\nSTATUS={status}\n", std::process::id()));
+}
+
 /// Says that the process ends.
 pub(super) fn stopping() {
     send("STOPPING=1\n");

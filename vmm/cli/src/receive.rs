@@ -17,6 +17,7 @@ use super::end::{end_in_bounded_time, run_to_end, stop_reason};
 use super::failure::Failure;
 use super::notify;
 use super::output::{bytes, count, print_json, print_message};
+use super::process_line::process_line;
 use super::progress::{ReceiveProgress, receiving_line};
 use super::receiver_socket::ReceiverSocket;
 use super::setup::{NamedFiles, check_state_dir, guest_failure, host_config, log_machine, prepare};
@@ -68,6 +69,7 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
         end_in_bounded_time(0, NOT_RECEIVED);
         true
     });
+    app.set_process_line(process_line(&args.host));
     let server = Server::start(listeners, app.clone())?;
     // From here on the server handles signals, which a reader of this message may send.
     print_message(format_args!("waiting for a migration on {address}"));

@@ -24,6 +24,7 @@ use super::failure::Failure;
 use super::hand_overs::{CheckedFactory, PendingHandOvers};
 use super::notify;
 use super::output::{count, print_message};
+use super::process_line::process_line;
 use super::setup::{NamedFiles, confine, guest_failure, host_config, log_machine};
 
 /// `driftline restore`, in a process that started at `started`.
@@ -68,7 +69,9 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
         warn_of_current_disks(&*vm, report.epoch);
     }
     let jobs = Jobs::new(vm.clone(), args.host.state_dir.clone());
-    let served = server.serve(listeners, App::new(jobs.clone()));
+    let app = App::new(jobs.clone());
+    app.set_process_line(process_line(&args.host));
+    let served = server.serve(listeners, app);
     served.map_err(|e| after_restore(&report, e.into()))?;
     resume(&*vm, &source).map_err(|e| after_restore(&report, e))?;
     tracing::info!(start_us = started.elapsed().as_micros(), "the guest runs");

@@ -21,6 +21,7 @@ use super::config_file;
 use super::end::run_to_end;
 use super::failure::Failure;
 use super::notify;
+use super::process_line::process_line;
 use super::setup::{NamedFiles, host_config, log_machine, prepare, warn_of_state_dir};
 use super::values;
 
@@ -34,7 +35,7 @@ pub(super) fn run(args: RunArgs, started: Instant) -> Result<ExitCode, Failure> 
     named.read.extend(args.kernel.iter().chain(&args.initrd).cloned());
     let listeners = prepare(&args.host, named)?;
     let host = host_config(&args.host, DeviceArgs::default())?;
-    let state_dir = args.host.state_dir.clone();
+    let (state_dir, line) = (args.host.state_dir.clone(), process_line(&args.host));
     warn_of_state_dir(&args.host);
     let shadow = args.shadow;
     check_shadow(shadow, args.tracking.unwrap_or_default())?;
@@ -54,7 +55,9 @@ pub(super) fn run(args: RunArgs, started: Instant) -> Result<ExitCode, Failure> 
     if let Some(mode) = shadow {
         jobs.start_shadow(mode).map_err(shadow_failure)?;
     }
-    server.serve(listeners, App::new(jobs.clone()))?;
+    let app = App::new(jobs.clone());
+    app.set_process_line(line);
+    server.serve(listeners, app)?;
     if resume(&*vm)? {
         // The vCPU threads have just been notified. All that remains before the guest's first
         // instruction is the wake-up of one thread.

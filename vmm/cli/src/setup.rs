@@ -96,12 +96,23 @@ pub(super) fn confine(host: &HostArgs, named: NamedFiles) -> Result<Confined, Fa
     notify::connect();
     let api = host.api_sock.as_deref().map(ListeningSocket::bind).transpose()?;
     let metrics = host.metrics_listen.map(listen_for_metrics).transpose()?;
+    let (metrics, address) = metrics.unzip();
+    let listeners = Listeners { api, metrics, ..Listeners::default() };
+    Ok(Confined { metrics: address, ..enter(host, named, listeners)? })
+}
+
+/// Does as [`prepare`] in a process that continues another one, and gets its listeners.
+pub(super) fn prepare_to_continue(host: &HostArgs, named: NamedFiles) -> Result<(), Failure> {
+    notify::connect();
+    enter(host, named, Listeners::default())?.start_threads(host).map(drop)
+}
+
+/// Enters the sandbox with `listeners`.
+fn enter(host: &HostArgs, named: NamedFiles, listeners: Listeners) -> Result<Confined, Failure> {
     let awake = pm_qos::open();
     let options = restrictions(host, named)?;
     enter_sandbox(&options)?;
-    let (metrics, address) = metrics.unzip();
-    let listeners = Listeners { api, metrics, adopted: None };
-    Ok(Confined { listeners, metrics: address, awake, options })
+    Ok(Confined { listeners, metrics: None, awake, options })
 }
 
 impl Confined {

@@ -4,6 +4,7 @@
 //! `model` (the JSON) <- `jobs` <- `metrics` <- `api`, and `model` <- `firecracker` <- `api`.
 
 pub mod api;
+mod descriptors;
 pub mod firecracker;
 pub mod jobs;
 mod metrics;

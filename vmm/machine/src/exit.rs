@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
+use serde::{Deserialize, Serialize};
 
 use crate::terminal;
 
@@ -19,7 +20,7 @@ use crate::terminal;
 const LOCK_LIMIT: Duration = Duration::from_millis(100);
 
 /// The file of a listening socket.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct SocketFile {
     /// The absolute path.
     pub path: PathBuf,

@@ -14,6 +14,7 @@ use super::plan::PlanArgs;
 use super::serve::ServeArgs;
 use super::store::{CheckpointArgs, StoreCommand};
 use super::top::TopArgs;
+use super::upgrade::{TakeOverArgs, UpgradeArgs};
 use super::{examples, headings};
 use crate::version::version;
 
@@ -62,6 +63,17 @@ impl Cli {
             }
             Err(_) => Self::try_parse(),
         }
+    }
+
+    /// Parses the arguments of a guest's process, which another process continues.
+    ///
+    /// # Errors
+    ///
+    /// They are not those of a guest's process.
+    pub(crate) fn parse_guest(arguments: &[String]) -> Result<Self, clap::Error> {
+        let line = std::iter::once("driftline").chain(arguments.iter().map(String::as_str));
+        let StartCli { command, output } = StartCli::try_parse_from(line)?;
+        Ok(Self { command: Command::Start(command), version: None, output })
     }
 }
 
@@ -133,6 +145,17 @@ pub(crate) enum Command {
     /// Send a running guest to another host
     #[command(after_help = examples::SEND)]
     SendMigration(SendArgs),
+    /// Replace the VMM of a running guest by another process or version
+    ///
+    /// The next process continues with the guest's memory, its open files, the API socket and its
+    /// connections; nothing is copied or closed. It gets the command line of the process that it
+    /// replaces. If it cannot take the guest, the guest stays where it is. Needs the memory backing
+    /// memfd.
+    #[command(after_help = examples::UPGRADE)]
+    Upgrade(UpgradeArgs),
+    // Started by upgrade.
+    #[command(hide = true)]
+    TakeOver(TakeOverArgs),
     /// Predict a migration and checkpoints of a running guest
     ///
     /// Watches the guest's writes for about four seconds, which slows them down as a migration

@@ -60,6 +60,10 @@ pub(super) const SEND: &str = "\
 Examples:
   driftline send-migration tcp:10.0.0.2:7000 --tls-dir /etc/driftline/tls --api-sock a.sock
   driftline send-migration unix:/run/moves.sock --api-sock a.sock --copy-disks --compress lz4";
+pub(super) const UPGRADE: &str = "\
+Examples:
+  driftline upgrade --api-sock a.sock
+  driftline upgrade --api-sock a.sock --binary /usr/bin/driftline --json";
 pub(super) const PLAN: &str = "\
 Example:
   driftline plan --api-sock a.sock --bandwidth 100M";

@@ -18,6 +18,7 @@ mod store;
 #[cfg(test)]
 mod tests;
 mod top;
+mod upgrade;
 
 pub(crate) use api::{ApiArgs, BalloonArgs, QueryArgs, StopArgs};
 pub(crate) use command::{Cli, Command, DemoArgs, DoctorArgs, StartCommand};
@@ -32,3 +33,4 @@ pub(crate) use store::{
     CheckpointArgs, ExportArgs, ExportFormat, RepairArgs, StoreArgs, StoreCommand,
 };
 pub(crate) use top::{LONGEST_INTERVAL, SHORTEST_INTERVAL, TopArgs};
+pub(crate) use upgrade::{TakeOverArgs, UpgradeArgs};

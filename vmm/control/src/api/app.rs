@@ -13,6 +13,7 @@ use tokio::sync::oneshot;
 use tracing::Span;
 
 use super::event::ApiEvent;
+use super::process_line::ProcessLine;
 use super::relay::Relay;
 use super::termination::Termination;
 use crate::firecracker::{ApiCounts, InstanceName, started_instance};
@@ -74,6 +75,8 @@ pub struct App {
     /// Counts of Firecracker's requests.
     api_counts: Arc<ApiCounts>,
     relay: Relay,
+    /// The command line with which another process can continue with the guest, or why none can.
+    process_line: OnceLock<Result<ProcessLine, &'static str>>,
 }
 
 /// Where the guest comes from.
@@ -158,6 +161,7 @@ impl App {
             termination: Termination::default(),
             api_counts: Arc::default(),
             relay: Relay::default(),
+            process_line: OnceLock::new(),
         })
     }
 
@@ -182,6 +186,22 @@ impl App {
     /// Returns what holds the API's requests, and moves its connections to another process.
     pub fn relay(&self) -> &Relay {
         &self.relay
+    }
+
+    /// Sets the command line with which another process can continue with the guest, or the reason
+    /// why none can. Only the first call has an effect.
+    pub fn set_process_line(&self, line: Result<ProcessLine, &'static str>) {
+        let _ = self.process_line.set(line);
+    }
+
+    /// Returns what was set.
+    ///
+    /// # Errors
+    ///
+    /// The reason why no other process can continue with the guest.
+    pub(super) fn process_line(&self) -> Result<ProcessLine, &'static str> {
+        let unset = "a guest that a client of Firecracker's API has configured stays in it";
+        self.process_line.get().cloned().unwrap_or(Err(unset))
     }
 
     /// Marks the process as ending: a guest that has not arrived yet will not arrive.

@@ -22,6 +22,7 @@ use super::fault::{Fault, JsonBody};
 use super::handler::{AppState, JsonAnswer, blocking};
 use super::metrics;
 use super::plan;
+use super::upgrade;
 use crate::jobs::Jobs;
 use crate::model::{
     ActionRequest, ArrivingInfo, CheckpointPage, CheckpointRequest, GuestState, Info, InfoPage,
@@ -44,6 +45,7 @@ fn own() -> Router<Arc<App>> {
     let without_query = Router::new()
         .route("/v1/info", get(info))
         .route("/v1/stop", post(stop))
+        .route("/v1/upgrade", post(upgrade::upgrade))
         .route("/v1/nmi", post(send_nmi))
         .route("/v1/migration/plan", post(plan::plan))
         .route("/v1/migration/resolve", post(resolve_migration))

@@ -135,6 +135,7 @@ impl Server {
     /// The system's error for a socket.
     pub fn serve(&mut self, listeners: Listeners, app: Arc<App>) -> io::Result<()> {
         let Listeners { api: socket, metrics, adopted } = listeners;
+        app.relay().set_metrics(metrics.as_ref().map(TcpListener::try_clone).transpose()?);
         let (api, metrics) = {
             let _entered = self.runtime.enter();
             let listen = |s: &ListeningSocket| UnixListener::from_std(s.listener()?);

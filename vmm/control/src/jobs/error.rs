@@ -48,6 +48,9 @@ pub enum JobError {
         /// Its store.
         store: PathBuf,
     },
+    /// The guest's tracking is being verified.
+    #[error("the process verifies the guest's tracking (--shadow), and another one cannot go on")]
+    Shadowed,
     /// A migration is under way already.
     #[error("the guest is being migrated already, to {to}")]
     MigrationUnderWay {

@@ -131,6 +131,11 @@ impl MigrationJob {
         let _ = self.over.subscribe().wait_for(|over| *over).await;
     }
 
+    /// Returns the outcome of a migration that is over.
+    pub(super) fn outcome(&self) -> Result<SendReport, MigrationFailure> {
+        self.outcome.lock().clone().unwrap_or_else(|| Err(panicked()))
+    }
+
     /// Returns the migration's state, and notes that its end was read if it is over.
     pub(super) fn page(&self) -> MigrationPage {
         let over = self.is_over();

@@ -18,19 +18,20 @@ mod watches;
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use driftline_checkpoint::SnapshotReport;
 use driftline_guest::{GuestError, RunState};
 use driftline_machine::config::guest_span;
 use driftline_machine::vm::SharedVm;
-use driftline_migrate::{Records, Resolution, Responder};
+use driftline_migrate::{Records, Resolution, Responder, SendReport};
 use parking_lot::Mutex;
 use tracing::Span;
 
 use crate::model::{
-    CheckpointPage, CheckpointRequest, GuestState, Info, MigrationPage, MigrationRequest,
+    CheckpointPage, CheckpointRequest, GuestState, Info, MigrationFailure, MigrationPage,
+    MigrationRequest,
 };
 use checkpoints::CheckpointJob;
 pub use error::JobError;
@@ -47,6 +48,9 @@ pub(crate) use snapshots::{SnapshotFailure, SnapshotOrder};
 use totals::CheckpointTotals;
 pub(crate) use totals::{CheckpointFigures, MigrationCounts, MigrationFigures};
 use watches::DirtyWatches;
+
+/// Interval at which an upgrade looks whether its hand-over is in doubt.
+const DOUBT_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Limit for a process whose guest has ended to wait for the readers of its jobs' last reports.
 const LAST_READ_LIMIT: Duration = Duration::from_secs(2);
@@ -79,6 +83,8 @@ pub struct Jobs {
     shadow: Mutex<Option<Shadow>>,
     /// What snapshots build on. Held while one is taken.
     snapshots: Mutex<SnapshotBase>,
+    /// Whether another process of this host continues with the guest after an upgrade.
+    is_upgraded: AtomicBool,
 }
 
 impl Jobs {
@@ -101,6 +107,7 @@ impl Jobs {
             responder: Mutex::default(),
             shadow: Mutex::default(),
             snapshots: Mutex::default(),
+            is_upgraded: AtomicBool::new(false),
         })
     }
 
@@ -292,6 +299,57 @@ impl Jobs {
         }
         self.migration.add(number, job);
         Ok(number)
+    }
+
+    /// Checks that another process of this host can continue with the guest.
+    ///
+    /// # Errors
+    ///
+    /// A job on the guest is under way.
+    pub(crate) fn check_upgrade(&self) -> Result<(), JobError> {
+        if let Some(job) = self.checkpoint_job().filter(|job| !job.is_over()) {
+            return Err(job.under_way());
+        }
+        match *self.shadow.lock() {
+            None => Ok(()),
+            Some(_) => Err(JobError::Shadowed),
+        }
+    }
+
+    /// Hands the guest over to the process of this host that listens at `to`, and waits for the
+    /// end. Calls `moved` once that process has the guest, before this process may end. Calls
+    /// `in_doubt` if the operator has to decide.
+    ///
+    /// # Errors
+    ///
+    /// As [`start_migration`](Self::start_migration). Otherwise the hand-over's own result.
+    pub(crate) async fn hand_over_here(
+        &self,
+        to: &str,
+        in_doubt: impl FnOnce(),
+        moved: impl FnOnce(),
+    ) -> Result<Result<SendReport, MigrationFailure>, JobError> {
+        let number = self.start_migration(&MigrationRequest::on_this_host(to))?;
+        let job = find_job(&self.migration, Some(number))?.ok_or(JobError::NoJob(number))?;
+        let mut in_doubt = Some(in_doubt);
+        while tokio::time::timeout(DOUBT_INTERVAL, job.end()).await.is_err() {
+            if let Some(in_doubt) = in_doubt.take_if(|_| job.is_in_doubt()) {
+                in_doubt();
+            }
+        }
+        let handed_over = job.outcome();
+        if handed_over.is_ok() {
+            self.is_upgraded.store(true, Ordering::Relaxed);
+            moved();
+        }
+        // Only now may the process end.
+        job.page();
+        Ok(handed_over)
+    }
+
+    /// Returns whether another process of this host continues with the guest after an upgrade.
+    pub fn is_upgraded(&self) -> bool {
+        self.is_upgraded.load(Ordering::Relaxed)
     }
 
     /// Cancels migration `number`, or the latest one. The guest stays on this host.

@@ -1,5 +1,7 @@
 //! JSON of `/v1/migration`.
 
+use std::path::PathBuf;
+
 use driftline_migrate::{
     Compression, CopyDrives, MAX_CONNECTIONS, MIN_BANDWIDTH, Phase, Progress, Resolution,
     SendReport, SendTls, TimeoutStrategy,
@@ -58,7 +60,34 @@ pub const MAX_DOWNTIME_MS: u64 = 3_600_000;
 /// The longest accepted time limit for copying, in s: thirty days.
 pub const MAX_TIMEOUT_S: u64 = 30 * 24 * 3600;
 
+/// Body of `POST /v1/upgrade`.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct UpgradeRequest {
+    /// The unix socket at which the next process listens; `driftline upgrade` starts it.
+    pub socket: PathBuf,
+}
+
 impl MigrationRequest {
+    /// Returns the request to hand the guest over to the process of this host at `to`.
+    pub(crate) fn on_this_host(to: &str) -> Self {
+        Self {
+            to: to.to_owned(),
+            downtime_ms: default_downtime_ms(),
+            timeout_s: default_timeout_s(),
+            timeout_strategy: TimeoutStrategy::default(),
+            max_bandwidth_bytes_per_s: None,
+            connections: one(),
+            compression: Compression::default(),
+            verify: false,
+            copy_disks: CopyDrives::default(),
+            tls: None,
+            insecure: false,
+            local: true,
+            throttle: default_throttle(),
+        }
+    }
+
     /// Refuses values outside their limits.
     pub(crate) fn check(&self) -> Result<(), LimitError> {
         at_most("downtime_ms", self.downtime_ms, MAX_DOWNTIME_MS)?;

@@ -28,7 +28,7 @@ pub use limit::UnknownName;
 pub(crate) use limit::{LimitError, at_least, at_most, one_to};
 pub use migration::{
     GuestLocation, MAX_DOWNTIME_MS, MAX_TIMEOUT_S, MigrationFailure, MigrationPage,
-    MigrationRequest, MigrationState, ResolveRequest,
+    MigrationRequest, MigrationState, ResolveRequest, UpgradeRequest,
 };
 pub use rate_limits::{RateLimiterConfig, TokenBucketConfig};
 pub use watch::{

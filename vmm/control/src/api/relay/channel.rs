@@ -1,8 +1,7 @@
 //! Sends and receives connections. The receiver trusts nothing that arrives.
 
 use std::fs::File;
-use std::io::{self, IoSlice, IoSliceMut, Write};
-use std::mem::MaybeUninit;
+use std::io::{self, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream as StdUnixStream;
@@ -10,18 +9,13 @@ use std::time::Duration;
 
 use rustix::fs::{MemfdFlags, fcntl_get_seals, memfd_create};
 use rustix::net::sockopt::{socket_acceptconn, socket_domain, socket_type};
-use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
-    SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketType, recvmsg, sendmsg,
-};
+use rustix::net::{AddressFamily, SocketType};
 use tokio::io::Interest;
 use tokio::net::UnixStream;
 use tokio::time::timeout;
 
-/// Maximum number of descriptors with one byte.
-const MAX_DESCRIPTORS: usize = 2;
-/// Bytes of control data for [`MAX_DESCRIPTORS`] descriptors.
-const SPACE: usize = rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS));
+use crate::descriptors::{self, ReceivedDescriptors};
+
 /// Limit for the receiver to take one connection.
 const SEND_LIMIT: Duration = Duration::from_secs(5);
 
@@ -49,19 +43,10 @@ impl RelaySender {
         let bytes = if bytes.is_empty() { None } else { Some(memory_file(bytes)?) };
         let descriptors: Vec<BorrowedFd<'_>> =
             [connection].into_iter().chain(bytes.iter().map(AsFd::as_fd)).collect();
-        let send = self.channel.async_io(Interest::WRITABLE, || self.send_now(&descriptors));
+        let send = self
+            .channel
+            .async_io(Interest::WRITABLE, || descriptors::send(&self.channel, &descriptors));
         timeout(self.limit, send).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
-    }
-
-    fn send_now(&self, descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
-        let mut space = [MaybeUninit::uninit(); SPACE];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        if !control.push(SendAncillaryMessage::ScmRights(descriptors)) {
-            return Err(io::ErrorKind::InvalidInput.into());
-        }
-        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-        sendmsg(&self.channel, &[IoSlice::new(&[0])], &mut control, flags)?;
-        Ok(())
     }
 }
 
@@ -99,7 +84,8 @@ impl RelayReceiver {
     /// is dropped. If the future is dropped before it returns, nothing was received.
     pub(in crate::api) async fn receive(&self) -> Option<RelayedConnection> {
         loop {
-            let received = self.channel.async_io(Interest::READABLE, || receive(&self.channel));
+            let received =
+                self.channel.async_io(Interest::READABLE, || descriptors::receive(&self.channel));
             let descriptors = match received.await {
                 Ok(Some(descriptors)) => descriptors,
                 Ok(None) => return None,
@@ -133,33 +119,11 @@ enum RelayError {
     System(#[from] io::Error),
 }
 
-/// Descriptors that came with a byte.
-struct RelayedDescriptors {
-    all: Vec<OwnedFd>,
-    /// Whether the kernel has dropped some.
-    truncated: bool,
-}
-
-/// Receives one byte, or returns `None` at the end of the channel.
-fn receive(channel: &UnixStream) -> io::Result<Option<RelayedDescriptors>> {
-    let (mut byte, mut space) = ([0], [MaybeUninit::uninit(); SPACE]);
-    let mut control = RecvAncillaryBuffer::new(&mut space);
-    let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
-    let received = recvmsg(channel, &mut [IoSliceMut::new(&mut byte)], &mut control, flags)?;
-    let rights = control.drain().filter_map(|message| match message {
-        RecvAncillaryMessage::ScmRights(descriptors) => Some(descriptors),
-        _ => None,
-    });
-    let all = rights.flatten().collect();
-    let truncated = received.flags.contains(ReturnFlags::CTRUNC);
-    Ok((received.bytes > 0).then_some(RelayedDescriptors { all, truncated }))
-}
-
 fn connection_of(
-    received: RelayedDescriptors,
+    received: ReceivedDescriptors,
     max_bytes: usize,
 ) -> Result<RelayedConnection, RelayError> {
-    let RelayedDescriptors { all, truncated } = received;
+    let ReceivedDescriptors { all, truncated } = received;
     if truncated {
         return Err(RelayError::Truncated);
     }

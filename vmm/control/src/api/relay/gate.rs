@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::future::pending;
+use std::net::TcpListener;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Weak};
 
@@ -31,6 +32,8 @@ struct RelayEnds {
     /// The channel, until the control thread takes it.
     channel: Option<UnixStream>,
     socket: Weak<ListeningSocket>,
+    /// The listener of the metrics' address.
+    metrics: Option<TcpListener>,
     /// Whether the control thread takes no channel any more.
     is_over: bool,
 }
@@ -87,6 +90,16 @@ impl Relay {
         self.ends.lock().socket.upgrade()
     }
 
+    /// Returns the listener of the metrics' address, while it is served.
+    pub(in crate::api) fn metrics(&self) -> Option<TcpListener> {
+        self.ends.lock().metrics.as_ref().and_then(|listener| listener.try_clone().ok())
+    }
+
+    /// Sets what [`metrics`](Self::metrics) returns.
+    pub(in crate::api) fn set_metrics(&self, listener: Option<TcpListener>) {
+        self.ends.lock().metrics = listener;
+    }
+
     /// Sets what [`socket`](Self::socket) returns.
     pub(in crate::api) fn set_socket(&self, socket: &Arc<ListeningSocket>) {
         self.ends.lock().socket = Arc::downgrade(socket);
@@ -106,7 +119,7 @@ impl Relay {
     pub(in crate::api) fn end(&self) {
         let mut ends = self.ends.lock();
         ends.is_over = true;
-        ends.channel = None;
+        (ends.channel, ends.metrics) = (None, None);
     }
 
     fn change(&self, from: RelayPhase, to: RelayPhase) {

@@ -1,0 +1,37 @@
+//! The command line of this guest's process, with which another process can continue.
+
+use std::env;
+use std::io::{self, IsTerminal};
+use std::sync::OnceLock;
+
+use driftline_control::api::ProcessLine;
+use driftline_machine::config::SerialSink;
+
+use super::args::HostArgs;
+
+/// The command line of the first process of the guest, if this one continues another.
+static CONTINUED: OnceLock<ProcessLine> = OnceLock::new();
+
+/// Records that this process continues one with `line`.
+pub(super) fn continues(line: ProcessLine) {
+    let _ = CONTINUED.set(line);
+}
+
+/// Returns the command line with which another process can continue, or why none can.
+pub(super) fn process_line(host: &HostArgs) -> Result<ProcessLine, &'static str> {
+    if host.die_with_parent {
+        return Err("it ends with the process that has started it");
+    }
+    if host.serial == SerialSink::Stdio && io::stdin().is_terminal() {
+        return Err("its guest has the terminal, which belongs to one process group; use \
+                    `--serial file:PATH` or `--serial null`");
+    }
+    if let Some(line) = CONTINUED.get() {
+        return Ok(line.clone());
+    }
+    let arguments = env::args_os().skip(1).map(|argument| argument.into_string().ok());
+    let arguments = arguments.collect::<Option<_>>();
+    let arguments = arguments.ok_or("its command line is not UTF-8")?;
+    let directory = env::current_dir().map_err(|_| "its working directory is gone")?;
+    Ok(ProcessLine { arguments, directory })
+}

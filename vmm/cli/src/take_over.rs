@@ -1,0 +1,177 @@
+//! The next process of a guest, which `driftline upgrade` starts: continues with the command line,
+//! the open files and the guest of the process that it replaces.
+
+use std::env;
+use std::io;
+use std::io::Read;
+use std::net::TcpListener;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use driftline_backends::Factory;
+use driftline_control::api::{App, Listeners, OfferedFiles, Server, TakenOffer};
+use driftline_control::jobs::Jobs;
+use driftline_machine::config::guest_span;
+use driftline_machine::exit::SocketFile;
+use driftline_machine::inherited;
+use driftline_machine::memory::MemoryOptions;
+use driftline_machine::socket::ListeningSocket;
+use driftline_migrate::{Listener, ReceiveControl, ReceiveOptions, Received};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::setsid;
+use rustix::stdio::{dup2_stderr, dup2_stdin, dup2_stdout};
+
+use super::args::{Cli, Command, DeviceArgs, HostArgs, StartCommand, TakeOverArgs};
+use super::config_file;
+use super::end::{end_in_bounded_time, run_to_end};
+use super::failure::Failure;
+use super::notify;
+use super::output::print_message;
+use super::process_line::{continues, process_line};
+use super::setup::{NamedFiles, check_state_dir, host_config, log_machine, prepare_to_continue};
+
+/// Upper bound on waiting for the guest's process, which is asked for the guest at once.
+const OFFER_LIMIT: Duration = Duration::from_secs(30);
+
+/// What the guest's process has given to this one.
+pub(super) struct TakenProcess {
+    listener: UnixListener,
+    stream: UnixStream,
+    api: Option<OwnedFd>,
+    api_file: Option<SocketFile>,
+    metrics: Option<OwnedFd>,
+    connections: UnixStream,
+}
+
+/// Takes the place of the guest's process: its working directory, its standard streams and its
+/// command line, which is returned.
+pub(super) fn begin(args: &TakeOverArgs) -> Result<(Cli, TakenProcess), Failure> {
+    let listener = UnixListener::from(inherited::take(args.listener)?);
+    // Terminals and their signals are for the process that has started this one.
+    let _ = setsid();
+    let stream = accept(&listener)?;
+    let (offer, files, stream) = TakenOffer::receive(stream)?.into_parts();
+    let taken = || -> Result<Cli, Failure> {
+        env::set_current_dir(&offer.line.directory)?;
+        Cli::parse_guest(&offer.line.arguments).map_err(|e| {
+            Failure::usage(format_args!(
+                "this program does not understand the command line of the guest's process: {}",
+                e.to_string().lines().next().unwrap_or_default()
+            ))
+        })
+    };
+    let cli = taken().inspect_err(|e| TakenOffer::refuse(&stream, e.message()))?;
+    let OfferedFiles { standard: [stdin, stdout, stderr], api, metrics, connections } = files;
+    dup2_stdin(stdin)?;
+    dup2_stdout(stdout)?;
+    dup2_stderr(stderr)?;
+    continues(offer.line);
+    let connections = UnixStream::from(connections);
+    let api_file = offer.api_file;
+    Ok((cli, TakenProcess { listener, stream, api, api_file, metrics, connections }))
+}
+
+fn accept(listener: &UnixListener) -> Result<UnixStream, Failure> {
+    let limit = Timespec::try_from(OFFER_LIMIT).map_err(io::Error::other)?;
+    let mut polled = [PollFd::new(listener, PollFlags::IN)];
+    match poll(&mut polled, Some(&limit))? {
+        0 => Err(Failure::error(format_args!("no guest was offered within {OFFER_LIMIT:?}"))),
+        _ => Ok(listener.accept()?.0),
+    }
+}
+
+/// The host's part of the command line, and the files that it names.
+struct GuestLine {
+    host: HostArgs,
+    named: NamedFiles,
+}
+
+impl GuestLine {
+    fn of(command: Command) -> Result<Self, Failure> {
+        let (host, devices) = match command {
+            Command::Start(StartCommand::Run(args)) => {
+                let args = config_file::complete(*args)?;
+                (args.host, DeviceArgs { disks: args.disks, nets: args.nets, vsock: args.vsock })
+            }
+            Command::Start(StartCommand::Restore(args)) => (args.host, args.devices),
+            Command::Start(StartCommand::ReceiveMigration(args)) => (args.host, args.devices),
+            _ => return Err(Failure::usage("this command line is not that of one guest")),
+        };
+        let named = NamedFiles::of_devices(&devices.disks, devices.vsock.as_ref());
+        Ok(Self { host, named })
+    }
+}
+
+/// Continues with the guest of the process that this one replaces.
+pub(super) fn take_over(command: Command, taken: TakenProcess) -> Result<ExitCode, Failure> {
+    let TakenProcess { listener, stream, api, api_file, metrics, connections } = taken;
+    let prepared = prepare(command).inspect_err(|e| TakenOffer::refuse(&stream, e.message()));
+    let ContinuedProcess { host, mut server, factory, memory } = prepared?;
+    let control = ReceiveControl::new();
+    watch(TakenOffer::accept(stream)?, &control)?;
+    let options = ReceiveOptions { once: true, ..ReceiveOptions::new(&host.state_dir) };
+    let listener = Listener::inherited(listener.into())?;
+    let received = driftline_migrate::receive(listener, Arc::new(factory), &options, &control);
+    let Received { guest: vm, report, responder } = received.map_err(|e| {
+        end_in_bounded_time(0, "the guest stays in the process that has it");
+        Failure::error(e)
+    })?;
+    let _logged = guest_span(vm.vm_id(), &vm.machine_config().identity).entered();
+    let jobs = Jobs::new(vm.clone(), host.state_dir.clone());
+    jobs.keep_responder(responder);
+    let app = App::new(jobs.clone());
+    app.set_process_line(process_line(&host));
+    let api = api.map(|api| ListeningSocket::adopt(api, api_file)).transpose()?;
+    let metrics = metrics.map(listener_of_metrics).transpose()?;
+    server.serve(Listeners { api, metrics, adopted: Some(connections) }, app)?;
+    notify::continued(format_args!("guest {} runs", vm.vm_id()));
+    log_machine(&*vm, &memory);
+    print_message(format_args!(
+        "guest {} continues in process {}, taken over in {:.1} ms",
+        report.vm_id,
+        std::process::id(),
+        report.take_over_ms
+    ));
+    run_to_end(vm, jobs, server, None)
+}
+
+/// A process in its sandbox that is ready for the guest.
+struct ContinuedProcess {
+    host: HostArgs,
+    server: Server,
+    factory: Factory,
+    memory: MemoryOptions,
+}
+
+fn prepare(command: Command) -> Result<ContinuedProcess, Failure> {
+    let GuestLine { host, named } = GuestLine::of(command)?;
+    check_state_dir(&host)?;
+    prepare_to_continue(&host, named)?;
+    let server = Server::begin()?;
+    // The guest's devices keep the files that are open.
+    let config = host_config(&host, DeviceArgs::default())?;
+    let memory = config.memory;
+    Ok(ContinuedProcess { host, server, factory: Factory::new(config), memory })
+}
+
+/// Ends the wait for the guest when the other process closes `stream`: it has ended, or keeps its
+/// guest. Once the guest is being taken over, that has no effect.
+fn watch(mut stream: UnixStream, control: &Arc<ReceiveControl>) -> io::Result<()> {
+    let control = control.clone();
+    let wait = move || {
+        // Nothing is sent.
+        let _ = stream.read(&mut [0]);
+        let _ = control.cancel();
+    };
+    thread::Builder::new().name("upgrade-watch".into()).spawn(wait).map(drop)
+}
+
+fn listener_of_metrics(descriptor: OwnedFd) -> io::Result<TcpListener> {
+    let listener = TcpListener::from(descriptor);
+    listener.set_nonblocking(true)?;
+    Ok(listener)
+}

@@ -1,0 +1,251 @@
+//! What the next process gets before the guest.
+//!
+//! ```text
+//! one byte with the descriptors | u32 length, little-endian | JSON
+//! <- JSON of the answer, to the end of that direction
+//! ```
+
+use std::io::{self, Read, Write};
+use std::net::Shutdown;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use driftline_machine::exit::SocketFile;
+use rustix::net::sockopt::socket_peercred;
+use rustix::process::geteuid;
+use serde::{Deserialize, Serialize};
+
+use crate::api::process_line::ProcessLine;
+use crate::descriptors::{self, ReceivedDescriptors};
+
+/// Version of the offer. A process refuses any other one.
+const VERSION: u32 = 1;
+/// Upper bound on the JSON of an offer, in bytes.
+const MAX_OFFER_BYTES: u32 = 256 << 10;
+/// Upper bound on the JSON of an answer, in bytes.
+const MAX_ANSWER_BYTES: u64 = 16 << 10;
+/// Upper bound on one read or write of the offer.
+const IO_LIMIT: Duration = Duration::from_secs(10);
+/// Upper bound on the next process's start: it may be loaded from a slow disk.
+const ANSWER_LIMIT: Duration = Duration::from_secs(30);
+
+/// The descriptors of a guest's process, besides those of its guest.
+#[derive(Debug)]
+pub struct OfferedFiles<F> {
+    /// Standard input, output and error.
+    pub standard: [F; 3],
+    /// The listener of the API's socket.
+    pub api: Option<F>,
+    /// The listener of `--metrics-listen`.
+    pub metrics: Option<F>,
+    /// The channel over which the API's connections come.
+    pub connections: F,
+}
+
+/// What is offered.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Offer {
+    version: u32,
+    /// The process's command line.
+    pub line: ProcessLine,
+    /// The file of the API's socket, if the process removes it at its end.
+    pub api_file: Option<SocketFile>,
+    has_api: bool,
+    has_metrics: bool,
+}
+
+/// The answer of the next process.
+#[derive(Serialize, Deserialize)]
+enum OfferAnswer {
+    Ready,
+    Refused(String),
+}
+
+/// Why an offer fails.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum OfferError {
+    /// The system refuses.
+    #[error(transparent)]
+    System(#[from] io::Error),
+    /// It is not JSON of an offer or of an answer.
+    #[error("what the other process sent is malformed: {0}")]
+    Malformed(#[from] serde_json::Error),
+    /// The offer is one of another version of the program.
+    #[error("the offer has version {0}, and this program understands version {VERSION}")]
+    Version(u32),
+    /// The offer is too long.
+    #[error("the offer has {0} bytes, more than {MAX_OFFER_BYTES}")]
+    TooLong(u64),
+    /// It has other descriptors than it says.
+    #[error("{found} descriptors came with the offer, and it says {expected}")]
+    Descriptors {
+        /// Number that came.
+        found: usize,
+        /// Number that the offer says.
+        expected: usize,
+    },
+    /// The other process has ended.
+    #[error("the other process has closed the connection")]
+    Closed,
+    /// The other process is another user's.
+    #[error(transparent)]
+    Peer(#[from] PeerError),
+    /// The next process refuses.
+    #[error("the next process refuses: {0}")]
+    Refused(String),
+}
+
+/// The other process is another user's.
+#[derive(Debug, thiserror::Error)]
+#[error("the other process is that of user {theirs}, and this one that of user {ours}")]
+pub struct PeerError {
+    /// The other process's user.
+    pub theirs: u32,
+    /// This process's user.
+    pub ours: u32,
+}
+
+/// An offer that was received, and the connection over which it came.
+#[derive(Debug)]
+pub struct TakenOffer {
+    /// What is offered.
+    pub offer: Offer,
+    /// The descriptors.
+    pub files: OfferedFiles<OwnedFd>,
+    stream: UnixStream,
+}
+
+impl Offer {
+    /// Makes an offer to the process at the other end of `stream`. Returns once that process is
+    /// ready for the guest.
+    ///
+    /// # Errors
+    ///
+    /// See [`OfferError`]. The guest is not affected.
+    pub(crate) fn make(
+        stream: &UnixStream,
+        line: ProcessLine,
+        api_file: Option<SocketFile>,
+        files: &OfferedFiles<BorrowedFd<'_>>,
+    ) -> Result<(), OfferError> {
+        check_peer(stream)?;
+        let OfferedFiles { standard, api, metrics, connections } = files;
+        let (has_api, has_metrics) = (api.is_some(), metrics.is_some());
+        let offer = Self { version: VERSION, line, api_file, has_api, has_metrics };
+        let json = serde_json::to_vec(&offer)?;
+        if json.len() > MAX_OFFER_BYTES as usize {
+            return Err(OfferError::TooLong(json.len() as u64));
+        }
+        let all: Vec<BorrowedFd<'_>> =
+            standard.iter().chain(api).chain(metrics).chain([connections]).copied().collect();
+        stream.set_write_timeout(Some(IO_LIMIT))?;
+        stream.set_read_timeout(Some(ANSWER_LIMIT))?;
+        descriptors::send(stream, &all)?;
+        let length = (json.len() as u32).to_le_bytes();
+        (&mut &*stream).write_all(&[&length[..], &json].concat())?;
+        let mut answer = Vec::new();
+        stream.take(MAX_ANSWER_BYTES).read_to_end(&mut answer)?;
+        if answer.is_empty() {
+            return Err(OfferError::Closed);
+        }
+        match serde_json::from_slice(&answer)? {
+            OfferAnswer::Ready => Ok(()),
+            OfferAnswer::Refused(why) => Err(OfferError::Refused(why)),
+        }
+    }
+}
+
+impl TakenOffer {
+    /// Receives an offer over `stream`.
+    ///
+    /// # Errors
+    ///
+    /// See [`OfferError`].
+    pub fn receive(mut stream: UnixStream) -> Result<Self, OfferError> {
+        check_peer(&stream)?;
+        stream.set_read_timeout(Some(IO_LIMIT))?;
+        stream.set_write_timeout(Some(IO_LIMIT))?;
+        let received = descriptors::receive(&stream)?.ok_or(OfferError::Closed)?;
+        let mut length = [0; 4];
+        stream.read_exact(&mut length)?;
+        let length = u32::from_le_bytes(length);
+        if length > MAX_OFFER_BYTES {
+            return Err(OfferError::TooLong(length.into()));
+        }
+        let mut json = vec![0; length as usize];
+        stream.read_exact(&mut json)?;
+        let version: OfferVersion = serde_json::from_slice(&json)?;
+        if version.version != VERSION {
+            return Err(OfferError::Version(version.version));
+        }
+        let offer: Offer = serde_json::from_slice(&json)?;
+        let files = files_of(&offer, received)?;
+        Ok(Self { offer, files, stream })
+    }
+
+    /// Answers that this process is ready for the guest. Returns the connection, which the other
+    /// process closes when it has the guest no more.
+    ///
+    /// # Errors
+    ///
+    /// See [`OfferError`].
+    pub fn accept(stream: UnixStream) -> Result<UnixStream, OfferError> {
+        answer(&stream, &OfferAnswer::Ready)?;
+        stream.set_read_timeout(None)?;
+        Ok(stream)
+    }
+
+    /// Answers why this process cannot take the guest.
+    pub fn refuse(stream: &UnixStream, why: &str) {
+        if let Err(e) = answer(stream, &OfferAnswer::Refused(why.to_owned())) {
+            tracing::debug!("the refusal of an offer did not arrive: {e}");
+        }
+    }
+
+    /// Returns the parts, with the connection for the answer.
+    pub fn into_parts(self) -> (Offer, OfferedFiles<OwnedFd>, UnixStream) {
+        (self.offer, self.files, self.stream)
+    }
+}
+
+/// The part of an offer that every version has.
+#[derive(Deserialize)]
+struct OfferVersion {
+    version: u32,
+}
+
+fn answer(mut stream: &UnixStream, answer: &OfferAnswer) -> Result<(), OfferError> {
+    stream.write_all(&serde_json::to_vec(answer)?)?;
+    Ok(stream.shutdown(Shutdown::Write)?)
+}
+
+fn files_of(
+    offer: &Offer,
+    received: ReceivedDescriptors,
+) -> Result<OfferedFiles<OwnedFd>, OfferError> {
+    let found = received.all.len();
+    let expected = 4 + usize::from(offer.has_api) + usize::from(offer.has_metrics);
+    let mut all = received.all.into_iter();
+    let wrong = || OfferError::Descriptors { found, expected };
+    if found != expected || received.truncated {
+        return Err(wrong());
+    }
+    let mut next = || all.next().ok_or_else(wrong);
+    Ok(OfferedFiles {
+        standard: [next()?, next()?, next()?],
+        api: if offer.has_api { Some(next()?) } else { None },
+        metrics: if offer.has_metrics { Some(next()?) } else { None },
+        connections: next()?,
+    })
+}
+
+fn check_peer(stream: &UnixStream) -> Result<(), OfferError> {
+    let theirs = socket_peercred(stream).map_err(io::Error::from)?.uid.as_raw();
+    let ours = geteuid().as_raw();
+    match theirs == ours || theirs == 0 {
+        true => Ok(()),
+        false => Err(PeerError { theirs, ours }.into()),
+    }
+}

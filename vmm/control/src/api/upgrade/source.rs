@@ -1,0 +1,105 @@
+//! The guest's process: offers the guest to the next process, and hands it over.
+
+use std::io::{stderr, stdin, stdout};
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::Arc;
+
+use driftline_migrate::SendReport;
+use tokio::runtime::Handle;
+
+use super::offer::{Offer, OfferError, OfferedFiles};
+use crate::api::app::App;
+use crate::api::process_line::ProcessLine;
+use crate::api::relay::Relay;
+use crate::jobs::{JobError, Jobs};
+
+/// Why the guest stays in its process.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum UpgradeError {
+    /// This process cannot be replaced.
+    #[error("this process cannot be replaced: {0}")]
+    NotPossible(&'static str),
+    /// The next process does not take the guest.
+    #[error("the guest is not offered to the process at {socket}: {cause}")]
+    Offer {
+        /// Path of its socket.
+        socket: String,
+        /// The reason.
+        #[source]
+        cause: OfferError,
+    },
+    /// The hand-over cannot begin.
+    #[error(transparent)]
+    Job(#[from] JobError),
+    /// The hand-over failed. The text says why, and where the guest is.
+    #[error("{0}")]
+    HandOver(String),
+}
+
+/// Holds the API's requests until it is dropped, unless they have moved.
+struct HeldRequests<'r>(&'r Relay);
+
+impl<'r> HeldRequests<'r> {
+    fn hold(relay: &'r Relay) -> Self {
+        relay.hold();
+        Self(relay)
+    }
+}
+
+impl Drop for HeldRequests<'_> {
+    fn drop(&mut self) {
+        self.0.release();
+    }
+}
+
+/// Hands the guest over to the process that listens at `socket`. Blocks until that is done or has
+/// failed.
+pub(super) fn upgrade(
+    app: &App,
+    jobs: &Arc<Jobs>,
+    socket: &Path,
+) -> Result<SendReport, UpgradeError> {
+    let line = app.process_line().map_err(UpgradeError::NotPossible)?;
+    jobs.check_upgrade()?;
+    let connections = offer(app, line, socket)
+        .map_err(|cause| UpgradeError::Offer { socket: socket.display().to_string(), cause })?;
+    let held = HeldRequests::hold(app.relay());
+    let to = format!("unix:{}", socket.display());
+    let moved = || app.relay().move_to(connections.here);
+    let in_doubt = || app.relay().release();
+    let handed_over = Handle::current().block_on(jobs.hand_over_here(&to, in_doubt, moved));
+    drop(held);
+    // The next process waits for the end of this connection.
+    drop(connections.offer);
+    handed_over?.map_err(|failure| UpgradeError::HandOver(failure.message))
+}
+
+/// The connections to the next process.
+struct NextProcess {
+    /// This end of the channel over which the API's connections move.
+    here: UnixStream,
+    /// The connection of the offer.
+    offer: UnixStream,
+}
+
+fn offer(app: &App, line: ProcessLine, socket: &Path) -> Result<NextProcess, OfferError> {
+    let offer = UnixStream::connect(socket)?;
+    let (here, there) = UnixStream::pair()?;
+    let relay = app.relay();
+    let (api, metrics) = (relay.socket(), relay.metrics());
+    let listener = api.as_ref().map(|api| api.listener()).transpose()?;
+    let file = api.as_ref().and_then(|api| api.file());
+    // The last owner removes the file.
+    drop(api);
+    let (stdin, stdout, stderr) = (stdin(), stdout(), stderr());
+    let files = OfferedFiles {
+        standard: [stdin.as_fd(), stdout.as_fd(), stderr.as_fd()],
+        api: listener.as_ref().map(AsFd::as_fd),
+        metrics: metrics.as_ref().map(AsFd::as_fd),
+        connections: there.as_fd(),
+    };
+    Offer::make(&offer, line, file, &files)?;
+    Ok(NextProcess { here, offer })
+}
