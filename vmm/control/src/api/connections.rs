@@ -1,13 +1,14 @@
 //! Bounds the number of connections to the API, and to the metrics' own address.
 //!
 //! A connection is busy while a request on it is being answered, or held until it is known which
-//! process answers it. Every other connection is idle,
-//! including a connection that has sent nothing, has sent half a request, or does not read its
-//! answer. If [`MAX_IDLE`] connections are idle, a new connection displaces the oldest idle one, so
-//! that silent clients cannot lock an operator out.
+//! process answers it. Every other connection is idle, including a connection that has sent
+//! nothing, has sent half a request, or does not read its answer. If [`MAX_IDLE`] connections are
+//! idle, a new connection displaces the oldest idle one, so that silent clients cannot lock an
+//! operator out.
 //!
 //! The server answers a request once its whole body has arrived, within [`BODY_LIMIT`], unless the
-//! limit of the request's [`RequestClass`] is reached. A request that was held waits for room. The request runs to completion and counts
+//! limit of the request's [`RequestClass`] is reached. A request that was held waits up to
+//! [`ROOM_LIMIT`] for another one of its class to end. The request runs to completion and counts
 //! until then, even if its client disconnects: it may wait for a stuck disk, and clients that give
 //! up and retry must not accumulate such waits. Only a request that waits for news
 //! ([`RequestClass::Wait`]) ends with its client, at most [`DISCONNECT_POLL`] after the client

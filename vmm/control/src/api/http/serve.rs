@@ -102,7 +102,8 @@ impl Sessions {
                         self.arrivals = None;
                         continue;
                     };
-                    let (stream, connection) = listener.add(ServerStream::Unix(stream), !bytes.is_empty());
+                    let (stream, was_held) = (ServerStream::Unix(stream), !bytes.is_empty());
+                    let (stream, connection) = listener.add(stream, was_held);
                     (stream, connection, bytes)
                 }
             };

@@ -1,4 +1,5 @@
-//! Says where requests are answered. The job of an upgrade changes it, and the control thread obeys.
+//! Says where requests are answered. The job of an upgrade changes that, and the control thread
+//! obeys.
 
 use std::fmt;
 use std::future::pending;
@@ -64,8 +65,8 @@ impl Relay {
     /// Others are sent after the answer, or end if the client asked for that. A request that waits
     /// for news is dropped here, and its connection is sent with the request.
     ///
-    /// The channel closes once no connection is left, or the [`Server`](crate::api::Server) ends. If
-    /// the other process does not take a connection within 5 s, or closes the channel, the
+    /// The channel closes once no connection is left, or the [`Server`](crate::api::Server) ends.
+    /// If the other process does not take a connection within 5 s, or closes the channel, the
     /// connections that are left are closed. Only the first call has an effect.
     pub fn move_to(&self, channel: UnixStream) {
         let mut ends = self.ends.lock();
