@@ -47,8 +47,8 @@ use rustix::rand::GetRandomFlags;
 use crate::exit::{self, SocketFile};
 use crate::sandbox::permission_hint;
 
-/// Connections that may wait to be accepted. During an upgrade they wait until the guest has changed
-/// its process, and a client that finds no room fails.
+/// Connections that may wait to be accepted. During an upgrade they wait until the guest has
+/// changed its process, and a client that finds no room fails.
 const BACKLOG: i32 = 128;
 /// Maximum conflicts with other starters, and maximum waits for a stopped starter.
 const TRIES: u32 = 16;

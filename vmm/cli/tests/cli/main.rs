@@ -52,4 +52,5 @@ mod shadow;
 mod stuck;
 mod terminal;
 mod top;
+mod upgrade;
 mod waiting;

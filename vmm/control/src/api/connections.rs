@@ -1,15 +1,16 @@
 //! Bounds the number of connections to the API, and to the metrics' own address.
 //!
 //! A connection is busy while a request on it is being answered, or held until it is known which
-//! process answers it. Every other connection is idle,
-//! including a connection that has sent nothing, has sent half a request, or does not read its
-//! answer. If [`MAX_IDLE`] connections are idle, a new connection displaces the oldest idle one, so
-//! that silent clients cannot lock an operator out.
+//! process answers it. Every other connection is idle, including a connection that has sent
+//! nothing, has sent half a request, or does not read its answer. If [`MAX_IDLE`] connections are
+//! idle, a new connection displaces the oldest idle one, so that silent clients cannot lock an
+//! operator out.
 //!
 //! The server answers a request once its whole body has arrived, within [`BODY_LIMIT`], unless the
-//! limit of the request's [`RequestClass`] is reached. A request that was held waits for room. The request runs to completion and counts
-//! until then, even if its client disconnects: it may wait for a stuck disk, and clients that give
-//! up and retry must not accumulate such waits. Only a request that waits for news
+//! limit of the request's [`RequestClass`] is reached. Shortly after requests were held, it waits
+//! up to [`ROOM_LIMIT`] for another one of its class to end. The request runs to completion and
+//! counts until then, even if its client disconnects: it may wait for a stuck disk, and clients
+//! that give up and retry must not accumulate such waits. Only a request that waits for news
 //! ([`RequestClass::Wait`]) ends with its client, at most [`DISCONNECT_POLL`] after the client
 //! disconnects.
 
@@ -45,8 +46,9 @@ const MAX_IDLE: usize = 64;
 const DISCONNECT_POLL: Duration = Duration::from_millis(250);
 /// Limit for receiving a request's body.
 pub(super) const BODY_LIMIT: Duration = Duration::from_secs(10);
-/// Longest wait of a request that was held for another one of its class to end. Requests that were
-/// held begin at the same time, and may be more than their class has room for.
+/// Longest wait of a request for another one of its class to end, and the time after requests were
+/// held in which this is waited for. Requests that were held begin at the same time, and may be
+/// more than their class has room for.
 const ROOM_LIMIT: Duration = Duration::from_secs(1);
 /// Delay after a connection could not be accepted, most likely because the process has no free file
 /// descriptor.
@@ -64,9 +66,10 @@ pub(super) struct BoundedListener {
 
 /// The connections, in ascending order of the time at which they were last busy or, if never busy,
 /// accepted.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct ConnectionTable {
     connections: Mutex<Connections>,
+    relay: RelayGate,
     /// Notified when a request ends.
     room: Notify,
 }
@@ -86,8 +89,6 @@ struct ConnectionEntry {
     id: u64,
     /// Whether a request on the connection is being answered, or held.
     busy: bool,
-    /// Whether the next request was held, here or in another process.
-    was_held: bool,
     /// Waker of the task that reads from the connection.
     reader: Option<Waker>,
     /// Waker of the task that writes to the connection.
@@ -131,26 +132,21 @@ impl BoundedListener {
         silence_limit: Option<Duration>,
         relay: RelayGate,
     ) -> Self {
-        Self { listener, silence_limit, relay, table: Arc::default() }
+        let table = ConnectionTable {
+            connections: Mutex::default(),
+            relay: relay.clone(),
+            room: Notify::new(),
+        };
+        Self { listener, silence_limit, relay, table: Arc::new(table) }
     }
 
-    /// Adds an open connection, which is idle. Its first request may have been held elsewhere.
-    pub(super) fn add(
-        &self,
-        stream: ServerStream,
-        was_held: bool,
-    ) -> (BoundedStream, ConnectionHandle) {
+    /// Adds an open connection, which is idle.
+    pub(super) fn add(&self, stream: ServerStream) -> (BoundedStream, ConnectionHandle) {
         let mut table = self.table.lock();
         table.make_room();
         table.last_id += 1;
         let id = table.last_id;
-        table.entries.push(ConnectionEntry {
-            id,
-            busy: false,
-            was_held,
-            reader: None,
-            writer: None,
-        });
+        table.entries.push(ConnectionEntry { id, busy: false, reader: None, writer: None });
         drop(table);
         let stream = Arc::new(stream);
         let table = self.table.clone();
@@ -197,7 +193,7 @@ impl Listener for BoundedListener {
                 accepted = self.listener.accept() => accepted,
             };
             match accepted {
-                Ok(stream) => return self.add(stream, false),
+                Ok(stream) => return self.add(stream),
                 Err(e) => {
                     tracing::debug!("the API cannot accept a connection: {e}");
                     tokio::time::sleep(ACCEPT_RETRY).await;
@@ -249,31 +245,28 @@ impl ConnectionHandle {
             return Err(Refusal::Full);
         }
         *answering += 1;
-        (entry.busy, entry.was_held) = (true, false);
+        entry.busy = true;
         Ok(BusyGuard { connection: self.clone(), class })
     }
 
     /// Marks the connection as busy with a request that is held.
     pub(super) fn hold(&self) -> HeldGuard<'_> {
         if let Some(entry) = self.table.lock().entry(self.id) {
-            (entry.busy, entry.was_held) = (true, true);
+            entry.busy = true;
         }
         HeldGuard(self)
     }
 
-    /// Returns whether the next request was held.
-    fn was_held(&self) -> bool {
-        self.table.lock().entry(self.id).is_some_and(|entry| entry.was_held)
-    }
-
-    /// Marks the connection as busy with a request of `class`. If the request was held, it waits
-    /// until its class has room.
+    /// Marks the connection as busy with a request of `class`. Shortly after requests were held,
+    /// this waits until the class has room.
     async fn begin_with_room(&self, class: RequestClass) -> Result<BusyGuard, Refusal> {
         let until = Instant::now() + ROOM_LIMIT;
         loop {
             let room = self.table.room.notified();
             match self.begin(class) {
-                Err(Refusal::Full) if self.was_held() && timeout_at(until, room).await.is_ok() => {}
+                Err(Refusal::Full)
+                    if self.table.relay.held_within(ROOM_LIMIT)
+                        && timeout_at(until, room).await.is_ok() => {}
                 begun => return begun,
             }
         }

@@ -13,7 +13,7 @@ use super::dialect::{
 use crate::api::fault::MAX_BODY_BYTES;
 
 /// A whole request.
-#[derive(PartialEq, Debug)]
+#[derive(Clone, PartialEq, Debug)]
 pub(super) struct HttpRequest {
     pub(super) method: Method,
     /// The target as the client sent it.

@@ -11,7 +11,7 @@
 //! | `dialect` | the two dialects, their limits, and the reasons for refusing a request |
 //! | `decode` | bytes to requests, without I/O |
 //! | `reply` | replies to bytes, without I/O |
-//! | `session` | reads, answers and writes on a connection, with a limit on each wait for a client |
+//! | `session` | reads, answers and writes on a connection; each wait for a client has a limit |
 //! | `serve` | begins and ends the sessions |
 
 mod decode;

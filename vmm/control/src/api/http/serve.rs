@@ -36,6 +36,7 @@ pub(in crate::api) async fn serve(
     let app = service.app().clone();
     let departures = Departures { app: app.clone(), channel: None, queue: VecDeque::new() };
     let arrivals = adopted.and_then(|channel| {
+        app.relay().note_arrival();
         let arrivals = RelayReceiver::new(channel, service.unanswered_limit());
         arrivals.inspect_err(|e| tracing::warn!("no connection can be adopted: {e}")).ok()
     });
@@ -102,7 +103,8 @@ impl Sessions {
                         self.arrivals = None;
                         continue;
                     };
-                    let (stream, connection) = listener.add(ServerStream::Unix(stream), !bytes.is_empty());
+                    self.departures.app.relay().note_arrival();
+                    let (stream, connection) = listener.add(ServerStream::Unix(stream));
                     (stream, connection, bytes)
                 }
             };

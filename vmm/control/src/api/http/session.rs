@@ -142,7 +142,7 @@ pub(super) enum SessionEnd {
 }
 
 /// What a client's part of an exchange has led to.
-enum Received {
+enum SessionInput {
     Event(HttpEvent),
     /// The client has closed the connection.
     Closed,
@@ -195,9 +195,9 @@ impl ApiSession {
                 // A connection moves rather than ends if there is a reason for both.
                 biased;
                 received = self.receive(&mut chunk) => match received? {
-                    Received::Event(event) => event,
-                    Received::Closed => return Ok(false),
-                    Received::Moved => return Ok(true),
+                    SessionInput::Event(event) => event,
+                    SessionInput::Closed => return Ok(false),
+                    SessionInput::Moved => return Ok(true),
                 },
                 _ = is_over.changed() => return self.shut_down().await.map(|()| false),
             };
@@ -242,25 +242,33 @@ impl ApiSession {
 
     /// Returns the reply to a request, or `None` if the guest's new process answers it.
     async fn answer(&mut self, request: HttpRequest) -> Option<HttpReply> {
-        if self.relay.has_moved() {
-            return None;
-        }
         let waits = waits_for_news(&request);
-        tokio::select! {
-            biased;
-            reply = self.service.answer(request, &self.connection) => Some(reply),
-            () = self.relay.moved(), if waits => None,
+        while !self.relay.has_moved() {
+            if !waits {
+                return Some(self.service.answer(request, &self.connection).await);
+            }
+            tokio::select! {
+                biased;
+                // The news may be that the guest leaves this process. It begins anew where the
+                // guest is then.
+                () = self.relay.not_here() => {}
+                reply = self.service.answer(request.clone(), &self.connection) => {
+                    return Some(reply);
+                }
+            }
+            self.decided().await;
         }
+        None
     }
 
     /// Waits for the next event.
-    async fn receive(&mut self, chunk: &mut [u8]) -> io::Result<Received> {
+    async fn receive(&mut self, chunk: &mut [u8]) -> io::Result<SessionInput> {
         let mut phase = HttpPhase::Idle;
         let mut since = Instant::now();
         loop {
             match self.decoder.next() {
                 HttpEvent::Incomplete => {}
-                event => return Ok(Received::Event(event)),
+                event => return Ok(SessionInput::Event(event)),
             }
             if self.decoder.phase() != phase {
                 phase = self.decoder.phase();
@@ -285,13 +293,13 @@ impl ApiSession {
             let moves = !self.decoder.is_skipping();
             let read = tokio::select! {
                 biased;
-                () = self.relay.moved(), if moves => return Ok(Received::Moved),
+                () = self.relay.moved(), if moves => return Ok(SessionInput::Moved),
                 read = read => read,
             };
             match read {
-                Err(late) => return Ok(Received::Event(HttpEvent::Fault(late))),
+                Err(late) => return Ok(SessionInput::Event(HttpEvent::Fault(late))),
                 Ok(read) => match read? {
-                    0 => return Ok(Received::Closed),
+                    0 => return Ok(SessionInput::Closed),
                     bytes => self.decoder.push(&chunk[..bytes]),
                 },
             }

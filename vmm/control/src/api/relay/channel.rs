@@ -23,14 +23,13 @@ const SEND_LIMIT: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub(in crate::api) struct RelaySender {
     channel: UnixStream,
-    limit: Duration,
 }
 
 impl RelaySender {
     /// Must be called on the control thread.
     pub(in crate::api) fn new(channel: StdUnixStream) -> io::Result<Self> {
         channel.set_nonblocking(true)?;
-        Ok(Self { channel: UnixStream::from_std(channel)?, limit: SEND_LIMIT })
+        Ok(Self { channel: UnixStream::from_std(channel)? })
     }
 
     /// Sends `connection` and the `bytes` that were read from it and not answered. If the future is
@@ -46,7 +45,7 @@ impl RelaySender {
         let send = self
             .channel
             .async_io(Interest::WRITABLE, || descriptors::send(&self.channel, &descriptors));
-        timeout(self.limit, send).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
+        timeout(SEND_LIMIT, send).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
     }
 }
 

@@ -1,10 +1,12 @@
-//! Says where requests are answered. The job of an upgrade changes it, and the control thread obeys.
+//! Says where requests are answered. The job of an upgrade changes that, and the control thread
+//! obeys.
 
 use std::fmt;
 use std::future::pending;
 use std::net::TcpListener;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
 
 use driftline_machine::socket::ListeningSocket;
 use parking_lot::Mutex;
@@ -20,7 +22,10 @@ pub struct Relay {
 /// Where requests are answered.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum RelayPhase {
-    Here,
+    Here {
+        /// When requests were last held, here or in the process that had the guest before.
+        held: Option<Instant>,
+    },
     /// Nowhere yet: they wait.
     Held,
     /// In the process at the other end of the channel.
@@ -40,7 +45,8 @@ struct RelayEnds {
 
 impl Default for Relay {
     fn default() -> Self {
-        Self { phase: watch::Sender::new(RelayPhase::Here), ends: Mutex::default() }
+        let phase = watch::Sender::new(RelayPhase::Here { held: None });
+        Self { phase, ends: Mutex::default() }
     }
 }
 
@@ -52,23 +58,35 @@ impl fmt::Debug for Relay {
 
 impl Relay {
     /// Holds requests from now on: a request that has not begun waits with its connection, and new
-    /// connections wait to be accepted. Requests under way are answered.
+    /// connections wait to be accepted. Requests under way are answered, except for one that waits
+    /// for news: it begins anew where the guest is then.
     pub fn hold(&self) {
-        self.change(RelayPhase::Here, RelayPhase::Held);
+        self.phase.send_if_modified(|phase| {
+            let changes = phase.is_here();
+            if changes {
+                *phase = RelayPhase::Held;
+            }
+            changes
+        });
     }
 
     /// Ends [`hold`](Self::hold), because the guest stays here: held requests are answered here.
     pub fn release(&self) {
-        self.change(RelayPhase::Held, RelayPhase::Here);
+        self.phase.send_if_modified(|phase| {
+            let changes = *phase == RelayPhase::Held;
+            if changes {
+                *phase = RelayPhase::Here { held: Some(Instant::now()) };
+            }
+            changes
+        });
     }
 
     /// Moves the API to the process at the other end of `channel`, which has the guest, and leaves
     /// the API's socket file to it. Connections without a request, and held ones, are sent at once.
-    /// Others are sent after the answer, or end if the client asked for that. A request that waits
-    /// for news is dropped here, and its connection is sent with the request.
+    /// Others are sent after the answer, or end if the client asked for that.
     ///
-    /// The channel closes once no connection is left, or the [`Server`](crate::api::Server) ends. If
-    /// the other process does not take a connection within 5 s, or closes the channel, the
+    /// The channel closes once no connection is left, or the [`Server`](crate::api::Server) ends.
+    /// If the other process does not take a connection within 5 s, or closes the channel, the
     /// connections that are left are closed. Only the first call has an effect.
     pub fn move_to(&self, channel: UnixStream) {
         let mut ends = self.ends.lock();
@@ -122,14 +140,21 @@ impl Relay {
         (ends.channel, ends.metrics) = (None, None);
     }
 
-    fn change(&self, from: RelayPhase, to: RelayPhase) {
+    /// Notes that connections arrive from a process that has held requests.
+    pub(in crate::api) fn note_arrival(&self) {
         self.phase.send_if_modified(|phase| {
-            let changes = *phase == from;
-            if changes {
-                *phase = to;
+            if phase.is_here() {
+                *phase = RelayPhase::Here { held: Some(Instant::now()) };
             }
-            changes
+            // Nothing waits for this.
+            false
         });
+    }
+}
+
+impl RelayPhase {
+    fn is_here(self) -> bool {
+        matches!(self, Self::Here { .. })
     }
 }
 
@@ -153,6 +178,15 @@ impl RelayGate {
         *self.0.borrow() == RelayPhase::Held
     }
 
+    /// Returns whether requests are held, or were within `limit`.
+    pub(in crate::api) fn held_within(&self, limit: Duration) -> bool {
+        match *self.0.borrow() {
+            RelayPhase::Here { held } => held.is_some_and(|at| at.elapsed() < limit),
+            RelayPhase::Held => true,
+            RelayPhase::Moved => false,
+        }
+    }
+
     /// Waits while requests are held.
     pub(in crate::api) async fn decided(&mut self) {
         self.wait(|phase| phase != RelayPhase::Held).await;
@@ -160,12 +194,12 @@ impl RelayGate {
 
     /// Waits until requests are answered here.
     pub(in crate::api) async fn here(&mut self) {
-        self.wait(|phase| phase == RelayPhase::Here).await;
+        self.wait(RelayPhase::is_here).await;
     }
 
     /// Waits until requests are not answered here.
     pub(in crate::api) async fn not_here(&mut self) {
-        self.wait(|phase| phase != RelayPhase::Here).await;
+        self.wait(|phase| !phase.is_here()).await;
     }
 
     /// Waits until the phase is one that `meets`. Without the [`Relay`] no phase is reached any

@@ -3,6 +3,7 @@
 use std::sync::mpsc;
 
 use driftline_machine::config::{BackendKind, HostConfig, SerialSink};
+use driftline_machine::sandbox::{self, SandboxOptions};
 use driftline_machine::testing::payload_config;
 use driftline_machine::vm::Vm;
 
@@ -263,10 +264,27 @@ fn move_at_every_byte(app: impl Fn() -> Arc<App>) {
     }
 }
 
+/// Environment variable that makes a copy of this test binary enter the sandbox.
+const SANDBOXED: &str = "DRIFTLINE_RELAY_SANDBOXED";
+
 #[test]
 fn connection_moves_at_every_byte() {
+    if std::env::var_os(SANDBOXED).is_some() {
+        // This thread, and those of the servers, which it starts.
+        let options = SandboxOptions { seccomp: true, ..SandboxOptions::default() };
+        sandbox::start(&options).unwrap();
+    }
     move_at_every_byte(|| waiting("process"));
     move_at_every_byte(|| firecracker().0);
+}
+
+#[test]
+fn connections_move_in_the_sandbox() {
+    let mut copy = std::process::Command::new(std::env::current_exe().unwrap());
+    let test = "api::relay::tests::moves::connection_moves_at_every_byte";
+    let out = copy.args(["--exact", test]).env(SANDBOXED, "1").output().unwrap();
+    let output = String::from_utf8_lossy(&out.stdout);
+    assert!(out.status.success() && output.contains("1 passed"), "{}: {output}", out.status);
 }
 
 #[test]

@@ -1,0 +1,223 @@
+//! `driftline upgrade`: another process continues with the guest, and no client notices.
+
+use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixDatagram, UnixStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{scope, sleep};
+use std::time::Duration;
+
+use crate::common::{TIMEOUT, TestDir, Vmm, driftline, output, status_field, text, wait_for};
+use driftline_machine::testing::{full, kvm_or_skip};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+const THREADS: &[&str] = &["--backend", "threads", "--mem", "64M", "--vcpus", "2"];
+const KVM: &[&str] = &["--backend", "kvm", "--mem", "128M", "--vcpus", "2"];
+const GUEST: &[&str] =
+    &["--memory-backing", "memfd", "--guest", "payload,ws=16M,rate=32M,report=200"];
+
+/// The latest process of a guest, which is not a child of the test. Killed when dropped.
+struct LatestProcess<'p>(&'p Vmm<'p>);
+
+impl LatestProcess<'_> {
+    fn pid(&self) -> u32 {
+        self.0.info().unwrap()["pid"].as_u64().unwrap() as u32
+    }
+
+    /// Replaces the process. Returns the report.
+    fn upgrade(&self) -> Value {
+        let before = self.pid();
+        let report: Value = serde_json::from_str(&self.0.tell(&["upgrade", "--json"])).unwrap();
+        assert_eq!(report["status"], "completed", "{report}");
+        let now = self.pid();
+        assert!(now != before && report["pid"] == now, "{report}: {before}, {now}");
+        report
+    }
+
+    /// Returns how many threads and descriptors the process has.
+    fn resources(&self) -> (String, usize) {
+        let proc = format!("/proc/{}", self.pid());
+        let status = fs::read_to_string(format!("{proc}/status")).unwrap();
+        let files = fs::read_dir(format!("{proc}/fd")).unwrap().count();
+        (status_field(&status, "Threads:").unwrap().to_owned(), files)
+    }
+
+    /// Waits until the process has no more threads and descriptors than it had at `before`: those
+    /// of the take-over end by themselves.
+    fn await_resources(&self, before: &(String, usize)) {
+        wait_for("the resources before", || (self.resources() == *before).then_some(()));
+    }
+}
+
+impl Drop for LatestProcess<'_> {
+    fn drop(&mut self) {
+        let pid = self.0.info().and_then(|info| info["pid"].as_i64());
+        let pid = pid.and_then(|pid| Pid::from_raw(pid as i32));
+        let _ = pid.map(|pid| kill_process(pid, Signal::KILL));
+    }
+}
+
+/// A client that keeps its connection.
+struct KeptConnection(BufReader<UnixStream>);
+
+impl KeptConnection {
+    fn open(socket: &str) -> Self {
+        let stream = UnixStream::connect(socket).unwrap();
+        stream.set_read_timeout(Some(TIMEOUT)).unwrap();
+        Self(BufReader::new(stream))
+    }
+
+    fn get(&mut self, path: &str) -> Value {
+        let request = format!("GET {path} HTTP/1.1\r\nHost: x\r\n\r\n");
+        self.0.get_mut().write_all(request.as_bytes()).unwrap();
+        let mut length = 0;
+        let mut status = String::new();
+        self.0.read_line(&mut status).unwrap();
+        assert!(status.starts_with("HTTP/1.1 200"), "{path}: {status}");
+        loop {
+            let mut line = String::new();
+            self.0.read_line(&mut line).unwrap();
+            if line == "\r\n" {
+                break;
+            }
+            let lower = line.to_lowercase();
+            if let Some(bytes) = lower.strip_prefix("content-length: ") {
+                length = bytes.trim().parse().unwrap();
+            }
+        }
+        let mut body = vec![0; length];
+        self.0.read_exact(&mut body).unwrap();
+        serde_json::from_slice(&body).unwrap()
+    }
+}
+
+/// Replaces the process `times` times, while clients ask over connections that they keep, and over
+/// new ones.
+fn upgrades(machine: &[&str], times: u32) {
+    let tmp = TestDir::new();
+    let vmm = Vmm::run(&tmp, "first", &[machine, GUEST].concat());
+    let latest = LatestProcess(&vmm);
+    let id = vmm.info().unwrap()["vm_id"].clone();
+    let before = vmm.await_progress(2, &[]);
+    let mut idle = KeptConnection::open(&vmm.socket());
+    latest.upgrade();
+    let resources = latest.resources();
+    let is_over = AtomicBool::new(false);
+    scope(|scope| {
+        let asks = |connection: &mut KeptConnection| {
+            assert_eq!(connection.get("/v1/info")["vm_id"], id);
+            sleep(Duration::from_millis(1));
+        };
+        let keeps = || {
+            let mut kept = KeptConnection::open(&vmm.socket());
+            while !is_over.load(Ordering::Relaxed) {
+                asks(&mut kept);
+            }
+        };
+        let renews = || {
+            while !is_over.load(Ordering::Relaxed) {
+                asks(&mut KeptConnection::open(&vmm.socket()));
+            }
+        };
+        let clients = [scope.spawn(keeps), scope.spawn(renews)];
+        let reports: Vec<Value> = (0..times).map(|_| latest.upgrade()).collect();
+        is_over.store(true, Ordering::Relaxed);
+        clients.into_iter().for_each(|client| client.join().unwrap());
+        println!("{}", reports.last().unwrap());
+    });
+    assert_eq!(idle.get("/v1/info")["pid"], latest.pid(), "the connection has moved along");
+    vmm.await_progress(2, &before);
+    latest.await_resources(&resources);
+    vmm.tell(&["stop"]);
+    wait_for("the socket's end", || (!fs::exists(vmm.socket()).unwrap()).then_some(()));
+}
+
+#[test]
+fn guest_of_threads_outlives_its_processes() {
+    upgrades(THREADS, if full() { 1000 } else { 5 });
+}
+
+#[test]
+fn kvm_guest_outlives_its_processes() {
+    if kvm_or_skip("kvm_guest_outlives_its_processes") {
+        upgrades(KVM, if full() { 1000 } else { 10 });
+    }
+}
+
+#[test]
+fn guest_stays_if_the_next_process_fails() {
+    let tmp = TestDir::new();
+    let vmm = Vmm::run(&tmp, "first", &[THREADS, GUEST].concat());
+    let program = |name: &str, script: &str| {
+        fs::write(tmp.path(name), format!("#!/bin/sh\n{script}\n")).unwrap();
+        fs::set_permissions(tmp.path(name), fs::Permissions::from_mode(0o700)).unwrap();
+        tmp.text(name)
+    };
+    let none = vmm.refuse(1, &["upgrade", "--binary", "/none"]);
+    assert!(none.contains("cannot start /none"), "{none}");
+    let ends = program("ends", "exit 1");
+    let said = vmm.refuse(4, &["upgrade", "--binary", &ends]);
+    assert!(said.contains("the guest is not offered to the process at"), "{said}");
+    // A version that lacks an option of the guest's process.
+    let real = env!("CARGO_BIN_EXE_driftline");
+    let older = program("older", &format!("exec {real} take-over $2 --unknown"));
+    vmm.refuse(4, &["upgrade", "--binary", &older]);
+    if full() {
+        let hangs = program("hangs", "sleep 100");
+        vmm.refuse(4, &["upgrade", "--binary", &hangs]);
+    }
+    assert_eq!(vmm.info().unwrap()["pid"], vmm.pid());
+    vmm.await_progress(2, &vmm.reports());
+    let latest = LatestProcess(&vmm);
+    latest.upgrade();
+}
+
+#[test]
+fn process_that_cannot_be_replaced_says_why() {
+    let tmp = TestDir::new();
+    let private = ["--guest", "payload,ws=4M,rate=1M,report=200"];
+    let vmm = Vmm::run(&tmp, "private", &[THREADS, &private].concat());
+    let said = vmm.refuse(4, &["upgrade"]);
+    assert!(said.contains("start the guest with --memory-backing memfd"), "{said}");
+    let vmm = Vmm::run(&tmp, "shadow", &[THREADS, GUEST, &["--shadow", "compare"]].concat());
+    let said = vmm.refuse(4, &["upgrade"]);
+    assert!(said.contains("verifies the guest's tracking (--shadow)"), "{said}");
+    let vmm = Vmm::run(&tmp, "checkpoints", &[THREADS, GUEST].concat());
+    vmm.tell(&["checkpoint", "--store", &tmp.text("store"), "--every", "1s", "--detach"]);
+    let said = vmm.refuse(4, &["upgrade"]);
+    assert!(said.contains("a checkpoint run (job 1, every 1000 ms"), "{said}");
+    vmm.tell(&["checkpoint", "--stop"]);
+    let out = output(&["upgrade", "--api-sock", &tmp.text("none")]);
+    assert_eq!(out.status.code(), Some(1), "{}", text(&out.stderr));
+}
+
+#[test]
+fn service_manager_follows_the_next_process() {
+    let tmp = TestDir::new();
+    let address = tmp.text("notify");
+    let socket = UnixDatagram::bind(&address).unwrap();
+    socket.set_read_timeout(Some(TIMEOUT)).unwrap();
+    let receive = || {
+        let mut message = [0; 256];
+        let n = socket.recv(&mut message).unwrap();
+        text(&message[..n])
+    };
+    let mut command = driftline(&[&["run"], THREADS, GUEST].concat());
+    command.env("NOTIFY_SOCKET", &address);
+    let mut vmm = Vmm::start_by(&tmp, "first", command);
+    vmm.await_api();
+    assert!(receive().starts_with("READY=1\n"));
+    let mut upgrade = driftline(&["upgrade", "--api-sock", &vmm.socket()]);
+    let upgraded = upgrade.env("NOTIFY_SOCKET", &address).output().unwrap();
+    assert!(upgraded.status.success(), "{}", text(&upgraded.stderr));
+    let latest = LatestProcess(&vmm);
+    let main = format!("MAINPID={}\nREADY=1\n", latest.pid());
+    assert!(receive().starts_with(&main));
+    wait_for("the first process's end", || {
+        (!fs::exists(format!("/proc/{}/fd/0", vmm.pid())).unwrap()).then_some(())
+    });
+    vmm.tell(&["stop"]);
+    assert_eq!(receive(), "STOPPING=1\n", "of the next process alone");
+}
