@@ -39,8 +39,13 @@ pub(super) fn run_to_end(
     }
     // Dropping them writes the guest's last serial output, which must precede the last message
     // here.
+    let is_upgraded = jobs.is_upgraded();
     drop((jobs, vm));
-    let end = report_end(end);
+    let end = match is_upgraded {
+        // The next process has said so.
+        true => Ok(()),
+        false => report_end(end),
+    };
     // The shadow of a crashed guest counts as well: a missed frame may be the cause.
     let shadow_result =
         shadow.map_or(Ok(()), |shadow| report_shadow(shadow.map_err(Failure::error)?));

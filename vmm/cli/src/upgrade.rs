@@ -22,7 +22,7 @@ use super::failure::Failure;
 use super::output::{print_json, print_message};
 
 /// Upper bound on waiting for the end of a next process that has not got the guest.
-const END_LIMIT: Duration = Duration::from_secs(5);
+const END_LIMIT: Duration = Duration::from_millis(200);
 /// Interval between two looks at that process.
 const LOOK_INTERVAL: Duration = Duration::from_millis(20);
 
@@ -46,12 +46,18 @@ pub(super) fn upgrade(args: &UpgradeArgs) -> Result<ExitCode, Failure> {
             conclude(args, &report, next.id())?;
             Ok(ExitCode::SUCCESS)
         }
-        Err(e) => {
+        // The guest stays, or was not asked for.
+        Err(ClientError::Fault(why)) => {
             end(next);
-            Err(match e {
-                ClientError::Fault(why) => Failure::still_running(why),
-                e => e.into(),
-            })
+            Err(Failure::still_running(why))
+        }
+        Err(e @ ClientError::Connect { .. }) => {
+            end(next);
+            Err(e.into())
+        }
+        Err(e) => {
+            let next = format!("; process {} may get the guest yet", next.id());
+            Err(Failure::from(e).followed_by(&next))
         }
     }
 }
@@ -67,7 +73,7 @@ fn start(binary: &Path, listener: &UnixListener) -> Result<Child, Failure> {
     started.map_err(cannot)
 }
 
-/// Ends a process that has not got the guest. It ends by itself, unless it hangs.
+/// Ends a process that has not got the guest. It ends by itself if it knows that.
 fn end(mut next: Child) {
     let until = Instant::now() + END_LIMIT;
     while Instant::now() < until {

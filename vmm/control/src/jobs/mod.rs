@@ -83,7 +83,8 @@ pub struct Jobs {
     shadow: Mutex<Option<Shadow>>,
     /// What snapshots build on. Held while one is taken.
     snapshots: Mutex<SnapshotBase>,
-    /// Whether another process of this host continues with the guest after an upgrade.
+    /// Whether another process of this host continues, or is about to continue, with the guest
+    /// after an upgrade.
     is_upgraded: AtomicBool,
 }
 
@@ -331,6 +332,8 @@ impl Jobs {
     ) -> Result<Result<SendReport, MigrationFailure>, JobError> {
         let number = self.start_migration(&MigrationRequest::on_this_host(to))?;
         let job = find_job(&self.migration, Some(number))?.ok_or(JobError::NoJob(number))?;
+        // Set now, because the guest ends here before its outcome is known.
+        self.is_upgraded.store(true, Ordering::Relaxed);
         let mut in_doubt = Some(in_doubt);
         while tokio::time::timeout(DOUBT_INTERVAL, job.end()).await.is_err() {
             if let Some(in_doubt) = in_doubt.take_if(|_| job.is_in_doubt()) {
@@ -338,8 +341,8 @@ impl Jobs {
             }
         }
         let handed_over = job.outcome();
+        self.is_upgraded.store(handed_over.is_ok(), Ordering::Relaxed);
         if handed_over.is_ok() {
-            self.is_upgraded.store(true, Ordering::Relaxed);
             moved();
         }
         // Only now may the process end.
@@ -347,7 +350,8 @@ impl Jobs {
         Ok(handed_over)
     }
 
-    /// Returns whether another process of this host continues with the guest after an upgrade.
+    /// Returns whether another process of this host continues, or is about to continue, with the
+    /// guest after an upgrade.
     pub fn is_upgraded(&self) -> bool {
         self.is_upgraded.load(Ordering::Relaxed)
     }
