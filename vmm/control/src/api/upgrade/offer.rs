@@ -28,7 +28,7 @@ const MAX_ANSWER_BYTES: u64 = 16 << 10;
 /// Upper bound on one read or write of the offer.
 const IO_LIMIT: Duration = Duration::from_secs(10);
 /// Upper bound on the next process's start: it may be loaded from a slow disk.
-const ANSWER_LIMIT: Duration = Duration::from_secs(30);
+const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 
 /// The descriptors of a guest's process, besides those of its guest.
 #[derive(Debug)]
