@@ -2,10 +2,14 @@
 
 use std::collections::BTreeSet;
 use std::net::TcpListener;
+use std::os::fd::AsRawFd;
+use std::os::unix::net::UnixListener;
+use std::process::Command;
 use std::thread;
 
 use driftline_machine::testing::{TestTap, kvm_or_skip, skip};
 use driftline_migrate::Tag;
+use rustix::io::{FdFlags, fcntl_setfd};
 use serde_json::{Value, json};
 use tests::{ApiDocument, CutAction, Direction, LaterConnections, MigrationProxy, SOON, wait_for};
 
@@ -175,6 +179,31 @@ fn resolve(host: &ExampleHost, guest: &mut ServedApi) {
     });
 }
 
+/// Gives a guest to another process.
+fn upgrade(host: &ExampleHost) -> BTreeSet<(String, u16)> {
+    let guest = ["run", "--guest", "payload,ws=4M,rate=4M", "--mem", "64M"];
+    let args = [&guest[..], &["--memory-backing", "memfd"]].concat();
+    let mut guest = ServedApi::own(&host.scratch, "upgraded", &args);
+    wait_for("a guest", SOON, || {
+        (guest.ask("GET", "/v1/info", "").body.contains("\"running\"")).then_some(())
+    });
+    let socket = host.scratch.path("next");
+    let listener = UnixListener::bind(&socket).expect("a new socket");
+    fcntl_setfd(&listener, FdFlags::empty()).expect("our descriptor");
+    let next = Command::new(tests::driftline())
+        .args(["take-over", &listener.as_raw_fd().to_string()])
+        .spawn();
+    let mut next = next.expect("a next process");
+    drop(listener);
+    let report = guest.done("POST", "/v1/upgrade", Some(&json!({ "socket": socket })));
+    assert_eq!(report["status"], "completed");
+    let info = guest.done("GET", "/v1/info", None);
+    assert_eq!(info["pid"], next.id());
+    guest.done("POST", "/v1/stop", None);
+    assert!(next.wait().expect("a child of ours").success());
+    std::mem::take(&mut guest.seen)
+}
+
 /// Has a forecast made, which takes four seconds.
 fn forecast(host: &ExampleHost) -> BTreeSet<(String, u16)> {
     let args = ["run", "--guest", "payload,ws=4M,rate=4M", "--mem", "64M", "--vcpus", "1"];
@@ -191,7 +220,7 @@ fn own_answers_are_documented() {
     let Some((_tap, host)) = host_for("own_answers_are_documented", "oa1") else { return };
     let seen: BTreeSet<_> = thread::scope(|scope| {
         let host = &host;
-        let parts = [show_devices, run_jobs, forecast];
+        let parts = [show_devices, run_jobs, upgrade, forecast];
         let parts = parts.map(|part| scope.spawn(move || part(host)));
         parts.into_iter().flat_map(|part| part.join().expect("no panic")).collect()
     });

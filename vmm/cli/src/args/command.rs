@@ -153,8 +153,8 @@ pub(crate) enum Command {
     /// memfd.
     #[command(after_help = examples::UPGRADE)]
     Upgrade(UpgradeArgs),
-    // Started by upgrade.
-    #[command(hide = true)]
+    /// Continue with the guest of another process; started by upgrade
+    #[command(hide = true, after_help = examples::TAKE_OVER)]
     TakeOver(TakeOverArgs),
     /// Predict a migration and checkpoints of a running guest
     ///

@@ -64,6 +64,9 @@ pub(super) const UPGRADE: &str = "\
 Examples:
   driftline upgrade --api-sock a.sock
   driftline upgrade --api-sock a.sock --binary /usr/bin/driftline --json";
+pub(super) const TAKE_OVER: &str = "\
+Example:
+  driftline take-over 3";
 pub(super) const PLAN: &str = "\
 Example:
   driftline plan --api-sock a.sock --bandwidth 100M";
