@@ -42,7 +42,7 @@ TEXT
 "$driftline" --help | sed 's/ *$//'
 printf '```\n'
 for command in demo run serve firecracker info balloon pause resume nmi stop checkpoint restore \
-    receive-migration send-migration plan top cancel-migration resolve compare doctor; do
+    receive-migration send-migration upgrade plan top cancel-migration resolve compare doctor; do
     page "$command"
 done
 for command in ls verify repair compact export; do

@@ -16,9 +16,9 @@ impl Drop for EndsLatest {
 /// The next processes are given no file of a device: those that are open come along. Every third
 /// one is started by hand, the others by `driftline upgrade`.
 #[test]
-fn checkers_find_nothing_over_hand_overs_on_one_host() {
+fn linux_outlives_its_processes() {
     let _alone = tests::one_at_a_time();
-    let test = "checkers_find_nothing_over_hand_overs_on_one_host";
+    let test = "linux_outlives_its_processes";
     let Some((linux, network)) = linux_and_network(test) else { return };
     let scratch = ScratchDir::new();
     let files = ["--memory-backing", "memfd"];

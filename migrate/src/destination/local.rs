@@ -17,7 +17,7 @@ use vm_memory::FileOffset;
 use crate::error::Cause;
 use crate::protocol::error::WireError;
 use crate::protocol::features::{DEVICE_FILES, FEATURES, LOCAL};
-use crate::protocol::message::{FileNames, MemoryPlaces};
+use crate::protocol::message::{DeviceFileNames, MemoryPlaces};
 use crate::protocol::tag::Tag;
 use crate::transport::link::Link;
 use crate::transport::stop::StopFlag;
@@ -62,7 +62,7 @@ pub(super) fn receive(
 /// Receives the descriptors of FILES, which have not been checked, and adds them to `shared`.
 pub(super) fn receive_files(
     wire: &mut Wire<Link>,
-    names: FileNames,
+    names: DeviceFileNames,
     shared: SharedGuest,
 ) -> Result<SharedGuest, WireError> {
     let files = wire.receive_descriptors(Tag::Files, names.0.len())?;

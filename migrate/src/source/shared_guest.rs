@@ -13,15 +13,15 @@ use super::options::SendOptions;
 use crate::error::{Cause, LocalConflict, fits};
 use crate::protocol::features::DEVICE_FILES;
 use crate::protocol::limits::{MAX_DESCRIPTORS, MAX_SLOTS};
-use crate::protocol::message::{FileNames, MemoryPlace, MemoryPlaces, WireMessage};
+use crate::protocol::message::{DeviceFileNames, MemoryPlace, MemoryPlaces, WireMessage};
 use crate::transport::address::Address;
 use crate::transport::compression::Compression;
 use crate::transport::link::Link;
 use crate::transport::wire::Wire;
 
 impl<G: Migratable + ?Sized> SendJob<'_, G> {
-    /// Returns what is handed over as it is; `None` if memory is copied. Fails if the options do not
-    /// fit together.
+    /// Returns what is handed over as it is; `None` if memory is copied. Fails if the options do
+    /// not fit together.
     pub(super) fn local_guest(&self) -> Result<Option<SharedGuest>, Cause> {
         if !self.options.local {
             return Ok(None);
@@ -78,7 +78,7 @@ pub(super) fn send(
     fits("the list of the devices' files", files.len() as u64, MAX_DEVICE_FILES as u64)?;
     let descriptors: Vec<BorrowedFd<'_>> = files.iter().map(|f| f.descriptor().as_fd()).collect();
     let names = files.iter().map(|file| file.name().to_owned()).collect();
-    Ok(wire.send_with_descriptors(&WireMessage::Files(FileNames(names)), &descriptors)?)
+    Ok(wire.send_with_descriptors(&WireMessage::Files(DeviceFileNames(names)), &descriptors)?)
 }
 
 /// Sends MEMORY. Several slots of one file share its descriptor; that of the claim is the last.

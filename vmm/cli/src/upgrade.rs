@@ -1,5 +1,5 @@
-//! `driftline upgrade`: starts the next process of a guest, and asks the guest's process to hand the
-//! guest over to it.
+//! `driftline upgrade`: starts the next process of a guest, and asks the guest's process to hand
+//! the guest over to it.
 
 use std::env;
 use std::os::unix::net::UnixListener;

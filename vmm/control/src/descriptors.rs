@@ -16,7 +16,7 @@ const SPACE: usize = rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS));
 
 /// Descriptors that came with a byte.
 #[derive(Debug)]
-pub(crate) struct ReceivedDescriptors {
+pub(crate) struct ArrivedDescriptors {
     pub(crate) all: Vec<OwnedFd>,
     /// Whether the kernel has closed some: there were more than [`MAX_DESCRIPTORS`], or this
     /// process may not have so many.
@@ -43,7 +43,7 @@ pub(crate) fn send(socket: impl AsFd, descriptors: &[BorrowedFd<'_>]) -> io::Res
 /// # Errors
 ///
 /// The system's error. On a socket that does not block, it may be that nothing has arrived.
-pub(crate) fn receive(socket: impl AsFd) -> io::Result<Option<ReceivedDescriptors>> {
+pub(crate) fn receive(socket: impl AsFd) -> io::Result<Option<ArrivedDescriptors>> {
     let (mut byte, mut space) = ([0], [MaybeUninit::uninit(); SPACE]);
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let byte = &mut [IoSliceMut::new(&mut byte)];
@@ -54,5 +54,5 @@ pub(crate) fn receive(socket: impl AsFd) -> io::Result<Option<ReceivedDescriptor
     });
     let all = rights.flatten().collect();
     let truncated = received.flags.contains(ReturnFlags::CTRUNC);
-    Ok((received.bytes > 0).then_some(ReceivedDescriptors { all, truncated }))
+    Ok((received.bytes > 0).then_some(ArrivedDescriptors { all, truncated }))
 }

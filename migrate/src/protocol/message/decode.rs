@@ -6,7 +6,7 @@ use uuid::Uuid;
 use zerocopy::FromBytes;
 
 use super::counts::Counts;
-use super::device_files::FileNames;
+use super::device_files::DeviceFileNames;
 use super::drives::DriveMessage;
 use super::kinds::{PreparedPayload, Purpose, WireMessage};
 use super::memory::MemoryPlaces;
@@ -52,7 +52,7 @@ impl<'a> WireMessage<'a> {
                 Self::Drive(DriveMessage::parse(tag, bytes)?)
             }
             Tag::Memory => Self::Memory(MemoryPlaces::parse(bytes)?),
-            Tag::Files => Self::Files(FileNames::parse(bytes)?),
+            Tag::Files => Self::Files(DeviceFileNames::parse(bytes)?),
             Tag::Join => {
                 let raw = exactly::<RawIdAndSecret>(tag, bytes)?;
                 Self::Join { token: token(raw.id), secret: Secret::from_bytes(raw.secret) }

@@ -21,9 +21,9 @@ const _: () = assert!(size_of::<RawFile>() == 4 + MAX_FILE_NAME);
 
 /// The names of the files, one for each descriptor, in their order. Each is of printable ASCII.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(crate) struct FileNames(pub(crate) Vec<String>);
+pub(crate) struct DeviceFileNames(pub(crate) Vec<String>);
 
-impl FileNames {
+impl DeviceFileNames {
     /// Decodes all of the message except for the byte that carries the descriptors.
     pub(super) fn parse(bytes: &[u8]) -> Result<Self, WireError> {
         let tag = Tag::Files;
@@ -64,21 +64,21 @@ fn name(raw: &RawFile) -> Result<String, WireError> {
 mod tests {
     use super::*;
 
-    fn names() -> FileNames {
-        FileNames(vec!["disk/root".to_owned(), "x".repeat(MAX_FILE_NAME)])
+    fn names() -> DeviceFileNames {
+        DeviceFileNames(vec!["disk/root".to_owned(), "x".repeat(MAX_FILE_NAME)])
     }
 
     #[test]
     fn names_survive_encoding() {
         let bytes = names().to_bytes();
         assert_eq!(bytes.len(), 8 + 2 * (4 + MAX_FILE_NAME));
-        assert_eq!(FileNames::parse(&bytes).unwrap(), names());
+        assert_eq!(DeviceFileNames::parse(&bytes).unwrap(), names());
     }
 
     #[test]
     fn invalid_names_are_refused() {
         let bytes = names().to_bytes();
-        let error = |bytes: &[u8]| FileNames::parse(bytes).unwrap_err().to_string();
+        let error = |bytes: &[u8]| DeviceFileNames::parse(bytes).unwrap_err().to_string();
         let with = |at: usize, byte: u8| {
             let mut bytes = bytes.clone();
             bytes[at] = byte;

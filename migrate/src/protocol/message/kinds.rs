@@ -5,7 +5,7 @@ use driftline_guest::Section;
 use uuid::Uuid;
 
 use super::counts::Counts;
-use super::device_files::FileNames;
+use super::device_files::DeviceFileNames;
 use super::drives::DriveMessage;
 use super::memory::MemoryPlaces;
 use super::runs::RunTable;
@@ -110,7 +110,7 @@ pub(crate) enum WireMessage<'a> {
     /// The byte with the descriptors is still in the stream.
     Memory(MemoryPlaces),
     /// The byte with the descriptors is still in the stream.
-    Files(FileNames),
+    Files(DeviceFileNames),
     Commit {
         token: Token,
     },

@@ -2,8 +2,8 @@
 //!
 //! A message is the payload of one record (`driftline_format`). PROTOCOL.md specifies each of them.
 //! Decoding borrows from the receive buffer. The only allocations whose size the peer decides are
-//! the slots of one CONFIG or MEMORY (at most [`MAX_SLOTS`](super::limits::MAX_SLOTS)), and the names
-//! of one FILES.
+//! the slots of one CONFIG or MEMORY (at most [`MAX_SLOTS`](super::limits::MAX_SLOTS)), and the
+//! names of one FILES.
 
 mod counts;
 mod decode;
@@ -17,7 +17,7 @@ mod runs;
 mod state;
 
 pub(crate) use counts::Counts;
-pub(crate) use device_files::FileNames;
+pub(crate) use device_files::DeviceFileNames;
 pub(crate) use drives::{DriveMessage, blocks_head};
 pub(crate) use encode::clip;
 pub(crate) use kinds::{PreparedPayload, Purpose, WireMessage};

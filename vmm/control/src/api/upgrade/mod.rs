@@ -29,7 +29,7 @@ use axum::extract::State;
 use driftline_migrate::SendReport;
 use tokio::task::spawn_blocking;
 
-pub use self::offer::{Offer, OfferError, OfferedFiles, TakenOffer};
+pub use self::offer::{GuestOffer, OfferError, OfferedFiles, TakenOffer};
 use super::fault::{Fault, JsonBody};
 use super::handler::{AppState, JsonAnswer};
 use crate::model::UpgradeRequest;

@@ -17,7 +17,7 @@ use rustix::process::geteuid;
 use serde::{Deserialize, Serialize};
 
 use crate::api::process_line::ProcessLine;
-use crate::descriptors::{self, ReceivedDescriptors};
+use crate::descriptors::{self, ArrivedDescriptors};
 
 /// Version of the offer. A process refuses any other one.
 const VERSION: u32 = 1;
@@ -45,7 +45,7 @@ pub struct OfferedFiles<F> {
 
 /// What is offered.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct Offer {
+pub struct GuestOffer {
     version: u32,
     /// The process's command line.
     pub line: ProcessLine,
@@ -111,13 +111,13 @@ pub struct PeerError {
 #[derive(Debug)]
 pub struct TakenOffer {
     /// What is offered.
-    pub offer: Offer,
+    pub offer: GuestOffer,
     /// The descriptors.
     pub files: OfferedFiles<OwnedFd>,
     stream: UnixStream,
 }
 
-impl Offer {
+impl GuestOffer {
     /// Makes an offer to the process at the other end of `stream`. Returns once that process is
     /// ready for the guest.
     ///
@@ -180,7 +180,7 @@ impl TakenOffer {
         if version.version != VERSION {
             return Err(OfferError::Version(version.version));
         }
-        let offer: Offer = serde_json::from_slice(&json)?;
+        let offer: GuestOffer = serde_json::from_slice(&json)?;
         let files = files_of(&offer, received)?;
         Ok(Self { offer, files, stream })
     }
@@ -205,7 +205,7 @@ impl TakenOffer {
     }
 
     /// Returns the parts, with the connection for the answer.
-    pub fn into_parts(self) -> (Offer, OfferedFiles<OwnedFd>, UnixStream) {
+    pub fn into_parts(self) -> (GuestOffer, OfferedFiles<OwnedFd>, UnixStream) {
         (self.offer, self.files, self.stream)
     }
 }
@@ -222,8 +222,8 @@ fn answer(mut stream: &UnixStream, answer: &OfferAnswer) -> Result<(), OfferErro
 }
 
 fn files_of(
-    offer: &Offer,
-    received: ReceivedDescriptors,
+    offer: &GuestOffer,
+    received: ArrivedDescriptors,
 ) -> Result<OfferedFiles<OwnedFd>, OfferError> {
     let found = received.all.len();
     let expected = 4 + usize::from(offer.has_api) + usize::from(offer.has_metrics);

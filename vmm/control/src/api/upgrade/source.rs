@@ -9,7 +9,7 @@ use std::sync::Arc;
 use driftline_migrate::SendReport;
 use tokio::runtime::Handle;
 
-use super::offer::{Offer, OfferError, OfferedFiles};
+use super::offer::{GuestOffer, OfferError, OfferedFiles};
 use crate::api::app::App;
 use crate::api::process_line::ProcessLine;
 use crate::api::relay::Relay;
@@ -23,7 +23,7 @@ pub(crate) enum UpgradeError {
     NotPossible(&'static str),
     /// The next process does not take the guest.
     #[error("the guest is not offered to the process at {socket}: {cause}")]
-    Offer {
+    GuestOffer {
         /// Path of its socket.
         socket: String,
         /// The reason.
@@ -63,8 +63,10 @@ pub(super) fn upgrade(
 ) -> Result<SendReport, UpgradeError> {
     let line = app.process_line().map_err(UpgradeError::NotPossible)?;
     jobs.check_upgrade()?;
-    let connections = offer(app, line, socket)
-        .map_err(|cause| UpgradeError::Offer { socket: socket.display().to_string(), cause })?;
+    let connections = offer(app, line, socket).map_err(|cause| UpgradeError::GuestOffer {
+        socket: socket.display().to_string(),
+        cause,
+    })?;
     let held = HeldRequests::hold(app.relay());
     let to = format!("unix:{}", socket.display());
     let moved = || app.relay().move_to(connections.here);
@@ -100,6 +102,6 @@ fn offer(app: &App, line: ProcessLine, socket: &Path) -> Result<NextProcess, Off
         metrics: metrics.as_ref().map(AsFd::as_fd),
         connections: there.as_fd(),
     };
-    Offer::make(&offer, line, file, &files)?;
+    GuestOffer::make(&offer, line, file, &files)?;
     Ok(NextProcess { here, offer })
 }

@@ -437,9 +437,9 @@ impl DeviceSet {
         requests.into_iter().map(PendingRequest::wait).fold(Ok(()), Result::and)
     }
 
-    /// Detaches the guest's peers (taps, sockets), for `next`. Returns the packets that are queued for the
-    /// guest since the save, by device, encoded in at most [`MAX_QUEUED_PACKETS`] bytes. All
-    /// devices are tried; the error is the first one.
+    /// Detaches the guest's peers (taps, sockets), for `next`. Returns the packets that are queued
+    /// for the guest since the save, by device, encoded in at most [`MAX_QUEUED_PACKETS`] bytes.
+    /// All devices are tried; the error is the first one.
     pub(crate) fn detach(&self, next: NextHost) -> Result<Vec<u8>, RequestError> {
         let mut room = MAX_QUEUED_PACKETS - QUEUED_PACKETS_HEADER * self.devices.len();
         let mut queued_packets = BTreeMap::new();
