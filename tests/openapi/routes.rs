@@ -56,7 +56,11 @@ impl RouteReader {
         for path in
             files.iter().filter(|path| !path.parent().is_some_and(|dir| dir.ends_with("tests")))
         {
-            reader.file = path.file_stem().and_then(|s| s.to_str()).expect("a name").to_owned();
+            // A module's name is that of its file or, for `mod.rs`, of its directory.
+            let module =
+                if path.ends_with("mod.rs") { path.parent() } else { Some(path.as_path()) };
+            let name = module.and_then(|of| of.file_stem()?.to_str());
+            reader.file = name.expect("a name").to_owned();
             reader.visit_file(&parse(path));
         }
         reader
