@@ -49,8 +49,8 @@ pub trait HandOver: Send + Sync {
 
     /// Makes the guest's writes durable and releases what only one host may hold (drives' locks,
     /// listening sockets). The guest must be paused. Its taps are not released: packets that arrive
-    /// on them wait. For [`NextHost::This`] nothing has to be durable, and locks and sockets are
-    /// left to the next process, which has them already.
+    /// on them wait. For [`NextHost::This`] nothing has to be durable, and locks are left to the
+    /// next process, which has them already.
     ///
     /// # Errors
     ///

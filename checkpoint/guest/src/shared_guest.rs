@@ -20,7 +20,7 @@ pub const MAX_DEVICE_FILES: usize = 253;
 /// The files that hold a guest's memory, the file that says which process runs the guest, and the
 /// open files of its devices.
 ///
-/// They may come from another process, which is not believed: [`of`](Self::of) and
+/// They may come from another process, and are hostile then: [`of`](Self::of) and
 /// [`right`](Self::right) check those of memory, and the guest's factory those of devices.
 #[derive(Clone, Debug)]
 pub struct SharedGuest {
@@ -29,7 +29,7 @@ pub struct SharedGuest {
     device_files: Vec<DeviceFile>,
 }
 
-/// An open file of a guest's device: a disk, a queue of a tap, a socket that listens.
+/// An open file of a guest's device: a disk, a queue of a tap, a socket that claims the tap.
 #[derive(Clone, Debug)]
 pub struct DeviceFile {
     name: String,

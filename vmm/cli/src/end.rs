@@ -24,9 +24,10 @@ pub(super) fn run_to_end(
     requests: Option<JoinHandle<()>>,
 ) -> Result<ExitCode, Failure> {
     let end = vm.wait_end(None);
-    // After an upgrade the service goes on.
-    if !jobs.is_upgraded() {
-        notify::stopping();
+    // After an upgrade, the service and its socket are the next process's.
+    match jobs.is_upgraded() {
+        true => server.leave_socket(),
+        false => notify::stopping(),
     }
     // The last check reads all guest memory and waits for no device.
     let shadow = jobs.end_shadow();

@@ -81,10 +81,14 @@ fn main() -> ExitCode {
         Command::Start(StartCommand::Serve(_)) => log::Logs::OwnAndClients,
         _ => log::Logs::Own,
     };
-    let done = log::start(&cli.output.log, logs).and_then(|()| match taken {
-        Some(taken) => take_over::take_over(cli.command, taken),
-        None => run(cli.command, verbose, started),
-    });
+    let done = match (log::start(&cli.output.log, logs), taken) {
+        (Ok(()), None) => run(cli.command, verbose, started),
+        (Ok(()), Some(taken)) => take_over::take_over(cli.command, taken),
+        (Err(e), taken) => {
+            taken.into_iter().for_each(|taken| take_over::refuse(taken, &e));
+            Err(e)
+        }
+    };
     let code = done.unwrap_or_else(report::report);
     driftline_machine::log::flush();
     code

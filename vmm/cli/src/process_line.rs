@@ -22,6 +22,9 @@ pub(super) fn process_line(host: &HostArgs) -> Result<ProcessLine, &'static str>
     if host.die_with_parent {
         return Err("it ends with the process that has started it");
     }
+    if std::process::id() == 1 {
+        return Err("it is the first process of its PID namespace, whose end ends all others");
+    }
     if host.serial == SerialSink::Stdio && io::stdin().is_terminal() {
         return Err("its guest has the terminal, which belongs to one process group; use \
                     `--serial file:PATH` or `--serial null`");
@@ -30,8 +33,14 @@ pub(super) fn process_line(host: &HostArgs) -> Result<ProcessLine, &'static str>
         return Ok(line.clone());
     }
     let arguments = env::args_os().skip(1).map(|argument| argument.into_string().ok());
-    let arguments = arguments.collect::<Option<_>>();
-    let arguments = arguments.ok_or("its command line is not UTF-8")?;
+    let arguments = arguments.collect::<Option<Vec<_>>>();
+    let mut arguments = arguments.ok_or("its command line is not UTF-8")?;
+    let state_dir = "--state-dir";
+    if !arguments.iter().any(|argument| argument.starts_with(state_dir)) {
+        // The default is one of this process's environment.
+        let default = host.state_dir.to_str().ok_or("its state directory is not UTF-8")?;
+        arguments.extend([state_dir.to_owned(), default.to_owned()]);
+    }
     let directory = env::current_dir().map_err(|_| "its working directory is gone")?;
     Ok(ProcessLine { arguments, directory })
 }

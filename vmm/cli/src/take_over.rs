@@ -13,14 +13,14 @@ use std::thread;
 use std::time::Duration;
 
 use driftline_backends::Factory;
-use driftline_control::api::{App, Listeners, OfferedFiles, Server, TakenOffer};
+use driftline_control::api::{App, Listeners, OfferedFiles, Server, TakenOffer, notify_socket};
 use driftline_control::jobs::Jobs;
 use driftline_machine::config::guest_span;
 use driftline_machine::exit::SocketFile;
 use driftline_machine::inherited;
 use driftline_machine::memory::MemoryOptions;
 use driftline_machine::socket::ListeningSocket;
-use driftline_migrate::{Listener, ReceiveControl, ReceiveOptions, Received};
+use driftline_migrate::{Listener, Phase, ReceiveControl, ReceiveOptions, Received};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::setsid;
 use rustix::stdio::{dup2_stderr, dup2_stdin, dup2_stdout};
@@ -37,6 +37,11 @@ use super::setup::{NamedFiles, check_state_dir, host_config, log_machine, prepar
 /// Upper bound on waiting for the guest's process, which is asked for the guest at once.
 const OFFER_LIMIT: Duration = Duration::from_secs(30);
 
+/// Why a process of another service is refused: the service manager would end the guest with the
+/// service's main process.
+const OTHER_SERVICE: &str = "it is not of the same service (NOTIFY_SOCKET differs): for a unit, \
+                             use `systemctl reload`, which starts it there";
+
 /// What the guest's process has given to this one.
 pub(super) struct TakenProcess {
     listener: UnixListener,
@@ -52,10 +57,13 @@ pub(super) struct TakenProcess {
 pub(super) fn begin(args: &TakeOverArgs) -> Result<(Cli, TakenProcess), Failure> {
     let listener = UnixListener::from(inherited::take(args.listener)?);
     // Terminals and their signals are for the process that has started this one.
-    let _ = setsid();
+    setsid()?;
     let stream = accept(&listener)?;
-    let (offer, files, stream) = TakenOffer::receive(stream)?.into_parts();
+    let (offer, files, mut stream) = TakenOffer::receive(stream)?.into_parts();
     let taken = || -> Result<Cli, Failure> {
+        if offer.notify_socket != notify_socket() {
+            return Err(Failure::error(OTHER_SERVICE));
+        }
         env::set_current_dir(&offer.line.directory)?;
         Cli::parse_guest(&offer.line.arguments).map_err(|e| {
             Failure::usage(format_args!(
@@ -64,7 +72,7 @@ pub(super) fn begin(args: &TakeOverArgs) -> Result<(Cli, TakenProcess), Failure>
             ))
         })
     };
-    let cli = taken().inspect_err(|e| TakenOffer::refuse(&stream, e.message()))?;
+    let cli = taken().inspect_err(|e| TakenOffer::refuse(&mut stream, e.message()))?;
     let OfferedFiles { standard: [stdin, stdout, stderr], api, metrics, connections } = files;
     dup2_stdin(stdin)?;
     dup2_stdout(stdout)?;
@@ -106,13 +114,27 @@ impl GuestLine {
     }
 }
 
+/// Tells the guest's process why this one does not continue.
+pub(super) fn refuse(mut taken: TakenProcess, why: &Failure) {
+    TakenOffer::refuse(&mut taken.stream, why.message());
+}
+
 /// Continues with the guest of the process that this one replaces.
 pub(super) fn take_over(command: Command, taken: TakenProcess) -> Result<ExitCode, Failure> {
-    let TakenProcess { listener, stream, api, api_file, metrics, connections } = taken;
-    let prepared = prepare(command).inspect_err(|e| TakenOffer::refuse(&stream, e.message()));
-    let ContinuedProcess { host, mut server, factory, memory } = prepared?;
+    let TakenProcess { listener, mut stream, api, api_file, metrics, connections } = taken;
+    // Checked now, because the guest is lost if that fails once it is here.
+    let prepared = prepare(command).and_then(|prepared| {
+        if let Some(api) = &api {
+            ListeningSocket::adopt(api.try_clone()?, None)?;
+        }
+        let metrics = metrics.map(listener_of_metrics).transpose()?;
+        Ok((prepared, metrics))
+    });
+    let prepared = prepared.inspect_err(|e| TakenOffer::refuse(&mut stream, e.message()));
+    let (ContinuedProcess { host, mut server, factory, memory }, metrics) = prepared?;
     let control = ReceiveControl::new();
-    watch(TakenOffer::accept(stream)?, &control)?;
+    watch(stream.try_clone()?, &control)?;
+    TakenOffer::accept(&mut stream)?;
     let options = ReceiveOptions { once: true, ..ReceiveOptions::new(&host.state_dir) };
     let listener = Listener::inherited(listener.into())?;
     let received = driftline_migrate::receive(listener, Arc::new(factory), &options, &control);
@@ -126,9 +148,9 @@ pub(super) fn take_over(command: Command, taken: TakenProcess) -> Result<ExitCod
     let app = App::new(jobs.clone());
     app.set_process_line(process_line(&host));
     let api = api.map(|api| ListeningSocket::adopt(api, api_file)).transpose()?;
-    let metrics = metrics.map(listener_of_metrics).transpose()?;
     server.serve(Listeners { api, metrics, adopted: Some(connections) }, app)?;
     notify::continued(format_args!("guest {} runs", vm.vm_id()));
+    TakenOffer::note_serving(&stream);
     log_machine(&*vm, &memory);
     print_message(format_args!(
         "guest {} continues in process {}, taken over in {:.1} ms",
@@ -159,13 +181,15 @@ fn prepare(command: Command) -> Result<ContinuedProcess, Failure> {
 }
 
 /// Ends the wait for the guest when the other process closes `stream`: it has ended, or keeps its
-/// guest. Once the guest is being taken over, that has no effect.
+/// guest. Once the guest arrives, the connection over which it comes tells that.
 fn watch(mut stream: UnixStream, control: &Arc<ReceiveControl>) -> io::Result<()> {
     let control = control.clone();
     let wait = move || {
         // Nothing is sent.
         let _ = stream.read(&mut [0]);
-        let _ = control.cancel();
+        if control.progress().phase == Phase::Waiting {
+            let _ = control.cancel();
+        }
     };
     thread::Builder::new().name("upgrade-watch".into()).spawn(wait).map(drop)
 }

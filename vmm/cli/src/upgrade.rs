@@ -3,15 +3,15 @@
 
 use std::env;
 use std::os::unix::net::UnixListener;
-use std::os::unix::process::CommandExt;
+use std::path;
 use std::path::Path;
 use std::process::{Child, Command, ExitCode, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use driftline_control::api::ClientError;
-use driftline_control::model::UpgradeRequest;
-use driftline_migrate::SendReport;
+use driftline_control::model::{GuestState, InfoPage, UpgradeRequest};
+use driftline_migrate::{SendReport, SendStatus};
 use hyper::Method;
 use rustix::fd::{AsFd, AsRawFd};
 use rustix::io::{FdFlags, fcntl_setfd};
@@ -28,7 +28,8 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(20);
 
 /// `driftline upgrade`.
 pub(super) fn upgrade(args: &UpgradeArgs) -> Result<ExitCode, Failure> {
-    let binary = args.binary.clone().map_or_else(env::current_exe, Ok)?;
+    // A path, which is not looked up in PATH.
+    let binary = args.binary.as_ref().map_or_else(env::current_exe, path::absolute)?;
     // Only this user can enter the directory.
     let directory = tempfile::Builder::new().prefix("driftline-upgrade-").tempdir()?;
     let socket = directory.path().join("next");
@@ -38,19 +39,29 @@ pub(super) fn upgrade(args: &UpgradeArgs) -> Result<ExitCode, Failure> {
     drop(listener);
     let client = args.query.api.client();
     let request = UpgradeRequest { socket };
-    let answer = block_on(async {
-        client.call::<SendReport>(Method::POST, "/v1/upgrade", Some(&request)).await
+    let (answer, keeper) = block_on(async {
+        let answer = client.call::<SendReport>(Method::POST, "/v1/upgrade", Some(&request)).await;
+        let keeper = match &answer {
+            Err(ClientError::Fault(_)) => client.get::<InfoPage>("/v1/info").await.ok(),
+            _ => None,
+        };
+        (answer, keeper)
     })?;
     match answer {
         Ok(report) => {
             conclude(args, &report, next.id())?;
             Ok(ExitCode::SUCCESS)
         }
-        // The guest stays, or was not asked for.
-        Err(ClientError::Fault(why)) => {
-            end(next);
-            Err(Failure::still_running(why))
-        }
+        Err(ClientError::Fault(why)) => Err(match keeper {
+            Some(InfoPage::Guest(info)) if info.pid != next.id() => {
+                end(next);
+                match info.state {
+                    GuestState::Running | GuestState::Paused => Failure::still_running(why),
+                    _ => Failure::error(why),
+                }
+            }
+            _ => Failure::error(why),
+        }),
         Err(e @ ClientError::Connect { .. }) => {
             end(next);
             Err(e.into())
@@ -67,8 +78,7 @@ fn start(binary: &Path, listener: &UnixListener) -> Result<Child, Failure> {
     fcntl_setfd(listener.as_fd(), FdFlags::empty())?;
     let mut command = Command::new(binary);
     command.arg("take-over").arg(listener.as_fd().as_raw_fd().to_string());
-    // A signal to the group of this command is not for the guest.
-    let started = command.stdin(Stdio::null()).process_group(0).spawn();
+    let started = command.stdin(Stdio::null()).spawn();
     fcntl_setfd(listener.as_fd(), FdFlags::CLOEXEC)?;
     started.map_err(cannot)
 }
@@ -88,13 +98,17 @@ fn end(mut next: Child) {
 }
 
 fn conclude(args: &UpgradeArgs, report: &SendReport, pid: u32) -> Result<(), Failure> {
+    if report.status != SendStatus::Completed {
+        let ended = Failure::error("the operator has resolved that the guest ends");
+        return Err(ended.with(report));
+    }
     if args.query.json {
         let mut report = serde_json::to_value(report)?;
         report["pid"] = pid.into();
         return print_json(&report);
     }
     print_message(format_args!(
-        "guest {} continues in process {pid}; it stood for {:.1} ms",
+        "guest {} continues in process {pid}; it was paused for {:.1} ms",
         report.vm_id, report.downtime_ms
     ));
     Ok(())

@@ -166,10 +166,16 @@ fn guest_stays_if_the_next_process_fails() {
     let ends = program("ends", "exit 1");
     let said = vmm.refuse(4, &["upgrade", "--binary", &ends]);
     assert!(said.contains("the guest is not offered to the process at"), "{said}");
-    // A version that lacks an option of the guest's process.
-    let real = env!("CARGO_BIN_EXE_driftline");
-    let older = program("older", &format!("exec {real} take-over $2 --unknown"));
-    vmm.refuse(4, &["upgrade", "--binary", &older]);
+    // Of another service, whose manager would end the guest with its main process.
+    let mut other = driftline(&["upgrade", "--api-sock", &vmm.socket()]);
+    let other = other.env("NOTIFY_SOCKET", "@another").output().unwrap();
+    let said = text(&other.stderr);
+    assert_eq!(other.status.code(), Some(4), "{said}");
+    assert!(said.contains("the next process refuses: it is not of the same service"), "{said}");
+    // The log's file is in no directory.
+    let mut log = driftline(&["upgrade", "--api-sock", &vmm.socket()]);
+    let log = log.env("RUST_LOG", "=").output().unwrap();
+    assert_eq!(log.status.code(), Some(2), "{}", text(&log.stderr));
     if full() {
         let hangs = program("hangs", "sleep 100");
         vmm.refuse(4, &["upgrade", "--binary", &hangs]);

@@ -153,6 +153,13 @@ impl Server {
         }
     }
 
+    /// Leaves the file of the API's socket to the process that continues with the guest.
+    pub fn leave_socket(&self) {
+        if let Some(socket) = self.app.as_ref().and_then(|app| app.relay().socket()) {
+            socket.keep_file();
+        }
+    }
+
     /// Returns the control thread.
     pub fn control_thread(&self) -> ControlThread {
         ControlThread(self.runtime.clone())

@@ -49,8 +49,14 @@ pub enum JobError {
         store: PathBuf,
     },
     /// The guest's tracking is being verified.
-    #[error("the process verifies the guest's tracking (--shadow), and another one cannot go on")]
+    #[error("the process verifies the guest's tracking (--shadow), which another cannot continue")]
     Shadowed,
+    /// An upgrade is under way.
+    #[error("another upgrade is under way")]
+    UpgradeUnderWay,
+    /// A job is being started.
+    #[error("another job is being started, and its storage does not answer")]
+    StartUnderWay,
     /// A migration is under way already.
     #[error("the guest is being migrated already, to {to}")]
     MigrationUnderWay {

@@ -26,7 +26,7 @@ use driftline_guest::{GuestError, RunState};
 use driftline_machine::config::guest_span;
 use driftline_machine::vm::SharedVm;
 use driftline_migrate::{Records, Resolution, Responder, SendReport};
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 use tracing::Span;
 
 use crate::model::{
@@ -49,6 +49,10 @@ use totals::CheckpointTotals;
 pub(crate) use totals::{CheckpointFigures, MigrationCounts, MigrationFigures};
 use watches::DirtyWatches;
 
+/// The same limit for a process whose guest continues in another one.
+const UPGRADE_LIMIT: Duration = Duration::from_secs(15);
+/// Limit for an upgrade to wait until another job has been started.
+const START_LIMIT: Duration = Duration::from_secs(1);
 /// Interval at which an upgrade looks whether its hand-over is in doubt.
 const DOUBT_INTERVAL: Duration = Duration::from_millis(100);
 
@@ -83,6 +87,8 @@ pub struct Jobs {
     shadow: Mutex<Option<Shadow>>,
     /// What snapshots build on. Held while one is taken.
     snapshots: Mutex<SnapshotBase>,
+    /// Held during an upgrade. No thread waits for it.
+    upgrading: Mutex<()>,
     /// Whether another process of this host continues, or is about to continue, with the guest
     /// after an upgrade.
     is_upgraded: AtomicBool,
@@ -108,6 +114,7 @@ impl Jobs {
             responder: Mutex::default(),
             shadow: Mutex::default(),
             snapshots: Mutex::default(),
+            upgrading: Mutex::default(),
             is_upgraded: AtomicBool::new(false),
         })
     }
@@ -287,8 +294,13 @@ impl Jobs {
     /// A migration is under way, or the new one cannot be started.
     pub(crate) fn start_migration(&self, request: &MigrationRequest) -> Result<u64, JobError> {
         let _starting = self.starting.lock();
+        self.begin_migration(request)
+    }
+
+    /// Does as [`start_migration`](Self::start_migration). The caller holds `starting`.
+    fn begin_migration(&self, request: &MigrationRequest) -> Result<u64, JobError> {
         if let Some(job) = self.migration_job().filter(|job| !job.is_over()) {
-            let to = job.page().to;
+            let to = job.to().to_owned();
             return Err(JobError::MigrationUnderWay { to });
         }
         self.require_first_files()?;
@@ -302,14 +314,27 @@ impl Jobs {
         Ok(number)
     }
 
-    /// Checks that another process of this host can continue with the guest.
+    /// Keeps other upgrades away until the guard is dropped, if another process of this host can
+    /// continue with the guest.
     ///
     /// # Errors
     ///
-    /// A job on the guest is under way.
-    pub(crate) fn check_upgrade(&self) -> Result<(), JobError> {
+    /// Another upgrade or another job on the guest is under way, or the guest has ended.
+    pub(crate) fn begin_upgrade(&self) -> Result<MutexGuard<'_, ()>, JobError> {
+        let only = self.upgrading.try_lock().ok_or(JobError::UpgradeUnderWay)?;
+        self.check_upgrade()?;
+        Ok(only)
+    }
+
+    fn check_upgrade(&self) -> Result<(), JobError> {
+        if self.vm.run_state() == RunState::Stopped {
+            return Err(JobError::Ended);
+        }
         if let Some(job) = self.checkpoint_job().filter(|job| !job.is_over()) {
             return Err(job.under_way());
+        }
+        if self.sampling.is_locked() {
+            return Err(JobError::PlanUnderWay);
         }
         match *self.shadow.lock() {
             None => Ok(()),
@@ -318,22 +343,30 @@ impl Jobs {
     }
 
     /// Hands the guest over to the process of this host that listens at `to`, and waits for the
-    /// end. Calls `moved` once that process has the guest, before this process may end. Calls
-    /// `in_doubt` if the operator has to decide.
+    /// end. Calls `moved` once that process has the guest; when that returns, this process may
+    /// end. Calls `in_doubt` if the operator has to decide.
     ///
     /// # Errors
     ///
-    /// As [`start_migration`](Self::start_migration). Otherwise the hand-over's own result.
+    /// As [`begin_upgrade`](Self::begin_upgrade) and [`start_migration`](Self::start_migration), or
+    /// another job is being started and does not get on. Otherwise the hand-over's own result.
     pub(crate) async fn hand_over_here(
         &self,
         to: &str,
         in_doubt: impl FnOnce(),
         moved: impl FnOnce(),
     ) -> Result<Result<SendReport, MigrationFailure>, JobError> {
-        let number = self.start_migration(&MigrationRequest::on_this_host(to))?;
+        let number = {
+            // Requests wait, so this must not wait for a store that hangs.
+            let starting = self.starting.try_lock_for(START_LIMIT);
+            let _starting = starting.ok_or(JobError::StartUnderWay)?;
+            self.check_upgrade()?;
+            // Set now, because the guest ends here before its outcome is known.
+            self.is_upgraded.store(true, Ordering::Relaxed);
+            let started = self.begin_migration(&MigrationRequest::on_this_host(to));
+            started.inspect_err(|_| self.is_upgraded.store(false, Ordering::Relaxed))?
+        };
         let job = find_job(&self.migration, Some(number))?.ok_or(JobError::NoJob(number))?;
-        // Set now, because the guest ends here before its outcome is known.
-        self.is_upgraded.store(true, Ordering::Relaxed);
         let mut in_doubt = Some(in_doubt);
         while tokio::time::timeout(DOUBT_INTERVAL, job.end()).await.is_err() {
             if let Some(in_doubt) = in_doubt.take_if(|_| job.is_in_doubt()) {
@@ -454,7 +487,9 @@ impl Jobs {
     /// Waits, after the guest has ended, until the jobs are over and their clients have read the
     /// end, for at most `LAST_READ_LIMIT`.
     pub fn settle(&self) {
-        let end = Instant::now() + LAST_READ_LIMIT;
+        // The next process tells its service manager, and takes over the API's connections.
+        let limit = if self.is_upgraded() { UPGRADE_LIMIT } else { LAST_READ_LIMIT };
+        let end = Instant::now() + limit;
         let wait = |done: &dyn Fn() -> bool| {
             while !done() && Instant::now() < end {
                 std::thread::sleep(Duration::from_millis(5));

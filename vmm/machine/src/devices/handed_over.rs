@@ -10,7 +10,6 @@ use std::sync::Arc;
 
 use driftline_guest::{DeviceFile, GuestError};
 use rustix::fs::{OFlags, fcntl_getfl};
-use rustix::io::fcntl_dupfd_cloexec;
 
 use super::net::check_tap_queue;
 use crate::config::{
@@ -23,8 +22,8 @@ use crate::config::{
 enum HandedOverError {
     /// The receiver's command line names files for the guest's devices.
     #[error(
-        "--disk, --net and --vsock of the receiver do not go with a hand-over on one host: the \
-         guest's devices keep the files that are open"
+        "--disk and --net of the receiver cannot be combined with a hand-over on one host: the \
+         guest's disks and taps keep the files that are open"
     )]
     Named,
     /// A file belongs to no device of the guest.
@@ -45,7 +44,7 @@ enum HandedOverError {
     Kind {
         /// Name of the file.
         name: String,
-        /// What it is not.
+        /// The kind or mode that it lacks.
         why: &'static str,
     },
     /// A system call failed.
@@ -86,8 +85,8 @@ pub(crate) fn device_files(devices: &[DeviceConfig], files: Vec<Vec<OwnedFd>>) -
     named.flatten().collect()
 }
 
-/// Returns the files of `devices` that have come from another process, which is not believed. A
-/// device of which none has come opens its own.
+/// Returns the files of `devices` that have come from another process. The files are hostile. If
+/// none have come, each device opens its own.
 ///
 /// # Errors
 ///
@@ -101,7 +100,7 @@ pub(crate) fn opened_files(
     if files.is_empty() {
         return Ok(opened);
     }
-    if !host.disks.is_empty() || !host.nets.is_empty() || host.vsock.is_some() {
+    if !host.disks.is_empty() || !host.nets.is_empty() {
         return Err(HandedOverError::Named.into());
     }
     let is_known =
@@ -113,7 +112,6 @@ pub(crate) fn opened_files(
         let Some(name) = name_of(device) else { continue };
         let own: Vec<&DeviceFile> = files.iter().filter(|file| file.name() == name).collect();
         match device {
-            _ if own.is_empty() => {}
             DeviceConfig::Disk(disk) => opened.disks.push(opened_disk(disk, &name, &own)?),
             DeviceConfig::Net(net) => opened.taps.push(opened_tap(net, &name, &own)?),
             DeviceConfig::Vsock(_) | DeviceConfig::Rng(_) | DeviceConfig::Balloon(_) => {}
@@ -131,13 +129,13 @@ fn opened_disk(
     let system = system(name);
     let file = duplicate(file).map_err(&system)?;
     let kind = |why| HandedOverError::Kind { name: name.to_owned(), why };
-    let of = file.metadata().map_err(&system)?.file_type();
-    if !of.is_file() && !of.is_block_device() {
+    let kind_of_file = file.metadata().map_err(&system)?.file_type();
+    if !kind_of_file.is_file() && !kind_of_file.is_block_device() {
         return Err(kind("is neither a regular file nor a block device"));
     }
     let flags = fcntl_getfl(&file).map_err(|e| system(e.into()))?;
-    if flags.contains(OFlags::APPEND) || flags.contains(OFlags::PATH) {
-        return Err(kind("is open for appending, or for no access"));
+    if flags.intersects(OFlags::APPEND | OFlags::PATH | OFlags::DIRECT) {
+        return Err(kind("is open for appending, for direct access or for none"));
     }
     match flags & OFlags::ACCMODE {
         OFlags::RDWR => {}
@@ -168,10 +166,6 @@ fn opened_tap(
     let claims: Vec<UnixDatagram> =
         files.drain(queues..).map(|file| OwnedFd::from(file).into()).collect();
     for queue in &files {
-        if !queue.metadata().map_err(&system)?.file_type().is_char_device() {
-            let why = "is not a queue of a tap";
-            return Err(HandedOverError::Kind { name: name.to_owned(), why });
-        }
         check_tap_queue(queue, &net.tap).map_err(&system)?;
     }
     let mut tap = OpenedTap::new(&net.id, files, Arc::from(claims));
@@ -180,8 +174,7 @@ fn opened_tap(
 }
 
 fn duplicate(file: &DeviceFile) -> io::Result<File> {
-    // No number is reserved.
-    Ok(File::from(fcntl_dupfd_cloexec(file.descriptor(), 0)?))
+    Ok(file.descriptor().try_clone()?.into())
 }
 
 fn count(name: &str, own: &[&DeviceFile], expected: usize) -> HandedOverError {
@@ -190,4 +183,66 @@ fn count(name: &str, own: &[&DeviceFile], expected: usize) -> HandedOverError {
 
 fn system(name: &str) -> impl Fn(io::Error) -> HandedOverError {
     move |cause| HandedOverError::System { name: name.to_owned(), cause }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::config::{MacAddr, NetLimits};
+    use crate::testing::disk;
+
+    fn net(tap: &str) -> DeviceConfig {
+        let (id, mac, limits) = ("n".to_owned(), MacAddr::random(), NetLimits::default());
+        let tap = tap.to_owned();
+        DeviceConfig::Net(NetConfig { id, tap, mac, queues: 1, mtu: None, limits, metadata: None })
+    }
+
+    /// Returns why `files`, each with its name, are not those of a disk and an interface.
+    fn refusal(files: Vec<(&str, File)>) -> String {
+        let devices = [DeviceConfig::Disk(disk("d", Path::new("/none"), 1 << 20)), net("tap0")];
+        let files: Vec<_> =
+            files.into_iter().map(|(name, file)| DeviceFile::new(name, file.into())).collect();
+        opened_files(&devices, &files, &HostConfig::default()).unwrap_err().to_string()
+    }
+
+    fn file(options: &mut std::fs::OpenOptions) -> File {
+        let path = tempfile::NamedTempFile::new().unwrap();
+        options.open(path.path()).unwrap()
+    }
+
+    #[test]
+    fn files_of_other_kinds_are_refused() {
+        let disk = || file(File::options().read(true).write(true));
+        let null = || File::options().read(true).write(true).open("/dev/null").unwrap();
+        for (files, why) in [
+            (vec![("disk/e", disk())], "\"disk/e\" is that of no device"),
+            (vec![("disk/d", disk()), ("disk/d", disk())], "\"disk/d\" has 2 files, and needs 1"),
+            (vec![("disk/d", null())], "neither a regular file nor a block device"),
+            (vec![("disk/d", file(File::options().read(true)))], "not open as the disk needs it"),
+            (vec![("disk/d", file(File::options().read(true).append(true)))], "for appending"),
+            (vec![("disk/d", disk())], "\"net/n\" has 0 files, and needs 3"),
+            (
+                vec![("disk/d", disk()), ("net/n", null()), ("net/n", null()), ("net/n", null())],
+                "it is not an open /dev/net/tun",
+            ),
+        ] {
+            let said = refusal(files);
+            assert!(said.contains(why), "{why}: {said}");
+        }
+    }
+
+    #[test]
+    fn receiver_names_no_files() {
+        let devices = [DeviceConfig::Disk(disk("d", Path::new("/none"), 1 << 20))];
+        let file = file(File::options().read(true).write(true));
+        let files = device_files(&devices, vec![vec![file.into()]]);
+        let opened = opened_files(&devices, &files, &HostConfig::default()).unwrap();
+        assert!(opened.are_handed_over());
+        let disks = vec!["path=/none".parse().unwrap()];
+        let host = HostConfig { disks, ..HostConfig::default() };
+        let said = opened_files(&devices, &files, &host).unwrap_err().to_string();
+        assert!(said.contains("--disk and --net of the receiver cannot"), "{said}");
+    }
 }

@@ -128,7 +128,7 @@ impl Device for Rng {
         }
     }
 
-    fn acquire(&mut self) -> Result<(), DeviceError> {
+    fn acquire(&mut self, _: NextHost) -> Result<(), DeviceError> {
         Ok(())
     }
 

@@ -340,7 +340,7 @@ impl Supervisor {
         device_result("attaching a device", self.bus.virtio().attach(queued_packets))
     }
 
-    /// Acquires what only one host may have. If that fails, `from` has it.
+    /// Acquires what only one host may have, from `from`. If that fails, `from` keeps it.
     pub(super) fn acquire(&mut self, from: NextHost) -> Result<(), SupervisorError> {
         self.require("acquire", RunState::Paused)?;
         device_result("acquiring a device", self.bus.virtio().acquire(from))?;

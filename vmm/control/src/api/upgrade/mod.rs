@@ -11,10 +11,11 @@
 //!                            holds the API's requests
 //!                            hands the guest over (as by `send-migration --local`)
 //!                            moves the API's connections --> answers them
+//!                                                       <--  serves, and is the main process
 //! the report        <------  answers, and ends
 //! ```
 //!
-//! Until the guest has changed hands, any failure leaves it in its process, which goes on.
+//! Until the guest has changed hands, a failure leaves it in its process, as in any migration.
 //!
 //! | module | does |
 //! | --- | --- |
@@ -29,7 +30,7 @@ use axum::extract::State;
 use driftline_migrate::SendReport;
 use tokio::task::spawn_blocking;
 
-pub use self::offer::{GuestOffer, OfferError, OfferedFiles, TakenOffer};
+pub use self::offer::{GuestOffer, OfferError, OfferedFiles, TakenOffer, notify_socket};
 use super::fault::{Fault, JsonBody};
 use super::handler::{AppState, JsonAnswer};
 use crate::model::UpgradeRequest;

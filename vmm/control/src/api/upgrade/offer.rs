@@ -2,11 +2,12 @@
 //!
 //! ```text
 //! one byte with the descriptors | u32 length, little-endian | JSON
-//! <- JSON of the answer, to the end of that direction
+//! <- u32 length | JSON of the answer
+//! <- one byte, once the next process has the guest and serves
 //! ```
 
+use std::env;
 use std::io::{self, Read, Write};
-use std::net::Shutdown;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
@@ -24,9 +25,11 @@ const VERSION: u32 = 1;
 /// Upper bound on the JSON of an offer, in bytes.
 const MAX_OFFER_BYTES: u32 = 256 << 10;
 /// Upper bound on the JSON of an answer, in bytes.
-const MAX_ANSWER_BYTES: u64 = 16 << 10;
+const MAX_ANSWER_BYTES: u32 = 16 << 10;
 /// Upper bound on one read or write of the offer.
 const IO_LIMIT: Duration = Duration::from_secs(10);
+/// Upper bound on waiting until a next process that has the guest serves the API.
+const SERVING_LIMIT: Duration = Duration::from_secs(5);
 /// Upper bound on the next process's start: it may be loaded from a slow disk.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 
@@ -51,8 +54,32 @@ pub struct GuestOffer {
     pub line: ProcessLine,
     /// The file of the API's socket, if the process removes it at its end.
     pub api_file: Option<SocketFile>,
+    /// The address of the process's service manager.
+    pub notify_socket: Option<String>,
     has_api: bool,
     has_metrics: bool,
+}
+
+/// Returns the address of this process's service manager. A service manager follows only processes
+/// of the same service.
+pub fn notify_socket() -> Option<String> {
+    env::var_os("NOTIFY_SOCKET").map(|address| address.to_string_lossy().into_owned())
+}
+
+/// An offer whose receiver is ready for the guest. Dropping it tells the receiver that the guest
+/// does not come, unless it has come.
+#[derive(Debug)]
+pub(crate) struct AcceptedOffer(UnixStream);
+
+impl AcceptedOffer {
+    /// Waits until the next process, which has the guest, serves the API, or has ended.
+    pub(crate) fn await_serving(&self) {
+        let waited = self.0.set_read_timeout(Some(SERVING_LIMIT));
+        match waited.and_then(|()| (&self.0).read_exact(&mut [0])) {
+            Ok(()) => {}
+            Err(e) => tracing::warn!("the next process has the guest and does not answer: {e}"),
+        }
+    }
 }
 
 /// The answer of the next process.
@@ -75,9 +102,14 @@ pub enum OfferError {
     /// The offer is one of another version of the program.
     #[error("the offer has version {0}, and this program understands version {VERSION}")]
     Version(u32),
-    /// The offer is too long.
-    #[error("the offer has {0} bytes, more than {MAX_OFFER_BYTES}")]
-    TooLong(u64),
+    /// The offer or the answer is too long.
+    #[error("it has {bytes} bytes, more than {max}")]
+    TooLong {
+        /// Its length.
+        bytes: u64,
+        /// The upper bound.
+        max: u32,
+    },
     /// It has other descriptors than it says.
     #[error("{found} descriptors came with the offer, and it says {expected}")]
     Descriptors {
@@ -125,80 +157,80 @@ impl GuestOffer {
     ///
     /// See [`OfferError`]. The guest is not affected.
     pub(crate) fn make(
-        stream: &UnixStream,
+        mut stream: UnixStream,
         line: ProcessLine,
         api_file: Option<SocketFile>,
         files: &OfferedFiles<BorrowedFd<'_>>,
-    ) -> Result<(), OfferError> {
-        check_peer(stream)?;
+    ) -> Result<AcceptedOffer, OfferError> {
+        check_peer(&stream)?;
         let OfferedFiles { standard, api, metrics, connections } = files;
         let (has_api, has_metrics) = (api.is_some(), metrics.is_some());
-        let offer = Self { version: VERSION, line, api_file, has_api, has_metrics };
+        let notify_socket = notify_socket();
+        let offer = Self { version: VERSION, line, api_file, notify_socket, has_api, has_metrics };
         let json = serde_json::to_vec(&offer)?;
         if json.len() > MAX_OFFER_BYTES as usize {
-            return Err(OfferError::TooLong(json.len() as u64));
+            return Err(OfferError::TooLong { bytes: json.len() as u64, max: MAX_OFFER_BYTES });
         }
         let all: Vec<BorrowedFd<'_>> =
             standard.iter().chain(api).chain(metrics).chain([connections]).copied().collect();
         stream.set_write_timeout(Some(IO_LIMIT))?;
         stream.set_read_timeout(Some(ANSWER_LIMIT))?;
-        descriptors::send(stream, &all)?;
-        let length = (json.len() as u32).to_le_bytes();
-        (&mut &*stream).write_all(&[&length[..], &json].concat())?;
-        let mut answer = Vec::new();
-        stream.take(MAX_ANSWER_BYTES).read_to_end(&mut answer)?;
-        if answer.is_empty() {
-            return Err(OfferError::Closed);
-        }
-        match serde_json::from_slice(&answer)? {
-            OfferAnswer::Ready => Ok(()),
+        descriptors::send(&stream, &all)?;
+        write(&mut stream, &json)?;
+        match serde_json::from_slice(&read(&mut stream, MAX_ANSWER_BYTES)?)? {
+            OfferAnswer::Ready => Ok(AcceptedOffer(stream)),
             OfferAnswer::Refused(why) => Err(OfferError::Refused(why)),
         }
     }
 }
 
 impl TakenOffer {
-    /// Receives an offer over `stream`.
+    /// Receives an offer over `stream`, or tells the other process why not.
     ///
     /// # Errors
     ///
     /// See [`OfferError`].
     pub fn receive(mut stream: UnixStream) -> Result<Self, OfferError> {
-        check_peer(&stream)?;
         stream.set_read_timeout(Some(IO_LIMIT))?;
         stream.set_write_timeout(Some(IO_LIMIT))?;
-        let received = descriptors::receive(&stream)?.ok_or(OfferError::Closed)?;
-        let mut length = [0; 4];
-        stream.read_exact(&mut length)?;
-        let length = u32::from_le_bytes(length);
-        if length > MAX_OFFER_BYTES {
-            return Err(OfferError::TooLong(length.into()));
-        }
-        let mut json = vec![0; length as usize];
-        stream.read_exact(&mut json)?;
+        let received = Self::read(&mut stream);
+        let (offer, files) = received.inspect_err(|e| Self::refuse(&mut stream, &e.to_string()))?;
+        Ok(Self { offer, files, stream })
+    }
+
+    fn read(stream: &mut UnixStream) -> Result<(GuestOffer, OfferedFiles<OwnedFd>), OfferError> {
+        check_peer(stream)?;
+        let received = descriptors::receive(&*stream)?.ok_or(OfferError::Closed)?;
+        let json = read(stream, MAX_OFFER_BYTES)?;
         let version: OfferVersion = serde_json::from_slice(&json)?;
         if version.version != VERSION {
             return Err(OfferError::Version(version.version));
         }
         let offer: GuestOffer = serde_json::from_slice(&json)?;
         let files = files_of(&offer, received)?;
-        Ok(Self { offer, files, stream })
+        Ok((offer, files))
     }
 
-    /// Answers that this process is ready for the guest. Returns the connection, which the other
-    /// process closes when it has the guest no more.
+    /// Answers that this process is ready for the guest. The other process closes the connection
+    /// when it has the guest no more.
     ///
     /// # Errors
     ///
     /// See [`OfferError`].
-    pub fn accept(stream: UnixStream) -> Result<UnixStream, OfferError> {
-        answer(&stream, &OfferAnswer::Ready)?;
-        stream.set_read_timeout(None)?;
-        Ok(stream)
+    pub fn accept(stream: &mut UnixStream) -> Result<(), OfferError> {
+        answer(stream, &OfferAnswer::Ready)?;
+        Ok(stream.set_read_timeout(None)?)
+    }
+
+    /// Tells the other process that this one has the guest and serves the API.
+    pub fn note_serving(mut stream: &UnixStream) {
+        if let Err(e) = stream.write_all(&[0]) {
+            tracing::debug!("the previous process has ended already: {e}");
+        }
     }
 
     /// Answers why this process cannot take the guest.
-    pub fn refuse(stream: &UnixStream, why: &str) {
+    pub fn refuse(stream: &mut UnixStream, why: &str) {
         if let Err(e) = answer(stream, &OfferAnswer::Refused(why.to_owned())) {
             tracing::debug!("the refusal of an offer did not arrive: {e}");
         }
@@ -216,9 +248,28 @@ struct OfferVersion {
     version: u32,
 }
 
-fn answer(mut stream: &UnixStream, answer: &OfferAnswer) -> Result<(), OfferError> {
-    stream.write_all(&serde_json::to_vec(answer)?)?;
-    Ok(stream.shutdown(Shutdown::Write)?)
+fn answer(stream: &mut UnixStream, answer: &OfferAnswer) -> Result<(), OfferError> {
+    Ok(write(stream, &serde_json::to_vec(answer)?)?)
+}
+
+fn write(stream: &mut UnixStream, json: &[u8]) -> io::Result<()> {
+    stream.write_all(&[&(json.len() as u32).to_le_bytes()[..], json].concat())
+}
+
+/// Reads JSON of at most `max` bytes.
+fn read(stream: &mut UnixStream, max: u32) -> Result<Vec<u8>, OfferError> {
+    let mut length = [0; 4];
+    match stream.read_exact(&mut length) {
+        Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => return Err(OfferError::Closed),
+        read => read?,
+    }
+    let length = u32::from_le_bytes(length);
+    if length > max {
+        return Err(OfferError::TooLong { bytes: length.into(), max });
+    }
+    let mut json = vec![0; length as usize];
+    stream.read_exact(&mut json)?;
+    Ok(json)
 }
 
 fn files_of(

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use driftline_migrate::SendReport;
 use tokio::runtime::Handle;
 
-use super::offer::{GuestOffer, OfferError, OfferedFiles};
+use super::offer::{AcceptedOffer, GuestOffer, OfferError, OfferedFiles};
 use crate::api::app::App;
 use crate::api::process_line::ProcessLine;
 use crate::api::relay::Relay;
@@ -62,19 +62,20 @@ pub(super) fn upgrade(
     socket: &Path,
 ) -> Result<SendReport, UpgradeError> {
     let line = app.process_line().map_err(UpgradeError::NotPossible)?;
-    jobs.check_upgrade()?;
+    let _only = jobs.begin_upgrade()?;
     let connections = offer(app, line, socket).map_err(|cause| UpgradeError::GuestOffer {
         socket: socket.display().to_string(),
         cause,
     })?;
     let held = HeldRequests::hold(app.relay());
     let to = format!("unix:{}", socket.display());
-    let moved = || app.relay().move_to(connections.here);
+    let moved = || {
+        app.relay().move_to(connections.here);
+        connections.offer.await_serving();
+    };
     let in_doubt = || app.relay().release();
     let handed_over = Handle::current().block_on(jobs.hand_over_here(&to, in_doubt, moved));
     drop(held);
-    // The next process waits for the end of this connection.
-    drop(connections.offer);
     handed_over?.map_err(|failure| UpgradeError::HandOver(failure.message))
 }
 
@@ -82,8 +83,8 @@ pub(super) fn upgrade(
 struct NextProcess {
     /// This end of the channel over which the API's connections move.
     here: UnixStream,
-    /// The connection of the offer.
-    offer: UnixStream,
+    /// The next process waits for the end of this.
+    offer: AcceptedOffer,
 }
 
 fn offer(app: &App, line: ProcessLine, socket: &Path) -> Result<NextProcess, OfferError> {
@@ -102,6 +103,5 @@ fn offer(app: &App, line: ProcessLine, socket: &Path) -> Result<NextProcess, Off
         metrics: metrics.as_ref().map(AsFd::as_fd),
         connections: there.as_fd(),
     };
-    GuestOffer::make(&offer, line, file, &files)?;
-    Ok(NextProcess { here, offer })
+    Ok(NextProcess { here, offer: GuestOffer::make(offer, line, file, &files)? })
 }

@@ -453,7 +453,7 @@ impl Device for Balloon {
         Ok(())
     }
 
-    fn acquire(&mut self) -> Result<(), DeviceError> {
+    fn acquire(&mut self, _: NextHost) -> Result<(), DeviceError> {
         Ok(())
     }
 

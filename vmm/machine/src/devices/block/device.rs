@@ -21,6 +21,9 @@ use crate::devices::virtio::{
 
 /// Time for which the device works on one queue before it serves other events.
 const MAX_ROUND: Duration = Duration::from_millis(10);
+/// Upper bound on waiting for flushes under way before a file passes to another process. Nothing
+/// has to be durable then, so a slow disk is no reason for a long pause.
+const FLUSH_LIMIT: Duration = Duration::from_secs(2);
 /// The disk's only rate limiter.
 const LIMITER: usize = 0;
 
@@ -137,8 +140,12 @@ impl Device for BlockDevice {
         Ok(vec![self.file.file().try_clone()?.into()])
     }
 
-    fn acquire(&mut self) -> Result<(), DeviceError> {
-        self.file.lock()?;
+    fn acquire(&mut self, from: NextHost) -> Result<(), DeviceError> {
+        // The other process's lock is that of this open file, too. A failed attempt to set it would
+        // release it for both.
+        if from == NextHost::Another {
+            self.file.lock()?;
+        }
         self.locked = true;
         self.copy_before_write.acquire();
         // A read-only disk is locked against writers all the time, on this host or on the other.
@@ -159,7 +166,7 @@ impl Device for BlockDevice {
     }
 
     fn undo_acquire(&mut self, deadline: Instant, next: NextHost) -> Result<(), DeviceError> {
-        if self.has_run {
+        if self.has_run && next == NextHost::Another {
             return self.release_file(deadline);
         }
         self.copy_before_write.release();
@@ -187,7 +194,7 @@ impl BlockDevice {
     /// Leaves the file and its lock to a process that has the same open file.
     fn pass_file_on(&mut self, deadline: Instant) -> Result<(), DeviceError> {
         self.copy_before_write.release();
-        let passed = self.file.finish_flushes(deadline);
+        let passed = self.file.finish_flushes(deadline.min(Instant::now() + FLUSH_LIMIT));
         match &passed {
             Ok(()) => self.locked = false,
             Err(_) => self.copy_before_write.acquire(),

@@ -188,7 +188,7 @@ mod tests {
         let disk = Disk::new();
         let mut block = disk.block(engines()[0]);
         let (source, bytes) = (block.source(), disk.config.bytes);
-        block.acquire().unwrap();
+        block.acquire(NextHost::Another).unwrap();
         let (file, copy_before_write) =
             (Arc::new(source.open().unwrap()), source.copy_before_write().unwrap());
         let all = FrameRun { start: Gfn(0), count: bytes / PAGE_SIZE };
@@ -201,7 +201,7 @@ mod tests {
         assert!(matches!(error, CopyBeforeWriteError::Released), "{error}");
         drop(frozen);
         freeze().unwrap_err();
-        block.acquire().unwrap();
+        block.acquire(NextHost::Another).unwrap();
         assert_eq!(freeze().unwrap().next(&mut runs, &mut some).unwrap(), 4);
     }
 

@@ -185,7 +185,7 @@ impl Device for Net {
         self.tap.as_ref().map_or_else(|| Ok(Vec::new()), Tap::share)
     }
 
-    fn acquire(&mut self) -> Result<(), DeviceError> {
+    fn acquire(&mut self, _: NextHost) -> Result<(), DeviceError> {
         if self.tap.is_none() {
             self.attach_tap()?;
         }
@@ -202,8 +202,8 @@ impl Device for Net {
     }
 
     fn detach(&mut self, room: usize, next: NextHost) -> Vec<u8> {
-        self.announcements.end();
         if next == NextHost::Another {
+            self.announcements.end();
             self.leave_tap();
         }
         self.queued_frames.encode(room).unwrap_or_else(|why| {

@@ -233,6 +233,10 @@ impl Net {
 
     /// Applies the driver's features and number of queue pairs to the tap.
     fn configure_tap(&mut self) -> io::Result<()> {
+        // It is as the driver wants it, and the other process may still use it.
+        if self.keeps_place {
+            return Ok(());
+        }
         let (features, pairs) = (self.features.unwrap_or(0), self.state.pairs);
         let Some(tap) = &mut self.tap else { return Ok(()) };
         tap.set_offloads(features)?;

@@ -4,11 +4,12 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::linux::net::SocketAddrExt;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::sync::Arc;
 
 use driftline_guest::VmId;
+use rustix::fs::{OFlags, fcntl_getfl};
 use rustix::net::{AddressFamily, SocketType};
 use virtio_bindings::virtio_net::*;
 
@@ -16,6 +17,9 @@ use super::frame::HEADER;
 use super::tun;
 use crate::config::OpenedTap;
 use crate::fail_point;
+
+/// Device number of `/dev/net/tun`.
+const TUN_DEVICE: u64 = libc::makedev(10, 200);
 
 /// Reason why a tap cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -243,6 +247,11 @@ pub fn open(id: &str, name: &str, holder: VmId) -> Result<OpenedTap, TapError> {
 ///
 /// It is another file.
 pub(in crate::devices) fn check_queue(file: &File, name: &str) -> io::Result<()> {
+    let is_tun = file.metadata()?.rdev() == TUN_DEVICE;
+    let mode = fcntl_getfl(file)?;
+    if !is_tun || mode & OFlags::ACCMODE != OFlags::RDWR || !mode.contains(OFlags::NONBLOCK) {
+        return Err(io::Error::other("it is not an open /dev/net/tun that does not block"));
+    }
     let (found, flags) = tun::attached_to(file)?;
     let needed = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR;
     let is_opened_so = flags & needed == needed && tun::header_size(file)? == HEADER as i32;

@@ -51,7 +51,7 @@ impl TestNetwork {
         let config = NetConfig { id, tap, mac: MAC, queues, mtu: None, limits, metadata: None };
         let taps: Vec<File> = self.taps.iter().map(|tap| tap.try_clone().unwrap()).collect();
         let mut net = Net::over_sockets(&config, taps).unwrap();
-        net.acquire().unwrap();
+        net.acquire(NextHost::Another).unwrap();
         net
     }
 

@@ -163,7 +163,7 @@ impl DeviceSet {
             let mut disk = None;
             let mut built = set.create(device, config.vcpus, guest, host, &mut disk)?;
             if acquire {
-                built.acquire()?;
+                built.acquire(NextHost::Another)?;
             }
             let limiters = built.limits().len();
             let device = Transport::spawn(id, built, memory.ram().clone()).map_err(system)?;
@@ -391,12 +391,13 @@ impl DeviceSet {
     /// run here stays locked if the guest's writes cannot be made durable. A stuck device releases
     /// its resources as soon as its backend responds; this function does not wait for it.
     ///
-    /// If the resources come from another process of this host, that is `from`, and what has its
-    /// locks is not unlocked.
+    /// From [`NextHost::This`], another process of this host may still run the guest with the same
+    /// open files: their locks stay as they are, also if this fails.
     pub(crate) fn acquire(&self, from: NextHost) -> Result<(), RequestError> {
         let deadline = Instant::now() + self.limits.release;
         // In parallel, because each device may wait for its storage.
-        let requests: Vec<_> = self.devices.iter().map(|d| d.begin_acquire(deadline)).collect();
+        let requests: Vec<_> =
+            self.devices.iter().map(|d| d.begin_acquire(deadline, from)).collect();
         let (mut result, mut answered) = (Ok(()), Vec::with_capacity(requests.len()));
         for request in requests {
             let answer = request.wait();

@@ -21,7 +21,7 @@ fn disk(dir: &Path, id: &str) -> DiskConfig {
 fn is_free(disk: &DiskConfig) -> bool {
     let opened = BlockDevice::open(disk, 1, VmId::random(), None);
     opened.is_ok_and(|mut block| {
-        block.acquire().is_ok() && block.release(soon(), NextHost::Another).is_ok()
+        block.acquire(NextHost::Another).is_ok() && block.release(soon(), NextHost::Another).is_ok()
     })
 }
 
@@ -107,7 +107,7 @@ fn failed_acquire_releases_all_devices() {
     let (a, b) = (disk(dir.path(), "a"), disk(dir.path(), "b"));
     let set = with_disks([&a, &b], &memory);
     let mut other = BlockDevice::open(&b, 1, VmId::random(), None).unwrap();
-    other.acquire().unwrap();
+    other.acquire(NextHost::Another).unwrap();
     let why = set.acquire(NextHost::Another).unwrap_err().to_string();
     assert!(why.contains("in use") && why.contains(&*b.path.to_string_lossy()), "{why}");
     assert!(is_free(&a), "what was acquired already is released");

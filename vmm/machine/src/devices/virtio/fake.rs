@@ -141,7 +141,7 @@ impl Device for FakeDevice {
         Ok(())
     }
 
-    fn acquire(&mut self) -> Result<(), DeviceError> {
+    fn acquire(&mut self, _: NextHost) -> Result<(), DeviceError> {
         self.0.wait_while_stuck();
         if Script::is(&self.0.refuses_acquire) {
             Err(StateError::Misfit("it refuses to be acquired".to_owned()).into())

@@ -62,7 +62,7 @@ impl ThreadlessDevice {
     }
 
     pub(crate) fn acquire(&self) -> Result<(), RequestError> {
-        self.worker.borrow_mut().acquire()
+        self.worker.borrow_mut().acquire(NextHost::Another)
     }
 
     pub(crate) fn release(&self) -> Result<(), RequestError> {

@@ -215,9 +215,9 @@ impl Transport {
         self.thread.worker.tell(DeviceWorker::resume);
     }
 
-    /// Begins to acquire what only one host may have.
-    pub(crate) fn begin_acquire(&self, deadline: Instant) -> PendingRequest<()> {
-        self.ask("acquire its files", deadline, DeviceWorker::acquire)
+    /// Begins to acquire what only one host may have, from `from`.
+    pub(crate) fn begin_acquire(&self, deadline: Instant, from: NextHost) -> PendingRequest<()> {
+        self.ask("acquire its files", deadline, move |worker| worker.acquire(from))
     }
 
     /// Returns duplicates of the files through which the guest is connected to this host.
@@ -291,7 +291,7 @@ impl Transport {
     }
 
     pub(crate) fn acquire(&self) -> Result<(), RequestError> {
-        self.begin_acquire(soon()).wait()
+        self.begin_acquire(soon(), NextHost::Another).wait()
     }
 
     pub(crate) fn release(&self) -> Result<(), RequestError> {

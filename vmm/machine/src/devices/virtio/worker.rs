@@ -440,8 +440,8 @@ impl DeviceWorker {
         Ok(())
     }
 
-    pub(super) fn acquire(&mut self) -> Result<(), RequestError> {
-        self.device.acquire().map_err(RequestError::Device)
+    pub(super) fn acquire(&mut self, from: NextHost) -> Result<(), RequestError> {
+        self.device.acquire(from).map_err(RequestError::Device)
     }
 
     pub(super) fn share(&self) -> Result<Vec<OwnedFd>, RequestError> {

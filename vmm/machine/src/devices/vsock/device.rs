@@ -112,7 +112,7 @@ impl Device for Vsock {
         Ok(())
     }
 
-    fn acquire(&mut self) -> Result<(), DeviceError> {
+    fn acquire(&mut self, _: NextHost) -> Result<(), DeviceError> {
         if self.listener.is_none() {
             let uds = &self.config.uds;
             self.listener = Some(match self.opened.take() {

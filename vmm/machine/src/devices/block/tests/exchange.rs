@@ -38,7 +38,7 @@ impl RunningDisk {
     }
 
     fn of(disk: Disk, mut block: BlockDevice, engine: DiskEngine) -> Self {
-        block.acquire().unwrap();
+        block.acquire(NextHost::Another).unwrap();
         let (parts, source) = (block.exchange_parts(disk.guest, engine).unwrap(), block.source());
         let driver = Driver::started(Box::new(block));
         let control = parts.served_by(driver.transport.backend_caller());
@@ -139,7 +139,7 @@ fn unusable_file_leaves_the_old_one() {
     assert_eq!(write(&mut running.driver, 0, &[1; 512]), OK);
     let held = Disk::new();
     let mut holder = held.block(EngineKind::Sync);
-    holder.acquire().unwrap();
+    holder.acquire(NextHost::Another).unwrap();
     let empty = file(&[], 511);
     for (path, why) in [
         (Path::new("/nonexistent-dl/disk"), "cannot be opened for writing"),

@@ -15,7 +15,7 @@ const DISK: &str = "KILLED_DISK";
 fn work_until_killed(path: &Path) -> ! {
     let config = crate::testing::disk("d", path, BYTES);
     let mut block = BlockDevice::open(&config, 2, VmId::random(), None).unwrap();
-    block.acquire().unwrap();
+    block.acquire(NextHost::Another).unwrap();
     let mut driver = Driver::started(Box::new(block));
     let data = driver.readable(&[1; 64 << 10]);
     let (out, flush) = (VIRTIO_BLK_T_OUT, VIRTIO_BLK_T_FLUSH);

@@ -340,26 +340,26 @@ fn concurrent_requests_on_all_queues_complete() {
 fn locked_disk_is_not_acquired_by_another_device() {
     let disk = Disk::new();
     let (mut a, mut b) = (disk.block(EngineKind::Sync), disk.block(EngineKind::Sync));
-    a.acquire().unwrap();
-    let error = b.acquire().unwrap_err().to_string();
+    a.acquire(NextHost::Another).unwrap();
+    let error = b.acquire(NextHost::Another).unwrap_err().to_string();
     assert!(error.contains(&format!("fuser -v {}", disk.config.path.display())));
     assert!(error.contains("in use") && error.contains(&*disk.config.path.to_string_lossy()));
     a.release(soon(), NextHost::Another).unwrap();
-    b.acquire().unwrap();
-    assert!(a.acquire().is_err());
+    b.acquire(NextHost::Another).unwrap();
+    assert!(a.acquire(NextHost::Another).is_err());
     // The same guest's file can be opened while it is locked, as on a destination host. Another
     // guest's file cannot even be opened.
     drop(disk.block(EngineKind::Sync));
     let error = DiskFile::open(&disk.config, VmId::random()).unwrap_err();
     assert!(error.to_string().contains("is in use by another"), "{error}");
     drop(b);
-    lock::tests::eventually(|| a.acquire().is_ok());
+    lock::tests::eventually(|| a.acquire(NextHost::Another).is_ok());
     a.release(soon(), NextHost::Another).unwrap();
     let readonly = Disk { config: DiskConfig { readonly: true, ..disk.config.clone() }, ..disk };
     let (mut c, mut d) = (readonly.block(EngineKind::Sync), readonly.block(EngineKind::Sync));
-    c.acquire().unwrap();
-    d.acquire().unwrap();
-    assert!(a.acquire().is_err(), "others read it");
+    c.acquire(NextHost::Another).unwrap();
+    d.acquire(NextHost::Another).unwrap();
+    assert!(a.acquire(NextHost::Another).is_err(), "others read it");
 }
 
 #[test]
@@ -412,9 +412,9 @@ fn failed_acquire_leaves_no_disk_locked() {
         // As `start` sets it for a guest that starts here, and for one that arrives.
         block.has_run = has_run;
         block.restore(&lost).unwrap();
-        block.acquire().unwrap();
+        block.acquire(NextHost::Another).unwrap();
         let undone = block.undo_acquire(soon(), NextHost::Another);
-        let other = disk.block(EngineKind::Sync).acquire();
+        let other = disk.block(EngineKind::Sync).acquire(NextHost::Another);
         assert_eq!(undone.is_ok(), !has_run, "{undone:?}");
         assert_eq!(other.is_ok(), !has_run, "{other:?}");
         assert_eq!(block.locked, has_run);

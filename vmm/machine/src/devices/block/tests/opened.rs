@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::config::{DiskCache, DiskEngine, OpenedDisk};
+use driftline_format::range_lock::RangeLock;
 
 /// Opens the file of `disk` and removes its name.
 fn opened(disk: &Disk, cache: DiskCache, engine: DiskEngine) -> OpenedDisk {
@@ -23,10 +24,10 @@ fn open_file_is_used_whatever_its_name() {
     assert!(BlockDevice::open(&disk.config, 2, disk.guest, None).is_err(), "its name is gone");
     // A build that fails later leaves the file usable, and locked for its guest.
     let mut first = block(&disk, &opened).unwrap();
-    first.acquire().unwrap();
+    first.acquire(NextHost::Another).unwrap();
     drop(first);
     let mut second = block(&disk, &opened).unwrap();
-    second.acquire().unwrap();
+    second.acquire(NextHost::Another).unwrap();
     let mut driver = Driver::started(Box::new(second));
     assert_eq!(write(&mut driver, 1, &[7; 512]), OK);
     assert_eq!(disk.contents(512, 512), [7; 512]);
@@ -61,4 +62,49 @@ fn engine_is_the_one_asked_for() {
             assert!(!has_uring && e.to_string().contains("cannot be used by io_uring"), "{e}");
         }
     }
+}
+
+/// A lock is that of the open file, so each of the two devices could unlock it for both.
+#[test]
+fn lock_stays_while_the_file_changes_hands() {
+    let soon = || Instant::now() + Duration::from_secs(10);
+    let disk = Disk::new();
+    let path = disk.file.path().to_owned();
+    let other = File::options().read(true).write(true).open(&path).unwrap();
+    let is_locked = || {
+        let is_free = lock::set(&other, RangeLock::Exclusive, VmId::random()).unwrap();
+        lock::set(&other, RangeLock::Free, VmId::random()).unwrap();
+        !is_free
+    };
+    let mut source = BlockDevice::open(&disk.config, 2, disk.guest, None).unwrap();
+    source.acquire(NextHost::Another).unwrap();
+    let next = || {
+        let file = File::from(source.share().unwrap().remove(0));
+        let opened = OpenedDisk {
+            is_handed_over: true,
+            file: file.into(),
+            ..opened(&Disk::new(), DiskCache::Writeback, DiskEngine::Automatic)
+        };
+        block(&disk, &opened).unwrap()
+    };
+    // The next process discards the guest, before or after it has acquired the disk.
+    for acquires in [false, true] {
+        let mut next = next();
+        if acquires {
+            next.acquire(NextHost::This).unwrap();
+        }
+        next.undo_acquire(soon(), NextHost::This).unwrap();
+        next.release(soon(), NextHost::This).unwrap();
+        drop(next);
+        assert!(is_locked(), "{acquires}");
+    }
+    // It takes the guest, and then another host does.
+    let mut next = next();
+    source.release(soon(), NextHost::This).unwrap();
+    assert!(is_locked());
+    next.acquire(NextHost::This).unwrap();
+    drop(source);
+    assert!(is_locked());
+    next.release(soon(), NextHost::Another).unwrap();
+    assert!(!is_locked());
 }

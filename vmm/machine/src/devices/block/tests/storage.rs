@@ -49,7 +49,7 @@ fn acquire_drops_cached_pages_of_the_disk() {
     assert!(is_cached(&disk).unwrap());
     // A new guest's disk: no other host can have written to it since it was opened.
     let mut block = disk.block(EngineKind::Sync);
-    block.acquire().unwrap();
+    block.acquire(NextHost::Another).unwrap();
     assert!(is_cached(&disk).unwrap());
     block.release(soon(), NextHost::Another).unwrap();
     // A disk that waits for its guest, on its own thread.
@@ -75,7 +75,7 @@ fn acquire_drops_cached_pages_of_the_disk() {
     assert!(is_cached(&disk).unwrap());
     drop(waits);
     let mut block = disk.block(EngineKind::Sync);
-    block.acquire().unwrap();
+    block.acquire(NextHost::Another).unwrap();
     let launched = Transport::spawn("d", Box::new(block), memory.ram().clone()).unwrap();
     hand_over_and_back(&launched);
     assert!(is_cached(&disk).unwrap());
@@ -120,7 +120,7 @@ fn linux_write_back_error_is_reported_once() {
         Err(why) => return skip(TEST, &format!("no disk that loses data: {why}")),
     };
     let mut block = disk.block(EngineKind::Sync);
-    block.acquire().unwrap();
+    block.acquire(NextHost::Another).unwrap();
     let (file, flusher) = (block.file.clone(), block.flusher().get());
     let lose = |n| file.file().write_all_at(&[n; 4096], 0).unwrap();
     let flush_of_guest = || {
@@ -135,7 +135,7 @@ fn linux_write_back_error_is_reported_once() {
     assert!(early().unwrap(), "it is known");
     flush_of_guest().unwrap();
     block.release(soon(), NextHost::Another).unwrap();
-    block.acquire().unwrap();
+    block.acquire(NextHost::Another).unwrap();
     // The hand-over meets it.
     lose(2);
     block.release(soon(), NextHost::Another).unwrap_err();
@@ -180,7 +180,7 @@ fn guest_sees_block_size_and_may_access_sectors() {
         let mut block = disk.block(with);
         assert_eq!(sizes_in_config(&block), want);
         assert_eq!(block.disk_identity(), None, "its number is this host's alone");
-        block.acquire().unwrap();
+        block.acquire(NextHost::Another).unwrap();
         let mut driver = Driver::started(Box::new(block));
         assert_eq!(write(&mut driver, 8, &pattern(1, 4096)), OK);
         assert_eq!(write(&mut driver, 9, &pattern(2, 512)), OK, "a part of a block");

@@ -30,7 +30,7 @@ fn with_service(network: &TestNetwork, limits: NetLimits) -> Net {
     let config = NetConfig { id, tap, mac: MAC, queues: 1, mtu: None, limits, metadata };
     let taps = network.taps.iter().map(|tap| tap.try_clone().unwrap()).collect();
     let mut net = Net::over_sockets(&config, taps).unwrap();
-    net.acquire().unwrap();
+    net.acquire(NextHost::Another).unwrap();
     net
 }
 

@@ -71,7 +71,7 @@ fn tap_of_the_last_host_is_left_alone() {
     net.attach(&[]).unwrap();
     assert!(net.tap.is_none());
     assert_eq!(network.frames(), Vec::<Vec<u8>>::new());
-    net.acquire().unwrap();
+    net.acquire(NextHost::Another).unwrap();
     assert!(net.tap.is_some());
 }
 

@@ -20,17 +20,17 @@ fn opened_tap_is_held_until_detached() {
     // A build that fails leaves the tap to the next one.
     for _ in 0..2 {
         let mut net = Net::open(&config, holder, Some(&opened), &metadata, &opener).unwrap();
-        net.acquire().unwrap();
+        net.acquire(NextHost::Another).unwrap();
     }
     let mut net = Net::open(&config, holder, Some(&opened), &metadata, &opener).unwrap();
     drop(opened);
-    net.acquire().unwrap();
+    net.acquire(NextHost::Another).unwrap();
     assert!(in_use(open_tap("other", tap, VmId::random())));
     net.release(soon(), NextHost::Another).unwrap();
     net.detach(0, NextHost::Another);
     drop(open_tap("other", tap, VmId::random()).unwrap());
     // Attached again by its name.
-    net.acquire().unwrap();
+    net.acquire(NextHost::Another).unwrap();
     assert!(in_use(open_tap("other", tap, VmId::random())));
 }
 

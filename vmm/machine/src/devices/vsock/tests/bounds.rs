@@ -109,8 +109,8 @@ impl Device for MeasuredVsock {
         self.vsock.restore(state)
     }
 
-    fn acquire(&mut self) -> Result<(), DeviceError> {
-        self.vsock.acquire()
+    fn acquire(&mut self, from: NextHost) -> Result<(), DeviceError> {
+        self.vsock.acquire(from)
     }
 
     fn release(&mut self, deadline: Instant, next: NextHost) -> Result<(), DeviceError> {
@@ -131,7 +131,7 @@ struct WatchedGuest {
 
 fn watched(sockets: &TestSockets) -> WatchedGuest {
     let mut vsock = sockets.vsock();
-    vsock.acquire().unwrap();
+    vsock.acquire(NextHost::Another).unwrap();
     let (most, now) =
         (Arc::<Mutex<CollectionSizes>>::default(), Arc::<Mutex<CollectionSizes>>::default());
     let connections = vsock.max_connections;

@@ -7,7 +7,7 @@ fn guest_connects_to_a_host_program() {
     let sockets = TestSockets::new();
     let listener = sockets.listen(52);
     let mut vsock = sockets.vsock();
-    vsock.acquire().unwrap();
+    vsock.acquire(NextHost::Another).unwrap();
     let counters = vsock.counters().clone();
     let mut guest = VsockGuest::new(Driver::started(Box::new(vsock)));
     let (ports, mut program) = guest.connect(&listener, 52);

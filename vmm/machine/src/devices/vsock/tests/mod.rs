@@ -47,7 +47,7 @@ impl TestSockets {
 
     fn guest(&self) -> VsockGuest {
         let mut vsock = self.vsock();
-        vsock.acquire().unwrap();
+        vsock.acquire(NextHost::Another).unwrap();
         VsockGuest::new(Driver::started(Box::new(vsock)))
     }
 

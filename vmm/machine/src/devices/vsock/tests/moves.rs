@@ -32,7 +32,7 @@ fn move_resets_the_guests_connections() {
     let state = guest.driver.transport.save().unwrap();
     guest.driver.transport.release().unwrap();
     let mut vsock = sockets.vsock();
-    vsock.acquire().unwrap();
+    vsock.acquire(NextHost::Another).unwrap();
     let ram = guest.driver.memory.ram().clone();
     let moved = Transport::spawn("moved", Box::new(vsock), ram).unwrap();
     moved.restore(state.clone()).unwrap();
@@ -75,11 +75,11 @@ fn socket_has_one_owner_and_is_removed() {
     let sockets = TestSockets::new();
     let (mut a, mut b) = (sockets.vsock(), sockets.vsock());
     assert!(!sockets.uds().exists(), "looking leaves nothing behind");
-    a.acquire().unwrap();
-    assert!(b.acquire().unwrap_err().to_string().contains("in use"));
+    a.acquire(NextHost::Another).unwrap();
+    assert!(b.acquire(NextHost::Another).unwrap_err().to_string().contains("in use"));
     a.release(crate::testing::soon(), NextHost::Another).unwrap();
     assert!(!sockets.uds().exists());
-    b.acquire().unwrap();
+    b.acquire(NextHost::Another).unwrap();
     let nowhere = VsockConfig { cid: 3, uds: "/nonexistent-dl/v".into() };
     let error = Vsock::open(&nowhere, None, &Opener::start().unwrap()).err().unwrap().to_string();
     assert!(error.contains("/nonexistent-dl/v"), "{error}");
@@ -94,11 +94,11 @@ fn socket_bound_earlier_is_listened_on_and_stays() {
     let opener = Opener::start().unwrap();
     // A build that fails leaves the socket to the next one.
     for _ in 0..2 {
-        Vsock::open(&config, Some(&opened), &opener).unwrap().acquire().unwrap();
+        Vsock::open(&config, Some(&opened), &opener).unwrap().acquire(NextHost::Another).unwrap();
     }
     let mut vsock = Vsock::open(&config, Some(&opened), &opener).unwrap();
     drop(opened);
-    vsock.acquire().unwrap();
+    vsock.acquire(NextHost::Another).unwrap();
     let mut guest = VsockGuest::new(Driver::started(Box::new(vsock)));
     let program = sockets.call(7);
     let (header, _) = guest.next();
@@ -115,11 +115,11 @@ fn socket_bound_earlier_stays_after_a_failed_move() {
     let config = VsockConfig { cid: CID, uds: sockets.uds() };
     let opener = Opener::start().unwrap();
     let mut vsock = Vsock::open(&config, Some(&bound.into()), &opener).unwrap();
-    vsock.acquire().unwrap();
+    vsock.acquire(NextHost::Another).unwrap();
     for _ in 0..2 {
         vsock.release(Instant::now(), NextHost::Another).unwrap();
         assert!(UnixStream::connect(sockets.uds()).is_err(), "nothing listens");
-        vsock.acquire().unwrap();
+        vsock.acquire(NextHost::Another).unwrap();
         assert!(UnixStream::connect(sockets.uds()).is_ok());
     }
     drop(vsock);
