@@ -161,8 +161,9 @@ pub(crate) trait Device: Send {
         Ok(Vec::new())
     }
 
-    /// Acquires what only one host may have. From [`NextHost::This`] the device has open files whose
-    /// locks are those of the process that may still run the guest: it leaves them as they are.
+    /// Acquires what only one host may have. From [`NextHost::This`] the device has open files
+    /// whose locks are those of the process that may still run the guest: it leaves them as they
+    /// are.
     fn acquire(&mut self, from: NextHost) -> Result<(), DeviceError>;
 
     /// Makes the guest's writes durable, then releases what only one host may have. The device is
