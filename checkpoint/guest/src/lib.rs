@@ -71,7 +71,7 @@ pub use hand_over::{HandOver, MAX_QUEUED_PACKETS, NextHost};
 pub use identity::GuestIdentity;
 pub use lifecycle::{Lifecycle, Paused, VcpuPauses};
 pub use lineage::{Line, LineId, Origin};
-pub use memory_claim::{ClaimState, MemoryRight};
+pub use memory_claim::{ClaimState, MemoryRight, OfferedClaim};
 pub use page_source::{LazyRestoreProgress, PageSource, PageSourceError};
 pub use populate::{MemoryLoader, Populate};
 pub use section::{Section, SectionTag};

@@ -5,20 +5,26 @@
 //! guest.
 //!
 //! ```text
-//! Offered ---- take ---> Taken -- mark running --> Running
-//!    |    <- give back -
+//! Offered ---- take ---> Taken -- start --> Starting -- mark running --> Running
+//!    |    <- give back -               |
+//!    |    <------- give back ----------+
 //!    +---- keep ---> Kept
 //! ```
+//!
+//! A pipe beside the word tells the process that has offered the guest when the other one has
+//! ended: the other process has the writing end, which the kernel closes with it. What was only
+//! taken by then has not run, and is kept after all.
 
 use std::fs::File;
-use std::io;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::io::{self, PipeReader};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::SeqCst;
 
 use driftline_dirty_tracker::PAGE_SIZE;
 use parking_lot::Mutex;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{MemfdFlags, SealFlags};
 use vm_memory::volatile_memory::VolatileMemory;
 use vm_memory::{FileOffset, MmapRegion};
@@ -29,6 +35,7 @@ const OFFERED: u32 = 0;
 const KEPT: u32 = 1;
 const TAKEN: u32 = 2;
 const RUNNING: u32 = 3;
+const STARTING: u32 = 4;
 
 /// Seals of a claim's file: its size cannot change.
 pub(crate) const SIZE_SEALS: SealFlags =
@@ -41,8 +48,10 @@ pub enum ClaimState {
     Offered,
     /// The process that offered the guest. The offer is over.
     Kept,
-    /// The other process, which may still give the guest back.
+    /// The other process, which has not begun to run the guest and may still give it back.
     Taken,
+    /// The other process, which has begun to run the guest and gives it back if that fails.
+    Starting,
     /// The other process, whose guest it is for good.
     Running,
 }
@@ -55,9 +64,19 @@ impl ClaimState {
             OFFERED => Self::Offered,
             KEPT => Self::Kept,
             RUNNING => Self::Running,
-            _ => Self::Taken,
+            TAKEN => Self::Taken,
+            _ => Self::Starting,
         }
     }
+}
+
+/// What a process gets with memory that is offered to it.
+#[derive(Clone, Debug)]
+pub struct OfferedClaim {
+    /// The file of the word.
+    pub file: Arc<File>,
+    /// The writing end of the pipe. The process that offers sees when the last one is closed.
+    pub alive: Arc<OwnedFd>,
 }
 
 /// The word that says which of two processes may run the guest.
@@ -88,7 +107,7 @@ impl MemoryClaim {
     }
 
     fn state(&self) -> ClaimState {
-        self.word().map_or(ClaimState::Taken, |word| ClaimState::of(word.load(SeqCst)))
+        self.word().map_or(ClaimState::Starting, |word| ClaimState::of(word.load(SeqCst)))
     }
 
     /// Changes the word from `from` to `to`. Returns whether it was `from`.
@@ -107,8 +126,21 @@ enum Side {
     /// The memory is not offered, or the offer is over.
     #[default]
     Alone,
-    Offers(MemoryClaim),
-    Receives(MemoryClaim),
+    /// The other process may have the writing end of the pipe.
+    Offers(MemoryClaim, PipeReader),
+    Receives {
+        claim: MemoryClaim,
+        /// That end, which this process has for as long as it has the memory.
+        _alive: Arc<OwnedFd>,
+    },
+}
+
+/// Returns whether all writing ends are closed.
+fn is_closed(alive: &PipeReader) -> bool {
+    let mut polled = [PollFd::new(alive, PollFlags::empty())];
+    // Nothing is written. The kernel reports the end whatever was asked for.
+    poll(&mut polled, Some(&Timespec::default())).is_ok()
+        && polled[0].revents().contains(PollFlags::HUP)
 }
 
 impl MemoryRight {
@@ -118,42 +150,58 @@ impl MemoryRight {
     /// # Errors
     ///
     /// The file cannot be mapped. It must have been checked: it has a page, which cannot vanish.
-    pub(crate) fn received(file: Arc<File>) -> io::Result<Self> {
-        Ok(Self(Mutex::new(Side::Receives(MemoryClaim::map(file)?))))
+    pub(crate) fn received(claim: OfferedClaim) -> io::Result<Self> {
+        let OfferedClaim { file, alive } = claim;
+        Ok(Self(Mutex::new(Side::Receives { claim: MemoryClaim::map(file)?, _alive: alive })))
     }
 
-    /// Offers the guest to another process. Returns the file of the claim. An earlier offer is
-    /// withdrawn.
+    /// Offers the guest to another process. Returns what that process needs, of which this one
+    /// keeps nothing. An earlier offer is withdrawn.
     ///
     /// # Errors
     ///
     /// An earlier offer was taken, or the system has no memory.
-    pub fn offer(&self) -> Result<Arc<File>, GuestError> {
+    pub fn offer(&self) -> Result<OfferedClaim, GuestError> {
         self.keep()?;
         let failed = |e: io::Error| GuestError::System {
             what: "offering the guest's memory",
             cause: e.into(),
         };
         let (claim, file) = MemoryClaim::offer().map_err(failed)?;
-        *self.0.lock() = Side::Offers(claim);
-        Ok(file)
+        let (reader, writer) = io::pipe().map_err(failed)?;
+        *self.0.lock() = Side::Offers(claim, reader);
+        Ok(OfferedClaim { file, alive: Arc::new(writer.into()) })
     }
 
-    /// Withdraws the offer, so that the guest may run here. No effect if there is none.
+    /// Withdraws the offer, so that the guest may run here. No effect if there is none. A guest
+    /// that the other process has taken is kept if that process has ended before it began to run
+    /// it.
     ///
     /// # Errors
     ///
     /// The other process has taken the guest.
     pub fn keep(&self) -> Result<(), ClaimError> {
         let mut side = self.0.lock();
-        match &*side {
-            Side::Offers(claim) if !claim.change(OFFERED, KEPT) => Err(ClaimError::Taken),
-            Side::Offers(_) => {
-                // Unmapped: nothing that the other process does to it matters any more.
-                *side = Side::Alone;
-                Ok(())
+        let kept = match &*side {
+            Side::Alone | Side::Receives { .. } => return Ok(()),
+            Side::Offers(claim, alive) => {
+                claim.change(OFFERED, KEPT) || (is_closed(alive) && claim.change(TAKEN, KEPT))
             }
-            Side::Alone | Side::Receives(_) => Ok(()),
+        };
+        if !kept {
+            return Err(ClaimError::Taken);
+        }
+        // Unmapped: nothing that the other process does to it matters any more.
+        *side = Side::Alone;
+        Ok(())
+    }
+
+    /// Returns whether the process to which the guest was offered has ended, or has dropped the
+    /// memory. `false` if there is no offer.
+    pub fn receiver_has_ended(&self) -> bool {
+        match &*self.0.lock() {
+            Side::Offers(_, alive) => is_closed(alive),
+            Side::Alone | Side::Receives { .. } => false,
         }
     }
 
@@ -164,24 +212,32 @@ impl MemoryRight {
     /// The process that offered it has kept it, or it was taken before.
     pub fn take(&self) -> Result<(), ClaimError> {
         match &*self.0.lock() {
-            Side::Alone | Side::Offers(_) => Ok(()),
-            Side::Receives(claim) if claim.change(OFFERED, TAKEN) => Ok(()),
-            Side::Receives(_) => Err(ClaimError::Kept),
+            Side::Alone | Side::Offers(..) => Ok(()),
+            Side::Receives { claim, .. } if claim.change(OFFERED, TAKEN) => Ok(()),
+            Side::Receives { .. } => Err(ClaimError::Kept),
+        }
+    }
+
+    /// Notes that this process begins to run the guest that it has taken: if it ends from here on,
+    /// memory is no longer what it was.
+    pub fn start(&self) {
+        if let Side::Receives { claim, .. } = &*self.0.lock() {
+            claim.change(TAKEN, STARTING);
         }
     }
 
     /// Gives a guest back that this process has taken and cannot run.
     pub fn give_back(&self) {
-        if let Side::Receives(claim) = &*self.0.lock() {
-            claim.change(TAKEN, OFFERED);
+        if let Side::Receives { claim, .. } = &*self.0.lock() {
+            let _ = claim.change(TAKEN, OFFERED) || claim.change(STARTING, OFFERED);
         }
     }
 
     /// Notes that the take-over is complete: this process has the guest for good, and runs it or
     /// keeps it paused as it arrived.
     pub fn mark_running(&self) {
-        if let Side::Receives(claim) = &*self.0.lock() {
-            claim.change(TAKEN, RUNNING);
+        if let Side::Receives { claim, .. } = &*self.0.lock() {
+            claim.change(STARTING, RUNNING);
         }
     }
 
@@ -189,8 +245,8 @@ impl MemoryRight {
     /// guest.
     pub fn offered(&self) -> Option<ClaimState> {
         match &*self.0.lock() {
-            Side::Alone | Side::Receives(_) => None,
-            Side::Offers(claim) => Some(claim.state()),
+            Side::Alone | Side::Receives { .. } => None,
+            Side::Offers(claim, _) => Some(claim.state()),
         }
     }
 
@@ -198,8 +254,8 @@ impl MemoryRight {
     /// process that offered it may still run it.
     pub fn is_borrowed(&self) -> bool {
         match &*self.0.lock() {
-            Side::Alone | Side::Offers(_) => false,
-            Side::Receives(claim) => claim.state() != ClaimState::Running,
+            Side::Alone | Side::Offers(..) => false,
+            Side::Receives { claim, .. } => claim.state() != ClaimState::Running,
         }
     }
 
@@ -212,7 +268,9 @@ impl MemoryRight {
     pub fn check(&self) -> Result<(), ClaimError> {
         match self.offered() {
             None | Some(ClaimState::Offered | ClaimState::Kept) => Ok(()),
-            Some(ClaimState::Taken | ClaimState::Running) => Err(ClaimError::Taken),
+            Some(ClaimState::Taken | ClaimState::Starting | ClaimState::Running) => {
+                Err(ClaimError::Taken)
+            }
         }
     }
 }
@@ -247,7 +305,7 @@ mod tests {
         assert_eq!((here.offered(), here.keep()), (Some(ClaimState::Offered), Ok(())));
         assert_eq!(there.take(), Err(ClaimError::Kept));
         // What the other process writes to the word has no effect any more.
-        if let Side::Receives(claim) = &*there.0.lock() {
+        if let Side::Receives { claim, .. } = &*there.0.lock() {
             claim.word().unwrap().store(TAKEN, SeqCst);
         }
         assert_eq!((here.keep(), here.check(), here.offered()), (Ok(()), Ok(()), None));
@@ -268,6 +326,7 @@ mod tests {
     fn guest_that_has_run_is_not_given_back() {
         let (here, there) = both();
         there.take().unwrap();
+        there.start();
         there.mark_running();
         there.give_back();
         assert_eq!(
@@ -281,6 +340,22 @@ mod tests {
     }
 
     #[test]
+    fn end_of_the_receiver_returns_what_has_not_run() {
+        for starts in [false, true] {
+            let (here, there) = both();
+            there.take().unwrap();
+            if starts {
+                there.start();
+            }
+            assert_eq!((here.receiver_has_ended(), here.keep().is_ok()), (false, false));
+            drop(there);
+            assert!(here.receiver_has_ended());
+            assert_eq!(here.keep().is_ok(), !starts);
+        }
+        assert!(!MemoryRight::default().receiver_has_ended());
+    }
+
+    #[test]
     fn new_offer_withdraws_the_one_before() {
         let (here, slow) = both();
         let there = MemoryRight::received(here.offer().unwrap()).unwrap();
@@ -290,7 +365,7 @@ mod tests {
     #[test]
     fn unknown_word_lets_neither_process_run() {
         let (here, there) = both();
-        if let Side::Receives(claim) = &*there.0.lock() {
+        if let Side::Receives { claim, .. } = &*there.0.lock() {
             claim.word().unwrap().store(77, SeqCst);
         }
         assert_eq!((here.keep(), there.take()), (Err(ClaimError::Taken), Err(ClaimError::Kept)));
@@ -299,8 +374,8 @@ mod tests {
     #[test]
     fn guest_is_taken_once() {
         let here = MemoryRight::default();
-        let file = here.offer().unwrap();
-        let two = [file.clone(), file].map(|file| MemoryRight::received(file).unwrap());
+        let claim = here.offer().unwrap();
+        let two = [claim.clone(), claim].map(|claim| MemoryRight::received(claim).unwrap());
         assert_eq!(two.map(|there| there.take().is_ok()), [true, false]);
     }
 

@@ -1,7 +1,6 @@
 //! What another process of this host continues a guest with: the files of its memory, and those of
 //! its devices.
 
-use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -10,7 +9,7 @@ use driftline_dirty_tracker::{Layout, PAGE_SIZE, Slot};
 use vm_memory::FileOffset;
 
 use crate::error::GuestError;
-use crate::memory_claim::{MemoryRight, SIZE_SEALS, seals};
+use crate::memory_claim::{MemoryRight, OfferedClaim, SIZE_SEALS, seals};
 
 /// Upper bound on the bytes of the name in a [`DeviceFile`].
 pub const MAX_FILE_NAME: usize = 80;
@@ -25,7 +24,7 @@ pub const MAX_DEVICE_FILES: usize = 253;
 #[derive(Clone, Debug)]
 pub struct SharedGuest {
     slots: Vec<FileOffset>,
-    claim: Arc<File>,
+    claim: OfferedClaim,
     device_files: Vec<DeviceFile>,
 }
 
@@ -126,10 +125,10 @@ impl From<SharedMemoryError> for GuestError {
 }
 
 impl SharedGuest {
-    /// Takes one place for each memory slot, ascending by guest address, and the file of the claim
+    /// Takes one place for each memory slot, ascending by guest address, and the claim
     /// ([`MemoryRight::offer`]). Several slots may share a file. Nothing is checked. There are no
     /// files of devices at first.
-    pub fn new(slots: Vec<FileOffset>, claim: Arc<File>) -> Self {
+    pub fn new(slots: Vec<FileOffset>, claim: OfferedClaim) -> Self {
         Self { slots, claim, device_files: Vec::new() }
     }
 
@@ -149,8 +148,8 @@ impl SharedGuest {
         &self.slots
     }
 
-    /// Returns the file of the claim, unchecked.
-    pub fn claim(&self) -> &Arc<File> {
+    /// Returns the claim, unchecked.
+    pub fn claim(&self) -> &OfferedClaim {
         &self.claim
     }
 
@@ -161,8 +160,9 @@ impl SharedGuest {
     /// The file of the claim is not a sealed memory file of a page, or cannot be mapped.
     pub fn right(&self) -> Result<MemoryRight, SharedMemoryError> {
         let refused = |cause| SharedMemoryError::Claim { cause };
-        let is_sealed = seals(self.claim.as_fd()).map_err(refused)?.contains(SIZE_SEALS);
-        let is_page = self.claim.metadata().map_err(refused)?.len() == PAGE_SIZE;
+        let file = &self.claim.file;
+        let is_sealed = seals(file.as_fd()).map_err(refused)?.contains(SIZE_SEALS);
+        let is_page = file.metadata().map_err(refused)?.len() == PAGE_SIZE;
         match is_sealed && is_page {
             true => MemoryRight::received(self.claim.clone()).map_err(refused),
             false => Err(refused(io::Error::other("its size may change, or differs"))),
@@ -245,9 +245,14 @@ mod tests {
     fn file_that_is_no_claim_is_refused() {
         let plain = tempfile::tempfile().unwrap();
         plain.set_len(PAGE_SIZE).unwrap();
+        let whole = MemoryRight::default().offer().unwrap();
         let (short, open) = (memory_file(100, SIZE_SEALS), SealFlags::SHRINK);
         for claim in [plain, short, memory_file(PAGE_SIZE, open)] {
-            let refused = SharedGuest::new(Vec::new(), Arc::new(claim)).right().unwrap_err();
+            let refused = SharedGuest::new(
+                Vec::new(),
+                OfferedClaim { file: Arc::new(claim), ..whole.clone() },
+            );
+            let refused = refused.right().unwrap_err();
             let refused = refused.to_string();
             assert!(refused.contains("claim is not a sealed memory file of 4096"), "{refused}");
         }

@@ -232,7 +232,11 @@ fn take_over<G: GuestIdentity + GuestContents + Lifecycle + HandOver + ?Sized>(
     let right = guest.memory_right();
     let resume = || if was_running { guest.resume() } else { Ok(()) };
     // The source may keep memory that both have until this takes it.
-    if let Err(e) = right.take().map_err(GuestError::from).and_then(|()| resume()) {
+    let run = || {
+        right.start();
+        resume()
+    };
+    if let Err(e) = right.take().map_err(GuestError::from).and_then(|()| run()) {
         if let Err(e) = guest.release(NextHost::Another) {
             tracing::warn!(vm = %guest.vm_id(), "releasing the guest's disks failed: {e}");
         }

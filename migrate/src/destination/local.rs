@@ -10,7 +10,9 @@ use std::fs::File;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use driftline_guest::{DeviceFile, GuestContents, GuestIdentity, Populate, SharedGuest};
+use driftline_guest::{
+    DeviceFile, GuestContents, GuestIdentity, OfferedClaim, Populate, SharedGuest,
+};
 use rustix::process::geteuid;
 use vm_memory::FileOffset;
 
@@ -41,16 +43,16 @@ pub(super) fn receive(
     places: &MemoryPlaces,
 ) -> Result<SharedGuest, WireError> {
     // First, so that whatever comes with the message is closed.
-    let files = wire.receive_descriptors(Tag::Memory, places.descriptors)?;
+    let mut files = wire.receive_descriptors(Tag::Memory, places.descriptors)?;
     let (theirs, ours) = (wire.stream().peer_user()?, geteuid().as_raw());
     if !may_send(theirs, ours) {
         return Err(WireError::ForeignUser { theirs, ours });
     }
+    let why = "it has no descriptors of the claim";
+    let lacks = || WireError::Malformed { message: Tag::Memory, why };
+    let alive = Arc::new(files.pop().ok_or_else(lacks)?);
     let mut files: Vec<Arc<File>> = files.into_iter().map(|file| Arc::new(file.into())).collect();
-    let claim = files.pop().ok_or(WireError::Malformed {
-        message: Tag::Memory,
-        why: "it has no descriptor of the claim",
-    })?;
+    let claim = OfferedClaim { file: files.pop().ok_or_else(lacks)?, alive };
     // No index is out of bounds: MEMORY was decoded, and has this number of descriptors.
     let slots = places.slots.iter().filter_map(|place| {
         let file = files.get(place.descriptor)?;

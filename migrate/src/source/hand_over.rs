@@ -232,8 +232,11 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
         let right = self.guest.memory_right();
         match right.offered() {
             Some(ClaimState::Running) => Some(Verdict::Running),
-            Some(ClaimState::Taken) => None,
-            Some(ClaimState::Offered | ClaimState::Kept) | None => {
+            // The guest may have run there, and has ended with its process.
+            Some(ClaimState::Starting) if right.receiver_has_ended() => Some(Verdict::Running),
+            Some(ClaimState::Starting) => None,
+            Some(ClaimState::Taken) if !right.receiver_has_ended() => None,
+            Some(ClaimState::Offered | ClaimState::Kept | ClaimState::Taken) | None => {
                 right.keep().is_ok().then_some(Verdict::Discarded)
             }
         }

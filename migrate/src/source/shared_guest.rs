@@ -81,7 +81,7 @@ pub(super) fn send(
     Ok(wire.send_with_descriptors(&WireMessage::Files(DeviceFileNames(names)), &descriptors)?)
 }
 
-/// Sends MEMORY. Several slots of one file share its descriptor; that of the claim is the last.
+/// Sends MEMORY. Several slots of one file share its descriptor; those of the claim are the last.
 fn send_memory(wire: &mut Wire<Link>, memory: &SharedGuest) -> Result<(), Cause> {
     let asking = |cause| Cause::System { what: "finding the user of the receiver", cause };
     let theirs = wire.stream().peer_user().map_err(asking)?;
@@ -101,9 +101,11 @@ fn send_memory(wire: &mut Wire<Link>, memory: &SharedGuest) -> Result<(), Cause>
         });
         places.push(MemoryPlace { descriptor, offset: slot.start() });
     }
-    files.push(memory.claim().clone());
-    fits("the list of memory files", files.len() as u64, MAX_DESCRIPTORS.into())?;
-    let descriptors: Vec<BorrowedFd<'_>> = files.iter().map(|file| file.as_fd()).collect();
+    let claim = memory.claim();
+    files.push(claim.file.clone());
+    let files = files.iter().map(|file| file.as_fd());
+    let descriptors: Vec<BorrowedFd<'_>> = files.chain([claim.alive.as_fd()]).collect();
+    fits("the list of memory files", descriptors.len() as u64, MAX_DESCRIPTORS.into())?;
     let places = MemoryPlaces { descriptors: descriptors.len(), slots: places };
     Ok(wire.send_with_descriptors(&WireMessage::Memory(places), &descriptors)?)
 }

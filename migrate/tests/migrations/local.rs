@@ -15,7 +15,8 @@ use driftline_dirty_tracker::{Gfn, Layout, PAGE_SIZE};
 use driftline_format::{Header, MAGIC_STREAM, RecordHead, layout_hash};
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, Op};
 use driftline_guest::{
-    GuestContents, GuestError, GuestIdentity, HandOver, Lifecycle, NextHost, RunState, SharedGuest,
+    GuestContents, GuestError, GuestIdentity, HandOver, Lifecycle, NextHost, OfferedClaim,
+    RunState, SharedGuest,
 };
 use driftline_migrate::{Cause, Compression, CopyDrives, SendOptions, SendTls};
 use rustix::fs::{MemfdFlags, SealFlags};
@@ -219,6 +220,7 @@ fn memory_that_may_vanish_is_refused() {
         File::open(path).unwrap()
     };
     let no_claim = Arc::new(memory_file(2 * PAGE_SIZE, SEALS));
+    let no_claim = OfferedClaim { file: no_claim, ..shared.claim().clone() };
     let no_claim = SharedGuest::new(shared.slots().to_vec(), no_claim);
     for (memory, why) in [
         (second(memory_file(needed - 1, SEALS)), "and the slot needs 2965504"),
@@ -329,8 +331,9 @@ fn whole_memory(name: &str, guest: &MemoryGuest) -> OwnedFd {
 }
 
 /// Returns the descriptors of MEMORY.
-fn descriptors(name: &str, guest: &MemoryGuest) -> [OwnedFd; 2] {
-    [whole_memory(name, guest), named_memory_file(name, PAGE_SIZE, SEALS).into()]
+fn descriptors(name: &str, guest: &MemoryGuest) -> [OwnedFd; 3] {
+    let alive = named_memory_file(name, 0, SealFlags::empty());
+    [whole_memory(name, guest), named_memory_file(name, PAGE_SIZE, SEALS).into(), alive.into()]
 }
 
 /// Returns how many of this process's descriptors are memory files of this name.
@@ -346,11 +349,11 @@ fn descriptors_must_be_those_announced() {
     let guest = hosts.start_in_files(MemoryConfig::small());
     let there = receiver(&hosts);
     for (announced, sent, why) in [
-        (2, 0, "the number of descriptors is 2 by the peer's count and 0"),
-        (3, 1, "the number of descriptors is 3 by the peer's count and 1"),
-        (2, 3, "the number of descriptors is 2 by the peer's count and 3"),
+        (3, 0, "the number of descriptors is 3 by the peer's count and 0"),
+        (4, 1, "the number of descriptors is 4 by the peer's count and 1"),
+        (3, 4, "the number of descriptors is 3 by the peer's count and 4"),
         (16, 40, "the number of descriptors is 16 by the peer's count and 40"),
-        (17, 17, "it has fewer than two descriptors, or too many"),
+        (17, 17, "it has fewer than three descriptors, or too many"),
     ] {
         let files: Vec<OwnedFd> = (0..sent).map(|_| whole_memory("other", &guest)).collect();
         let mut source = RawSource::greet(&there.to, &guest);
@@ -385,14 +388,14 @@ fn files_must_be_those_announced() {
         let files: Vec<OwnedFd> = (0..sent).map(|_| whole_memory("file", &guest)).collect();
         let mut source = RawSource::greet(&there.to, &guest);
         if has_memory {
-            source.memory(2, &descriptors("file", &guest));
+            source.memory(3, &descriptors("file", &guest));
         }
         source.send("FILES", &payload, &[0], &files);
         let (reason, was_ready) = source.reason();
         assert!(reason.contains(why) && !was_ready, "{why}: {reason}");
     }
     let mut twice = RawSource::greet(&there.to, &guest);
-    twice.memory(2, &descriptors("file", &guest));
+    twice.memory(3, &descriptors("file", &guest));
     for _ in 0..2 {
         let files = [whole_memory("file", &guest)];
         twice.send("FILES", &named(1, "disk/d"), &[0], &files);
@@ -417,7 +420,7 @@ fn shared_memory_takes_no_frames() {
         ("CONNECTIONS", 1u64.to_le_bytes().to_vec(), "CONNECTIONS came where"),
     ] {
         let mut source = RawSource::greet(&there.to, &guest);
-        source.memory(2, &descriptors("other", &guest));
+        source.memory(3, &descriptors("other", &guest));
         source.config();
         source.send(name, &payload, &[], &[]);
         let (reason, was_ready) = source.reason();
@@ -426,8 +429,8 @@ fn shared_memory_takes_no_frames() {
         within(LONG, "the receiver waits", || there.waits_on());
     }
     let mut twice = RawSource::greet(&there.to, &guest);
-    twice.memory(2, &descriptors("other", &guest));
-    twice.memory(2, &descriptors("other", &guest));
+    twice.memory(3, &descriptors("other", &guest));
+    twice.memory(3, &descriptors("other", &guest));
     let (reason, _) = twice.reason();
     assert!(reason.contains("MEMORY came where CONFIG was expected"), "{reason}");
     drop(twice);
@@ -443,7 +446,7 @@ fn descriptors_of_refused_sources_are_closed() {
     let there = receiver(&hosts);
     // Leaves after MEMORY, and sends descriptors with a message that has none.
     let mut source = RawSource::greet(&there.to, &guest);
-    source.memory(2, &descriptors("refused", &guest));
+    source.memory(3, &descriptors("refused", &guest));
     drop(source);
     let mut source = RawSource::greet(&there.to, &guest);
     source.send("ENDED", &[7; 16], &[], &descriptors("refused", &guest));

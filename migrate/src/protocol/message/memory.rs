@@ -9,6 +9,9 @@ use crate::protocol::error::WireError;
 use crate::protocol::limits::{MAX_DESCRIPTORS, MAX_SLOTS};
 use crate::protocol::tag::Tag;
 
+/// The claim has two descriptors, and memory at least one.
+const MIN_DESCRIPTORS: u32 = 3;
+
 #[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
 struct RawPlace {
@@ -30,10 +33,10 @@ pub(crate) struct MemoryPlace {
 }
 
 /// The place of each memory slot, in the order of CONFIG. Every descriptor that a place names is
-/// one of those announced, and not the last; the offsets are not checked.
+/// one of those announced, and of neither of the last two; the offsets are not checked.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct MemoryPlaces {
-    /// Number of descriptors that come with the message. The last one is that of the claim.
+    /// Number of descriptors that come with the message. The last two are those of the claim.
     pub(crate) descriptors: usize,
     pub(crate) slots: Vec<MemoryPlace>,
 }
@@ -47,15 +50,15 @@ impl MemoryPlaces {
         if !(1..=MAX_SLOTS).contains(&slots) {
             return Err(malformed(tag, "it has no memory slots, or too many"));
         }
-        if !(2..=MAX_DESCRIPTORS).contains(&descriptors) {
-            return Err(malformed(tag, "it has fewer than two descriptors, or too many"));
+        if !(MIN_DESCRIPTORS..=MAX_DESCRIPTORS).contains(&descriptors) {
+            return Err(malformed(tag, "it has fewer than three descriptors, or too many"));
         }
         let (places, rest) = <[RawPlace]>::ref_from_prefix_with_elems(rest, slots as usize)
             .map_err(|_| malformed(tag, "its table of slots is longer than the message"))?;
         if !rest.is_empty() {
             return Err(malformed(tag, "bytes follow its table of slots"));
         }
-        if places.iter().any(|place| place.descriptor.get() >= descriptors - 1) {
+        if places.iter().any(|place| place.descriptor.get() > descriptors - MIN_DESCRIPTORS) {
             return Err(malformed(tag, "it names a descriptor that is not of memory"));
         }
         let place = |raw: &RawPlace| MemoryPlace {
@@ -83,7 +86,7 @@ mod tests {
 
     fn places() -> MemoryPlaces {
         let place = |descriptor, offset| MemoryPlace { descriptor, offset };
-        MemoryPlaces { descriptors: 3, slots: vec![place(1, 0), place(0, 1 << 40), place(1, 4096)] }
+        MemoryPlaces { descriptors: 4, slots: vec![place(1, 0), place(0, 1 << 40), place(1, 4096)] }
     }
 
     #[test]
@@ -107,9 +110,9 @@ mod tests {
             (1, 5, "no memory slots, or too many"),
             (0, 4, "longer than the message"),
             (0, 2, "bytes follow"),
-            (4, 1, "fewer than two descriptors, or too many"),
-            (4, MAX_DESCRIPTORS as u8 + 1, "fewer than two descriptors, or too many"),
-            (4, 2, "names a descriptor that is not of memory"),
+            (4, 2, "fewer than three descriptors, or too many"),
+            (4, MAX_DESCRIPTORS as u8 + 1, "fewer than three descriptors, or too many"),
+            (4, 3, "names a descriptor that is not of memory"),
             (16, 2, "names a descriptor that is not of memory"),
         ] {
             let error = with(at, byte);

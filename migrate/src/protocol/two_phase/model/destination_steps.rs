@@ -71,11 +71,16 @@ impl ModelState {
         let has = |claim| Self { claim: Some(claim), ..self.clone() };
         match self.claim {
             Some(ClaimState::Offered) => all.push((Good, has(ClaimState::Taken))),
-            Some(ClaimState::Taken) if self.destination_runs => {
+            Some(ClaimState::Taken) => {
+                all.push((Good, has(ClaimState::Starting)));
+                let given_back = has(ClaimState::Offered).done_destination();
+                all.push((Bad, given_back.destination_event(E::NotResumed)));
+            }
+            Some(ClaimState::Starting) if self.destination_runs => {
                 let done = has(ClaimState::Running).done_destination();
                 all.push((Good, done.destination_event(E::Resumed)));
             }
-            Some(ClaimState::Taken) => {
+            Some(ClaimState::Starting) => {
                 let (destination_runs, destination_ran) = (true, true);
                 all.push((Good, Self { destination_runs, destination_ran, ..self.clone() }));
                 let given_back = has(ClaimState::Offered).done_destination();
@@ -84,7 +89,7 @@ impl ModelState {
             _ => all.push((Good, self.done_destination().destination_event(E::NotResumed))),
         }
         // Taking the guest is the last of several steps.
-        if self.claim != Some(ClaimState::Taken) {
+        if !matches!(self.claim, Some(ClaimState::Taken | ClaimState::Starting)) {
             all.push((Bad, self.done_destination().destination_event(E::NotResumed)));
         }
     }

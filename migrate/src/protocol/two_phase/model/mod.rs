@@ -11,8 +11,6 @@ mod state;
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
-use driftline_guest::ClaimState;
-
 use self::state::{ModelState, StepKind};
 use super::{Destination, Source, SourceEvent, SourceOrder};
 use crate::protocol::decision::Resolution;
@@ -73,12 +71,9 @@ fn explore(names_boot: bool, is_local: bool) {
     };
     let stuck = seen.iter().filter(honest).filter(both).find(|w| !resolvable.contains(w));
     assert!(stuck.is_none(), "only an operator resolves {stuck:#?}");
-    // The memory of a local hand-over tells the source all, unless the destination dies between
-    // taking the guest and running it.
-    let is_told = |w: &&ModelState| {
-        let is_taken = w.claim == Some(ClaimState::Taken);
-        is_local && w.source_alive && w.operator.is_none() && !is_taken
-    };
+    // The memory of a local hand-over, and the end of the destination's process, tell the source
+    // all.
+    let is_told = |w: &&ModelState| is_local && w.source_alive && w.operator.is_none();
     let stuck = seen.iter().filter(honest).filter(is_told).find(|w| !resolvable.contains(w));
     assert!(stuck.is_none(), "the source does not learn of {stuck:#?}");
     assert!(seen.len() > 1_000, "only {} states were visited", seen.len());

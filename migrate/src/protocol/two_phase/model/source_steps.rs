@@ -92,7 +92,15 @@ impl ModelState {
                     let w = Self { claim: Some(ClaimState::Kept), ..self.clone() };
                     all.push((Good, w.source_event(E::Answer(Verdict::Discarded))));
                 }
-                Some(ClaimState::Taken) | None => self.ask(all),
+                // The pipe has told the end of the destination's process.
+                Some(ClaimState::Taken) if !self.destination_alive => {
+                    let w = Self { claim: Some(ClaimState::Kept), ..self.clone() };
+                    all.push((Good, w.source_event(E::Answer(Verdict::Discarded))));
+                }
+                Some(ClaimState::Starting) if !self.destination_alive => {
+                    all.push((Good, self.source_event(E::Answer(Verdict::Running))));
+                }
+                Some(ClaimState::Taken | ClaimState::Starting) | None => self.ask(all),
             },
             ToDo::TakeBack => {
                 let w = self.done_source().source_keeps();

@@ -327,7 +327,7 @@ impl ModelState {
         match w.claim {
             Some(ClaimState::Offered) => w.claim = Some(ClaimState::Kept),
             // It stays paused.
-            Some(ClaimState::Taken | ClaimState::Running) => return w,
+            Some(ClaimState::Taken | ClaimState::Starting | ClaimState::Running) => return w,
             Some(ClaimState::Kept) | None => {}
         }
         w.source_runs = true;
@@ -336,7 +336,8 @@ impl ModelState {
 
     /// Whether the destination has the guest of a local hand-over.
     pub(super) fn is_taken(&self) -> bool {
-        matches!(self.claim, Some(ClaimState::Taken | ClaimState::Running))
+        let taken = [ClaimState::Taken, ClaimState::Starting, ClaimState::Running];
+        self.claim.is_some_and(|claim| taken.contains(&claim))
     }
 
     /// Whether a migration may end here: exactly one side runs the guest, or the surviving side
