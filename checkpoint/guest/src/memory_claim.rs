@@ -340,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn end_of_the_receiver_returns_what_has_not_run() {
+    fn end_of_the_receiver_returns_the_guest() {
         for starts in [false, true] {
             let (here, there) = both();
             there.take().unwrap();
