@@ -1,9 +1,11 @@
 //! What the wire and the store have in common: the fixed header, the record, the limits of a
-//! guest's state, durable names, and locks on ranges of files and writes to them.
+//! guest's state, durable names, locks on ranges of files and writes to them, and descriptors that
+//! travel over unix sockets.
 //!
 //! `FORMAT.md` and `PROTOCOL.md` specify every byte of the formats built on them.
 #![deny(unsafe_code)]
 
+pub mod descriptors;
 pub mod durable;
 mod error;
 mod header;

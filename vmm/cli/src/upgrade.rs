@@ -21,7 +21,7 @@ use super::client::block_on;
 use super::failure::Failure;
 use super::output::{print_json, print_message};
 
-/// Upper bound on waiting for the end of a next process that has not got the guest.
+/// Upper bound on waiting for the end of a next process that does not have the guest.
 const END_LIMIT: Duration = Duration::from_millis(200);
 /// Interval between two looks at that process.
 const LOOK_INTERVAL: Duration = Duration::from_millis(20);
@@ -83,7 +83,7 @@ fn start(binary: &Path, listener: &UnixListener) -> Result<Child, Failure> {
     started.map_err(cannot)
 }
 
-/// Ends a process that has not got the guest. It ends by itself if it knows that.
+/// Ends a process that does not have the guest. It ends by itself if it has been told so.
 fn end(mut next: Child) {
     let until = Instant::now() + END_LIMIT;
     while Instant::now() < until {

@@ -3,31 +3,21 @@
 //! Only [`Link::receive_descriptors`] receives some. The kernel closes those that come with any
 //! other byte, because no other read has room for them.
 
-use std::io::{self, IoSlice, IoSliceMut};
+use std::io;
 use std::mem::MaybeUninit;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::BorrowedFd;
 
+use driftline_format::descriptors::{self, ReceivedDescriptors};
+use driftline_guest::MAX_DEVICE_FILES;
+use rustix::net::AddressFamily;
 use rustix::net::sockopt::{socket_domain, socket_peercred};
-use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
-    SendAncillaryBuffer, SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
-};
 
 use super::super::socket::Socket;
 use super::super::stream::Stream;
 use super::{Link, closed};
-use driftline_guest::MAX_DEVICE_FILES;
 
 /// Bytes of control data for the descriptors of FILES; MEMORY has fewer.
 const SPACE: usize = rustix::cmsg_space!(ScmRights(MAX_DEVICE_FILES));
-
-/// Descriptors that came with a byte.
-#[derive(Debug)]
-pub(crate) struct ReceivedDescriptors {
-    pub(crate) all: Vec<OwnedFd>,
-    /// Whether the kernel has closed some, because this process may not have so many.
-    pub(crate) truncated: bool,
-}
 
 impl Link {
     /// Whether descriptors can travel over this connection: it is a unix socket without TLS.
@@ -48,9 +38,11 @@ impl Link {
         Ok(peer.uid.as_raw())
     }
 
-    /// Sends one byte with `descriptors`, at most [`MAX_DEVICE_FILES`].
-    pub(crate) fn send_descriptors(&mut self, descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
-        self.wait_until("took", |stream| send(plain(stream)?, descriptors))
+    /// Sends one byte with the descriptors `all`, at most [`MAX_DEVICE_FILES`].
+    pub(crate) fn send_descriptors(&mut self, all: &[BorrowedFd<'_>]) -> io::Result<()> {
+        self.wait_until("took", |stream| {
+            descriptors::send(plain(stream)?, all, &mut [MaybeUninit::uninit(); SPACE])
+        })
     }
 
     /// Receives one byte and the descriptors that come with it.
@@ -63,33 +55,7 @@ fn plain(stream: &Stream) -> io::Result<&Socket> {
     stream.plain_socket().ok_or_else(|| io::ErrorKind::Unsupported.into())
 }
 
-fn send(socket: &Socket, descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
-    let mut space = [MaybeUninit::uninit(); SPACE];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    if !control.push(SendAncillaryMessage::ScmRights(descriptors)) {
-        return Err(io::ErrorKind::InvalidInput.into());
-    }
-    match sendmsg(socket, &[IoSlice::new(&[0])], &mut control, SendFlags::NOSIGNAL)? {
-        0 => Err(closed()),
-        _ => Ok(()),
-    }
-}
-
 fn receive(socket: &Socket) -> io::Result<ReceivedDescriptors> {
-    let (mut byte, mut space) = ([0], [MaybeUninit::uninit(); SPACE]);
-    let mut control = RecvAncillaryBuffer::new(&mut space);
-    let byte = &mut [IoSliceMut::new(&mut byte)];
-    let received = recvmsg(socket, byte, &mut control, RecvFlags::CMSG_CLOEXEC)?;
-    // Before any error, so that descriptors that have arrived are closed.
-    let rights = control.drain().filter_map(|message| match message {
-        RecvAncillaryMessage::ScmRights(descriptors) => Some(descriptors),
-        _ => None,
-    });
-    let all: Vec<OwnedFd> = rights.flatten().collect();
-    match received.bytes {
-        0 => Err(closed()),
-        _ => {
-            Ok(ReceivedDescriptors { all, truncated: received.flags.contains(ReturnFlags::CTRUNC) })
-        }
-    }
+    let received = descriptors::receive(socket, &mut [MaybeUninit::uninit(); SPACE])?;
+    received.ok_or_else(closed)
 }

@@ -14,7 +14,7 @@ use tokio::io::Interest;
 use tokio::net::UnixStream;
 use tokio::time::timeout;
 
-use crate::descriptors::{self, ArrivedDescriptors};
+use crate::descriptors::{self, ReceivedDescriptors};
 
 /// Limit for the receiver to take one connection.
 const SEND_LIMIT: Duration = Duration::from_secs(5);
@@ -119,10 +119,10 @@ enum RelayError {
 }
 
 fn connection_of(
-    received: ArrivedDescriptors,
+    received: ReceivedDescriptors,
     max_bytes: usize,
 ) -> Result<RelayedConnection, RelayError> {
-    let ArrivedDescriptors { all, truncated } = received;
+    let ReceivedDescriptors { all, truncated } = received;
     if truncated {
         return Err(RelayError::Truncated);
     }

@@ -18,7 +18,7 @@ use rustix::process::geteuid;
 use serde::{Deserialize, Serialize};
 
 use crate::api::process_line::ProcessLine;
-use crate::descriptors::{self, ArrivedDescriptors};
+use crate::descriptors::{self, ReceivedDescriptors};
 
 /// Version of the offer. A process refuses any other one.
 const VERSION: u32 = 1;
@@ -274,7 +274,7 @@ fn read(stream: &mut UnixStream, max: u32) -> Result<Vec<u8>, OfferError> {
 
 fn files_of(
     offer: &GuestOffer,
-    received: ArrivedDescriptors,
+    received: ReceivedDescriptors,
 ) -> Result<OfferedFiles<OwnedFd>, OfferError> {
     let found = received.all.len();
     let expected = 4 + usize::from(offer.has_api) + usize::from(offer.has_metrics);
