@@ -69,8 +69,8 @@ pub struct CadenceTotals {
     pub write: Percentiles,
 }
 
-/// Accumulates the totals of a series.
-#[derive(Clone, Debug, Default)]
+/// Accumulates the totals of a series. Serialized, it changes its process with the series.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Tally {
     achieved: CadenceTotals,
     pause: DurationHistogram,

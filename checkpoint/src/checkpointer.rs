@@ -61,7 +61,7 @@ use crate::staging::{Staging, StagingLimits};
 pub struct Checkpointer {
     guest: Arc<dyn Checkpointable>,
     /// Drives that are part of the epochs.
-    drives: Vec<DriveHead>,
+    pub(crate) drives: Vec<DriveHead>,
     store: Arc<Store>,
     /// `None` until the store has files, and after those turn out not to be its own any more.
     commit_thread: Option<CommitThread>,
@@ -71,10 +71,10 @@ pub struct Checkpointer {
     bounds: Bounds,
     staging: Staging,
     /// `None` until the first full epoch; its `last` is the parent of the next epoch.
-    chain: Option<EpochChain>,
-    next: u64,
+    pub(crate) chain: Option<EpochChain>,
+    pub(crate) next: u64,
     /// Whether the store's lock turned out to be a different one.
-    lock_lost: bool,
+    pub(crate) lock_lost: bool,
     planner: CopyPlanner,
 }
 
@@ -229,6 +229,11 @@ impl Checkpointer {
                 Err(self.failed(epoch, failed))
             }
         }
+    }
+
+    /// Returns the last durable epoch of the store when its files were opened.
+    pub(crate) fn last_stored(&self) -> Option<u64> {
+        self.commit_thread.as_ref().and_then(CommitThread::last)
     }
 
     /// Returns the number of epochs that were launched and have not landed.

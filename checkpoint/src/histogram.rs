@@ -12,12 +12,38 @@ const DIGITS: u8 = 2;
 const MAX_US: u64 = 1 << 42;
 
 /// Distribution of durations.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(from = "CountedDurations", into = "CountedDurations")]
 pub(crate) struct DurationHistogram {
     /// `None` until there is a duration.
     counts: Option<Histogram<u64>>,
     /// Exact, unlike the maximum of `counts`.
     most_us: u64,
+}
+
+/// A distribution in transit to another process.
+#[derive(Serialize, Deserialize)]
+struct CountedDurations {
+    /// Durations in microseconds, and how often they occurred.
+    counts: Vec<(u64, u64)>,
+    most_us: u64,
+}
+
+impl From<DurationHistogram> for CountedDurations {
+    fn from(all: DurationHistogram) -> Self {
+        let recorded = all.counts.iter().flat_map(Histogram::iter_recorded);
+        let counts = recorded.map(|v| (v.value_iterated_to(), v.count_at_value())).collect();
+        Self { counts, most_us: all.most_us }
+    }
+}
+
+impl From<CountedDurations> for DurationHistogram {
+    fn from(all: CountedDurations) -> Self {
+        let mut times = Self::default();
+        all.counts.iter().for_each(|(us, times_seen)| times.add_many(*us, *times_seen));
+        times.most_us = all.most_us;
+        times
+    }
 }
 
 /// Percentiles of durations, in microseconds; all zero if there are none.
@@ -35,13 +61,17 @@ pub struct Percentiles {
 
 impl DurationHistogram {
     pub(crate) fn add(&mut self, time: Duration) {
-        let us = u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
+        self.add_many(u64::try_from(time.as_micros()).unwrap_or(u64::MAX), 1);
+    }
+
+    /// Adds a duration of `us` microseconds `times` times.
+    fn add_many(&mut self, us: u64, times: u64) {
         if self.counts.is_none() {
             // Fails only for other bounds.
             self.counts = Histogram::new_with_bounds(1, MAX_US, DIGITS).ok();
         }
         if let Some(counts) = &mut self.counts {
-            counts.saturating_record(us);
+            counts.saturating_record_n(us, times);
         }
         self.most_us = self.most_us.max(us);
     }
@@ -81,6 +111,18 @@ mod tests {
                 prop_assert!(!known || right, "{percent} %: {found}, not {exact}");
             }
         }
+    }
+
+    #[test]
+    fn percentiles_survive_a_change_of_process() {
+        let mut times = DurationHistogram::default();
+        (0..40).for_each(|log| times.add(Duration::from_micros((1 << log) + log)));
+        let moved = serde_json::to_string(&times).unwrap();
+        let mut moved: DurationHistogram = serde_json::from_str(&moved).unwrap();
+        assert_eq!(moved.percentiles(), times.percentiles());
+        (0..99).for_each(|_| times.add(Duration::from_micros(7)));
+        (0..99).for_each(|_| moved.add(Duration::from_micros(7)));
+        assert_eq!(moved.percentiles(), times.percentiles());
     }
 
     #[test]

@@ -30,6 +30,7 @@ mod forecast;
 mod guest;
 mod histogram;
 mod live_copy;
+mod moved_chain;
 mod pause;
 mod precopy_buffer;
 mod protect_ahead;
@@ -48,6 +49,7 @@ pub use flat::{
 pub use forecast::{CadenceForecast, cadence_forecast};
 pub use guest::Checkpointable;
 pub use histogram::Percentiles;
+pub use moved_chain::{FollowedWrites, MovedChain};
 pub use report::{CheckpointError, DriveRefusal, EpochFailure, EpochReport, EpochStep};
 pub use restore::{
     DriveRestoreError, RestoreError, RestoreReport, restore, restore_archive, restore_lazily,

@@ -5,7 +5,7 @@ use crate::subscriber::Subscriber;
 use crate::sync::{self, Arc, Ordering};
 use crate::tracker::{SubscriberTree, Tracker, TrackerState};
 use crate::tree::{NoMemory, Tree};
-use crate::{DirtySet, Gfn, Layout, SlotId};
+use crate::{DirtySet, FrameRun, Gfn, Layout, OutOfSlot, SlotId};
 
 impl Tracker {
     /// Adds a subscriber with an empty tree. `name` is for logs and statistics.
@@ -47,6 +47,8 @@ impl Tracker {
 /// assert_eq!((checkpoints.count(), checkpoints.is_empty()), (3, false));
 /// checkpoints.drain().commit();
 /// assert!(checkpoints.drain().is_empty());
+/// checkpoints.mark(FrameRun { start: Gfn(7), count: 2 })?; // no other subscriber sees this
+/// assert_eq!(checkpoints.drain().frames(), 2);
 /// assert_eq!((checkpoints.name(), checkpoints.layout().frames()), ("checkpoints", 1000));
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -95,6 +97,19 @@ impl Subscription {
             }
         });
         DirtySet::new(self.subscriber.clone(), lists)
+    }
+
+    /// Marks a run of frames for this subscriber alone, which must lie in one slot. A subscriber
+    /// that continues the work of another, for example in another process, marks what that one had
+    /// not drained. Costs a [`Tree::mark`].
+    ///
+    /// # Errors
+    ///
+    /// Returns an error that names the run if it does not lie in one slot. Nothing is marked.
+    pub fn mark(&self, run: FrameRun) -> Result<(), OutOfSlot> {
+        let mut marked = Ok(());
+        self.subscriber.with_tree(|tree| marked = tree.mark(run));
+        marked
     }
 
     /// Returns the number of frames that are marked and not drained. Costs a [`Tree::count`].

@@ -13,8 +13,10 @@ use std::thread;
 use std::time::Duration;
 
 use driftline_backends::Factory;
-use driftline_control::api::{App, Listeners, OfferedFiles, Server, TakenOffer, notify_socket};
-use driftline_control::jobs::Jobs;
+use driftline_control::api::{
+    App, Listeners, OfferedFiles, Server, TakenOffer, notify_socket, receive_run,
+};
+use driftline_control::jobs::{FollowingFactory, JobNumbers, Jobs, OfferedRun};
 use driftline_machine::config::guest_span;
 use driftline_machine::exit::SocketFile;
 use driftline_machine::inherited;
@@ -50,6 +52,10 @@ pub(super) struct TakenProcess {
     api_file: Option<SocketFile>,
     metrics: Option<OwnedFd>,
     connections: UnixStream,
+    numbers: JobNumbers,
+    run: Option<OfferedRun>,
+    /// The socket over which the checkpoint run comes.
+    run_socket: Option<OwnedFd>,
 }
 
 /// Takes the place of the guest's process: its working directory, its standard streams and its
@@ -73,14 +79,32 @@ pub(super) fn begin(args: &TakeOverArgs) -> Result<(Cli, TakenProcess), Failure>
         })
     };
     let cli = taken().inspect_err(|e| TakenOffer::refuse(&mut stream, e.message()))?;
-    let OfferedFiles { standard: [stdin, stdout, stderr], api, metrics, connections } = files;
+    let OfferedFiles {
+        standard: [stdin, stdout, stderr],
+        api,
+        metrics,
+        connections,
+        run: run_socket,
+    } = files;
     dup2_stdin(stdin)?;
     dup2_stdout(stdout)?;
     dup2_stderr(stderr)?;
     continues(offer.line);
     let connections = UnixStream::from(connections);
     let api_file = offer.api_file;
-    Ok((cli, TakenProcess { listener, stream, api, api_file, metrics, connections }))
+    let (numbers, run) = (offer.numbers, offer.run);
+    let taken = TakenProcess {
+        listener,
+        stream,
+        api,
+        api_file,
+        metrics,
+        connections,
+        numbers,
+        run,
+        run_socket,
+    };
+    Ok((cli, taken))
 }
 
 fn accept(listener: &UnixListener) -> Result<UnixStream, Failure> {
@@ -121,7 +145,7 @@ pub(super) fn refuse(mut taken: TakenProcess, why: &Failure) {
 
 /// Continues with the guest of the process that this one replaces.
 pub(super) fn take_over(command: Command, taken: TakenProcess) -> Result<ExitCode, Failure> {
-    let TakenProcess { listener, mut stream, api, api_file, metrics, connections } = taken;
+    let TakenProcess { listener, mut stream, api, api_file, metrics, connections, .. } = taken;
     // Checked now, because the guest is lost if that fails once it is here.
     let prepared = prepare(command).and_then(|prepared| {
         if let Some(api) = &api {
@@ -137,7 +161,8 @@ pub(super) fn take_over(command: Command, taken: TakenProcess) -> Result<ExitCod
     TakenOffer::accept(&mut stream)?;
     let options = ReceiveOptions { once: true, ..ReceiveOptions::new(&host.state_dir) };
     let listener = Listener::inherited(listener.into())?;
-    let received = driftline_migrate::receive(listener, Arc::new(factory), &options, &control);
+    let factory = Arc::new(FollowingFactory::new(factory, taken.run));
+    let received = driftline_migrate::receive(listener, factory.clone(), &options, &control);
     let Received { guest: vm, report, responder } = received.map_err(|e| {
         end_in_bounded_time(0, "the guest stays in the process that has it");
         Failure::error(e)
@@ -145,6 +170,8 @@ pub(super) fn take_over(command: Command, taken: TakenProcess) -> Result<ExitCod
     let _logged = guest_span(vm.vm_id(), &vm.machine_config().identity).entered();
     let jobs = Jobs::new(vm.clone(), host.state_dir.clone());
     jobs.keep_responder(responder);
+    jobs.number_after(taken.numbers);
+    continue_run(&jobs, &factory, taken.run_socket);
     let app = App::new(jobs.clone());
     app.set_process_line(process_line(&host));
     let api = api.map(|api| ListeningSocket::adopt(api, api_file)).transpose()?;
@@ -159,6 +186,15 @@ pub(super) fn take_over(command: Command, taken: TakenProcess) -> Result<ExitCod
         report.take_over_ms
     ));
     run_to_end(vm, jobs, server, None)
+}
+
+/// Continues the checkpoint run of the guest's process, if it had one.
+fn continue_run(jobs: &Jobs, factory: &FollowingFactory<Factory>, socket: Option<OwnedFd>) {
+    let Some((run, socket)) = factory.run().zip(socket) else { return };
+    let Some(moved) = receive_run(socket, run) else { return };
+    if let Err(e) = jobs.continue_run(run, moved, factory.take_writes()) {
+        tracing::error!("the checkpoint run does not continue: {e}");
+    }
 }
 
 /// A process in its sandbox that is ready for the guest.

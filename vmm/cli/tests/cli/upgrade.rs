@@ -4,11 +4,14 @@ use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixDatagram, UnixStream};
+use std::process::Stdio;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{scope, sleep};
 use std::time::Duration;
 
-use crate::common::{TIMEOUT, TestDir, Vmm, driftline, output, status_field, text, wait_for};
+use crate::common::{
+    TIMEOUT, TestDir, Vmm, driftline, output, status_field, succeed, text, wait_for,
+};
 use driftline_machine::testing::{full, kvm_or_skip};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
@@ -17,6 +20,10 @@ const THREADS: &[&str] = &["--backend", "threads", "--mem", "64M", "--vcpus", "2
 const KVM: &[&str] = &["--backend", "kvm", "--mem", "128M", "--vcpus", "2"];
 const GUEST: &[&str] =
     &["--memory-backing", "memfd", "--guest", "payload,ws=16M,rate=32M,report=200"];
+/// A guest that writes to a page again after a second: a checkpoint soon after an earlier one does
+/// not have what that one has missed.
+const SLOW_GUEST: &[&str] =
+    &["--memory-backing", "memfd", "--guest", "payload,ws=2M,rate=2M,report=100"];
 
 /// Threads and descriptors that the clients of a test may have in its guest's process.
 const CLIENTS: usize = 4;
@@ -152,6 +159,98 @@ fn kvm_guest_outlives_its_processes() {
     }
 }
 
+/// Replaces the process `times` times during a checkpoint run that a client follows. The run has
+/// one full checkpoint, and its last one holds what the guest has written.
+fn checkpoints_continue(machine: &[&str], times: u32) {
+    let tmp = TestDir::new();
+    let store = tmp.text("store");
+    let mut vmm = Vmm::run(&tmp, "first", &[machine, SLOW_GUEST].concat());
+    let run = ["checkpoint", "--every", "20ms", "--json", "--store", &store, "--api-sock"];
+    let mut run = driftline(&[&run[..], &[&vmm.socket()]].concat());
+    let run = run.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let latest = LatestProcess(&vmm);
+    let before = vmm.await_progress(2, &[]);
+    let taken = || {
+        let page: Value =
+            serde_json::from_str(&vmm.tell(&["checkpoint", "--status", "--json"])).unwrap();
+        assert!(page["job"] == 1 && page["running"] == true, "{page}");
+        page["achieved"]["taken"].as_u64().unwrap()
+    };
+    for _ in 0..times {
+        let before = wait_for("a checkpoint", || {
+            vmm.info().filter(|info| info["checkpointing"] == true)?;
+            Some(taken()).filter(|taken| *taken > 0)
+        });
+        latest.upgrade();
+        wait_for("two more checkpoints", || (taken() >= before + 2).then_some(()));
+    }
+    vmm.tell(&["checkpoint", "--stop"]);
+    let run = run.wait_with_output().unwrap();
+    assert!(run.status.success(), "{}", text(&run.stderr));
+    let lines: Vec<Value> =
+        text(&run.stdout).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let (achieved, lines) = lines.split_last().unwrap();
+    let numbers: Vec<u64> = lines.iter().map(|l| l["checkpoint"].as_u64().unwrap()).collect();
+    assert_eq!(numbers, (1..=numbers.len() as u64).collect::<Vec<_>>(), "none is missing");
+    let achieved = &achieved["achieved"];
+    assert_eq!((&achieved["taken"], &achieved["failed"]), (&numbers.len().into(), &0.into()));
+    drop(latest);
+    let listing: Value =
+        serde_json::from_str(&succeed(&["store", "ls", "--json", &store])).unwrap();
+    let all = listing["checkpoints"].as_array().unwrap();
+    let full = all.iter().filter(|one| one["full"] == true).count();
+    assert_eq!((all.len(), full), (numbers.len(), 1), "the chain has not begun again");
+    let mut restored = Vmm::start(&tmp, "second", &["restore", "--same-id", "--store", &store]);
+    restored.await_api();
+    let first = restored.await_progress(2, &before);
+    wait_for("each page to be checked", || {
+        let now = restored.reports();
+        assert!(now.iter().all(|report| report.errors == 0), "{now:?}");
+        now.iter().zip(&first).all(|(now, first)| now.passes > first.passes + 1).then_some(())
+    });
+    vmm.kill();
+}
+
+#[test]
+fn checkpoints_of_threads_continue() {
+    checkpoints_continue(THREADS, if full() { 50 } else { 3 });
+}
+
+#[test]
+fn checkpoints_continue_in_every_tracking_mode() {
+    if !kvm_or_skip("checkpoints_continue_in_every_tracking_mode") {
+        return;
+    }
+    for mode in ["dirty-ring", "dirty-bitmap", "userfault-wp"] {
+        println!("--tracking {mode}");
+        checkpoints_continue(&[KVM, &["--tracking", mode]].concat(), if full() { 50 } else { 2 });
+    }
+}
+
+#[test]
+fn checkpoint_run_stays_if_the_guest_does() {
+    let tmp = TestDir::new();
+    let store = tmp.text("store");
+    let vmm = Vmm::run(&tmp, "first", &[THREADS, GUEST].concat());
+    vmm.tell(&["checkpoint", "--store", &store, "--every", "10ms", "--detach"]);
+    let taken = || {
+        let page: Value =
+            serde_json::from_str(&vmm.tell(&["checkpoint", "--status", "--json"])).unwrap();
+        assert!(page["job"] == 1 && page["running"] == true, "{page}");
+        page["achieved"]["taken"].as_u64().unwrap()
+    };
+    for _ in 0..3 {
+        let before = taken();
+        vmm.refuse(4, &["upgrade", "--binary", "/bin/false"]);
+        wait_for("two more checkpoints", || (taken() >= before + 2).then_some(()));
+    }
+    vmm.tell(&["checkpoint", "--stop"]);
+    let listing: Value =
+        serde_json::from_str(&succeed(&["store", "ls", "--json", &store])).unwrap();
+    let all = listing["checkpoints"].as_array().unwrap();
+    assert_eq!(all.iter().filter(|one| one["full"] == true).count(), 1);
+}
+
 #[test]
 fn guest_stays_if_the_next_process_fails() {
     let tmp = TestDir::new();
@@ -197,11 +296,6 @@ fn process_that_cannot_be_replaced_says_why() {
     let vmm = Vmm::run(&tmp, "shadow", &[THREADS, GUEST, &["--shadow", "compare"]].concat());
     let said = vmm.refuse(4, &["upgrade"]);
     assert!(said.contains("verifies the guest's tracking (--shadow)"), "{said}");
-    let vmm = Vmm::run(&tmp, "checkpoints", &[THREADS, GUEST].concat());
-    vmm.tell(&["checkpoint", "--store", &tmp.text("store"), "--every", "1s", "--detach"]);
-    let said = vmm.refuse(4, &["upgrade"]);
-    assert!(said.contains("a checkpoint run (job 1, every 1000 ms"), "{said}");
-    vmm.tell(&["checkpoint", "--stop"]);
     let out = output(&["upgrade", "--api-sock", &tmp.text("none")]);
     assert_eq!(out.status.code(), Some(1), "{}", text(&out.stderr));
 }

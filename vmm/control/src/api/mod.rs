@@ -36,4 +36,4 @@ pub use process_line::ProcessLine;
 pub use relay::Relay;
 pub use server::{ControlThread, Listeners, Server};
 pub use termination::Termination;
-pub use upgrade::{GuestOffer, OfferError, OfferedFiles, TakenOffer, notify_socket};
+pub use upgrade::{GuestOffer, OfferError, OfferedFiles, TakenOffer, notify_socket, receive_run};

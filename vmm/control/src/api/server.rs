@@ -212,6 +212,7 @@ async fn control(
     };
     let Serving { app, api, metrics, socket, adopted } = serving;
     tokio::spawn(forward(signals, app.clone()));
+    tokio::spawn(expect_client(app.clone()));
     let (over, is_over) = watch::channel(());
     let closing = app.clone();
     let end = async move {
@@ -238,6 +239,15 @@ async fn control(
     });
     tokio::join!(end, api, if_any(metrics));
     socket
+}
+
+/// Ends a checkpoint run of the process that had the guest before if its client does not come
+/// along.
+async fn expect_client(app: Arc<App>) {
+    let Ok(jobs) = app.jobs() else { return };
+    if let Some(run) = jobs.checkpoint_run() {
+        jobs.expect_client(run).await;
+    }
 }
 
 async fn if_any(work: Option<impl Future<Output = ()>>) {

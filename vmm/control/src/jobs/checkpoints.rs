@@ -1,52 +1,50 @@
 //! Owns one run of checkpoints: its thread, and the reports that its readers have not read yet.
 
-use std::collections::VecDeque;
 use std::io;
 use std::num::NonZeroU64;
 use std::ops::ControlFlow;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
-use driftline_checkpoint::{Cadence, Checkpointer, TakenEpoch, Tally};
+use driftline_checkpoint::{Cadence, Checkpointer, FollowedWrites, TakenEpoch};
 use driftline_guest::RunState;
 use driftline_machine::log;
 use driftline_machine::sandbox::check_allowed;
-use driftline_store::Store;
+use driftline_store::{Store, StoreError};
 use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::watch;
 
 use super::error::JobError;
+use super::moved_run::MovedRun;
 use super::pause_control::{JobRole, PauseControl};
+use super::report_log::{MAX_PAGE, ReportLog};
+use super::run_hold::{AfterSeries, RunHold, RunRest};
 use super::totals::CheckpointTotals;
-use crate::model::{
-    CheckpointPage, CheckpointRequest, CheckpointSummary, DisksPolicy, EpochLine, EpochOutcome,
-};
+use crate::model::{CheckpointPage, CheckpointRequest, CheckpointSummary, EpochLine, EpochOutcome};
 
-/// Maximum number of reports kept for a reader that connects later: those of ten minutes with a
-/// checkpoint every 10 ms.
-const MAX_REPORTS: usize = 65_536;
 /// Number of waits for the client of a new attached run. Without a client the run then ends.
 const CLIENT_WAITS: u32 = 100;
 /// Length of such a wait.
 const CLIENT_WAIT: Duration = Duration::from_millis(100);
-/// Maximum number of reports in one answer.
-const MAX_PAGE: usize = 4_096;
+/// Upper bound on waiting until a process that has ended a run has closed its store.
+const CLOSE_LIMIT: Duration = Duration::from_secs(20);
+/// Interval between two attempts to open that store.
+const CLOSE_INTERVAL: Duration = Duration::from_millis(20);
 
 /// A run of checkpoints, under way or over.
 pub(super) struct CheckpointJob {
     number: u64,
-    store: PathBuf,
-    every_ms: Option<NonZeroU64>,
-    keep: Option<NonZeroU64>,
-    /// Whether the run ends when its client disconnects.
-    attached: bool,
+    request: CheckpointRequest,
     /// Whether the run has ever had a client.
     had_client: AtomicBool,
     /// Number of clients that are attached to the run now.
     clients: AtomicU64,
-    cancel: AtomicBool,
+    hold: RunHold,
+    /// What the next process continues with, once the run has moved.
+    moved: Mutex<Option<MovedRun>>,
     /// Totals of all runs.
     totals: Arc<CheckpointTotals>,
     log: Mutex<ReportLog>,
@@ -54,27 +52,25 @@ pub(super) struct CheckpointJob {
     news: watch::Sender<(u64, bool)>,
 }
 
-#[derive(Default)]
-struct ReportLog {
-    /// Number of the first report kept.
-    first: u64,
-    reports: VecDeque<EpochOutcome>,
-    tally: Tally,
-    /// Whether the run ended because the guest did.
-    guest_ended: bool,
-    /// Whether a client has read the end of the run.
-    end_was_read: bool,
-}
-
 impl CheckpointJob {
     /// Returns the store's directory.
     pub(super) fn store(&self) -> &Path {
-        &self.store
+        &self.request.store
     }
 
     /// Returns the interval, in ms; `None` for a single checkpoint.
     pub(super) fn every_ms(&self) -> Option<NonZeroU64> {
-        self.every_ms
+        self.request.every_ms
+    }
+
+    /// Returns the run's number.
+    pub(super) fn number(&self) -> u64 {
+        self.number
+    }
+
+    /// Returns the request that has begun the run.
+    pub(super) fn request(&self) -> &CheckpointRequest {
+        &self.request
     }
 
     /// Opens the store and starts the run.
@@ -84,49 +80,104 @@ impl CheckpointJob {
         totals: Arc<CheckpointTotals>,
         request: &CheckpointRequest,
     ) -> Result<Arc<Self>, JobError> {
-        check_allowed(&request.store)?;
         if request.new_store {
+            check_allowed(&request.store)?;
             check_new(&request.store)?;
         }
-        let open = match request.direct_io {
-            true => Store::create_or_open_direct,
-            false => Store::create_or_open,
-        };
-        let store = open(&request.store)?;
-        let guest = pauses.guest_for(JobRole::Checkpoint);
-        let mut checkpointer = Checkpointer::new(guest, store)?;
-        checkpointer.keep(request.keep.map(NonZeroU64::get));
-        if request.disks == Some(DisksPolicy::External) {
-            checkpointer.leave_drives();
-        }
-        let job = Arc::new(Self {
-            number,
-            store: request.store.clone(),
-            every_ms: request.every_ms,
-            keep: request.keep,
-            attached: request.attached,
-            had_client: AtomicBool::new(false),
-            clients: AtomicU64::new(0),
-            cancel: AtomicBool::new(false),
-            totals,
-            log: Mutex::default(),
-            news: watch::Sender::new((0, false)),
-        });
-        let cadence = Cadence {
-            every: Duration::from_millis(request.every_ms.map_or(0, NonZeroU64::get)),
-            count: request.count.or(request.every_ms.is_none().then_some(1)),
-            max_pause: request.max_pause_ms.map(Duration::from_millis),
-        };
+        let checkpointer = checkpointer(pauses, request)?;
+        let count = request.count.or(request.every_ms.is_none().then_some(1));
+        let job = Self::new(number, totals, request.clone(), ReportLog::default());
         let worker = job.clone();
         let run = move || {
             let _end = CheckpointEndGuard(&worker);
-            checkpointer.run(&cadence, &worker.cancel, |taken| worker.note(&taken));
-            // Release the store's lock before any reader can see that the run is over.
-            drop(checkpointer);
+            worker.take(checkpointer, count);
         };
         log::spawn("checkpoint", run)
             .map_err(|cause| JobError::Thread { purpose: "for checkpoints", cause })?;
         Ok(job)
+    }
+
+    /// Starts to continue a run of the process that had the guest before. `writes` are those of the
+    /// guest since it runs here. If the store cannot be opened, the run ends with that report.
+    pub(super) fn continue_moved(
+        number: u64,
+        pauses: &Arc<PauseControl>,
+        totals: Arc<CheckpointTotals>,
+        moved: MovedRun,
+        writes: Option<FollowedWrites>,
+    ) -> Result<Arc<Self>, JobError> {
+        let MovedRun { request, count, log, chain } = moved;
+        let job = Self::new(number, totals, request, log);
+        let (worker, pauses) = (job.clone(), pauses.clone());
+        let run = move || {
+            let _end = CheckpointEndGuard(&worker);
+            match checkpointer_once_free(&pauses, &worker.request) {
+                Ok(mut checkpointer) => {
+                    if let Some(chain) = chain {
+                        checkpointer.continue_moved(writes, chain);
+                    }
+                    worker.take(checkpointer, count);
+                }
+                Err(e) => {
+                    tracing::error!(job = worker.number, "the run ends after an upgrade: {e}");
+                    worker.log().add(EpochOutcome::Failed(e.to_string()));
+                }
+            }
+        };
+        log::spawn("checkpoint", run)
+            .map_err(|cause| JobError::Thread { purpose: "for checkpoints", cause })?;
+        Ok(job)
+    }
+
+    fn new(
+        number: u64,
+        totals: Arc<CheckpointTotals>,
+        request: CheckpointRequest,
+        log: ReportLog,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            number,
+            request,
+            had_client: AtomicBool::new(false),
+            clients: AtomicU64::new(0),
+            hold: RunHold::default(),
+            moved: Mutex::default(),
+            totals,
+            news: watch::Sender::new((log.made(), false)),
+            log: Mutex::new(log),
+        })
+    }
+
+    /// Takes checkpoints, at most `count`, until the run is over. On return, the store's lock is
+    /// released.
+    fn take(&self, mut checkpointer: Checkpointer, mut count: Option<u64>) {
+        let request = &self.request;
+        loop {
+            let cadence = Cadence {
+                every: Duration::from_millis(request.every_ms.map_or(0, NonZeroU64::get)),
+                count,
+                max_pause: request.max_pause_ms.map(Duration::from_millis),
+            };
+            let taken =
+                checkpointer.run(&cadence, self.hold.interrupt(), |taken| self.note(&taken));
+            count = count.map(|count| count.saturating_sub(taken));
+            if count == Some(0) {
+                return;
+            }
+            match self.hold.rest() {
+                AfterSeries::End => return,
+                AfterSeries::Continue => {}
+                AfterSeries::Move => {
+                    let chain = Some(checkpointer.into_moved());
+                    let mut log = self.log();
+                    // The next process answers for the run.
+                    log.end_was_read = true;
+                    let (request, log) = (request.clone(), log.moved());
+                    *self.moved.lock() = Some(MovedRun { request, count, log, chain });
+                    return;
+                }
+            }
+        }
     }
 
     fn note(&self, taken: &TakenEpoch) -> ControlFlow<()> {
@@ -141,12 +192,8 @@ impl CheckpointJob {
         self.totals.add(taken);
         let mut log = self.log();
         log.tally.add(taken);
-        if log.reports.len() == MAX_REPORTS {
-            log.reports.pop_front();
-            log.first += 1;
-        }
-        log.reports.push_back(outcome);
-        let made = log.first + log.reports.len() as u64;
+        log.add(outcome);
+        let made = log.made();
         self.news.send_modify(|news| news.0 = made);
         ControlFlow::Continue(())
     }
@@ -159,7 +206,26 @@ impl CheckpointJob {
 
     /// Ends the run after the epoch in progress.
     pub(super) fn cancel(&self) {
-        self.cancel.store(true, Ordering::Relaxed);
+        self.hold.cancel();
+    }
+
+    /// Lets the run rest between two checkpoints until [`release`](Self::release), so that another
+    /// process can continue it. Waits for the checkpoint in progress, at most `limit`.
+    pub(super) fn rest(&self, limit: Duration) -> RunRest {
+        self.hold.hold(limit)
+    }
+
+    /// Lets a run that rests go on here.
+    pub(super) fn release(&self) {
+        // Clients that wait for the end have to attach again.
+        self.had_client.store(self.clients.load(Ordering::SeqCst) > 0, Ordering::SeqCst);
+        self.hold.release();
+    }
+
+    /// Ends a run that rests, because another process continues it. Returns what that one continues
+    /// with, which is nothing if the run is over; `None` if it does not end within `limit`.
+    pub(super) fn move_away(&self, limit: Duration) -> Option<Option<MovedRun>> {
+        self.hold.move_away(limit).then(|| self.moved.lock().take())
     }
 
     /// Attaches a client until the run is over. An attached run ends when the last of these futures
@@ -175,7 +241,7 @@ impl CheckpointJob {
     /// because this process may have been stopped for a while.
     pub(super) async fn expect_client(&self) {
         for _ in 0..CLIENT_WAITS {
-            if !self.attached || self.had_client.load(Ordering::SeqCst) || self.is_over() {
+            if !self.request.attached || self.had_client.load(Ordering::SeqCst) || self.is_over() {
                 return;
             }
             tokio::time::sleep(CLIENT_WAIT).await;
@@ -184,7 +250,8 @@ impl CheckpointJob {
     }
 
     fn client_has_left(&self) {
-        if self.attached && !self.is_over() {
+        // An upgrade takes the clients' connections along.
+        if self.request.attached && !self.is_over() && !self.hold.is_wanted() {
             tracing::warn!(job = self.number, "the run ends because its client has disconnected");
             self.cancel();
         }
@@ -192,7 +259,7 @@ impl CheckpointJob {
 
     /// Returns the refusal of another run while this one is under way.
     pub(super) fn under_way(&self) -> JobError {
-        let (job, every_ms, store) = (self.number, self.every_ms, self.store.clone());
+        let (job, every_ms, store) = (self.number, self.every_ms(), self.store().to_owned());
         JobError::CheckpointsUnderWay { job, every_ms, store }
     }
 
@@ -219,14 +286,14 @@ impl CheckpointJob {
         let epochs: Vec<EpochOutcome> =
             log.reports.iter().skip(skip).take(MAX_PAGE).cloned().collect();
         let next = since.max(log.first).saturating_add(epochs.len() as u64);
-        let next_report = log.first + log.reports.len() as u64;
+        let next_report = log.made();
         let running = !over || next < next_report;
         // A reader that requests a position after the last report has not read the end.
         log.end_was_read |= !running && since <= next_report;
         let guest_ended = log.guest_ended && !running;
-        let (job, store) = (self.number, self.store.clone());
+        let (job, store) = (self.number, self.store().to_owned());
         let achieved = log.tally.achieved();
-        let Self { every_ms, keep, attached, .. } = *self;
+        let CheckpointRequest { every_ms, keep, attached, .. } = self.request;
         let last = log.reports.back().cloned();
         CheckpointPage {
             job,
@@ -250,7 +317,7 @@ impl CheckpointJob {
         CheckpointSummary {
             job: self.number,
             running,
-            store: self.store.clone(),
+            store: self.store().to_owned(),
             achieved: log.tally.achieved(),
             last: log.reports.back().cloned(),
         }
@@ -268,6 +335,42 @@ impl Drop for AttachedClient<'_> {
     fn drop(&mut self) {
         if self.0.clients.fetch_sub(1, Ordering::SeqCst) == 1 {
             self.0.client_has_left();
+        }
+    }
+}
+
+/// Opens the store of `request`, for checkpoints of the guest of `pauses`.
+fn checkpointer(
+    pauses: &Arc<PauseControl>,
+    request: &CheckpointRequest,
+) -> Result<Checkpointer, JobError> {
+    check_allowed(&request.store)?;
+    let open = match request.direct_io {
+        true => Store::create_or_open_direct,
+        false => Store::create_or_open,
+    };
+    let store = open(&request.store)?;
+    let guest = pauses.guest_for(JobRole::Checkpoint);
+    let mut checkpointer = Checkpointer::new(guest, store)?;
+    checkpointer.keep(request.keep.map(NonZeroU64::get));
+    if !request.includes_drives() {
+        checkpointer.leave_drives();
+    }
+    Ok(checkpointer)
+}
+
+/// Does as [`checkpointer`], once the process that had the guest before has closed the store.
+fn checkpointer_once_free(
+    pauses: &Arc<PauseControl>,
+    request: &CheckpointRequest,
+) -> Result<Checkpointer, JobError> {
+    let since = Instant::now();
+    loop {
+        match checkpointer(pauses, request) {
+            Err(JobError::Store(StoreError::InUse { .. })) if since.elapsed() < CLOSE_LIMIT => {
+                thread::sleep(CLOSE_INTERVAL);
+            }
+            result => return result,
         }
     }
 }
@@ -292,5 +395,6 @@ struct CheckpointEndGuard<'j>(&'j CheckpointJob);
 impl Drop for CheckpointEndGuard<'_> {
     fn drop(&mut self) {
         self.0.news.send_modify(|news| news.1 = true);
+        self.0.hold.end();
     }
 }

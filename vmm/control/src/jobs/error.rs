@@ -3,6 +3,7 @@
 use std::io;
 use std::num::NonZeroU64;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use driftline_guest::GuestError;
 use driftline_machine::sandbox::NotAllowed;
@@ -47,6 +48,17 @@ pub enum JobError {
         every_ms: Option<NonZeroU64>,
         /// Its store.
         store: PathBuf,
+    },
+    /// A checkpoint run does not come to rest.
+    #[error(
+        "the checkpoint in progress (job {job}) is not stored within {limit:?}; try again, or end \
+         the run first"
+    )]
+    CheckpointTakesLong {
+        /// The run's number.
+        job: u64,
+        /// Time for which it was waited for.
+        limit: Duration,
     },
     /// The guest's tracking is being verified.
     #[error("the process verifies the guest's tracking (--shadow), which another cannot continue")]

@@ -9,11 +9,16 @@ mod error;
 mod exchange;
 mod history;
 mod migration;
+mod moved_run;
 mod pause_control;
+mod report_log;
+mod resting_run;
+mod run_hold;
 mod sampling;
 mod shadow;
 mod snapshots;
 mod totals;
+mod upgrade;
 mod watches;
 
 use std::path::PathBuf;
@@ -25,21 +30,22 @@ use driftline_checkpoint::SnapshotReport;
 use driftline_guest::{GuestError, RunState};
 use driftline_machine::config::guest_span;
 use driftline_machine::vm::SharedVm;
-use driftline_migrate::{Records, Resolution, Responder, SendReport};
-use parking_lot::{Mutex, MutexGuard};
+use driftline_migrate::{Records, Resolution, Responder};
+use parking_lot::Mutex;
 use tracing::Span;
 
 use crate::model::{
-    CheckpointPage, CheckpointRequest, GuestState, Info, MigrationFailure, MigrationPage,
-    MigrationRequest,
+    CheckpointPage, CheckpointRequest, GuestState, Info, MigrationPage, MigrationRequest,
 };
 use checkpoints::CheckpointJob;
 pub use error::JobError;
 pub(crate) use exchange::KeptFile;
 use history::JobHistory;
 use migration::MigrationJob;
+pub use moved_run::{FollowingFactory, JobNumbers, MovedRun, OfferedRun};
 pub(crate) use pause_control::OperatorError;
 use pause_control::{JobRole, PauseControl};
+pub(crate) use resting_run::RestingRun;
 pub use sampling::{WindowSummary, WriteProfile};
 use shadow::Shadow;
 pub use shadow::{ShadowError, ShadowMode, ShadowReport};
@@ -49,13 +55,9 @@ use totals::CheckpointTotals;
 pub(crate) use totals::{CheckpointFigures, MigrationCounts, MigrationFigures};
 use watches::DirtyWatches;
 
-/// The same limit for a process whose guest continues in another one.
+/// Limit for a process whose guest continues in another one to wait for the readers of its jobs'
+/// last reports.
 const UPGRADE_LIMIT: Duration = Duration::from_secs(15);
-/// Limit for an upgrade to wait until another job has been started.
-const START_LIMIT: Duration = Duration::from_secs(1);
-/// Interval at which an upgrade looks whether its hand-over is in doubt.
-const DOUBT_INTERVAL: Duration = Duration::from_millis(100);
-
 /// Limit for a process whose guest has ended to wait for the readers of its jobs' last reports.
 const LAST_READ_LIMIT: Duration = Duration::from_secs(2);
 
@@ -260,6 +262,11 @@ impl Jobs {
         Ok(())
     }
 
+    /// Returns the number of the checkpoint run under way.
+    pub(crate) fn checkpoint_run(&self) -> Option<u64> {
+        self.checkpoint_job().filter(|job| !job.is_over()).map(|job| job.number())
+    }
+
     /// Ends run `number` if its client does not attach in time.
     pub(crate) async fn expect_client(&self, number: u64) {
         if let Some(job) = self.checkpoint.find(number) {
@@ -312,75 +319,6 @@ impl Jobs {
         }
         self.migration.add(number, job);
         Ok(number)
-    }
-
-    /// Keeps other upgrades away until the guard is dropped, if another process of this host can
-    /// continue with the guest.
-    ///
-    /// # Errors
-    ///
-    /// Another upgrade or another job on the guest is under way, or the guest has ended.
-    pub(crate) fn begin_upgrade(&self) -> Result<MutexGuard<'_, ()>, JobError> {
-        let only = self.upgrading.try_lock().ok_or(JobError::UpgradeUnderWay)?;
-        self.check_upgrade()?;
-        Ok(only)
-    }
-
-    fn check_upgrade(&self) -> Result<(), JobError> {
-        if self.vm.run_state() == RunState::Stopped {
-            return Err(JobError::Ended);
-        }
-        if let Some(job) = self.checkpoint_job().filter(|job| !job.is_over()) {
-            return Err(job.under_way());
-        }
-        if self.sampling.is_locked() {
-            return Err(JobError::PlanUnderWay);
-        }
-        match *self.shadow.lock() {
-            None => Ok(()),
-            Some(_) => Err(JobError::Shadowed),
-        }
-    }
-
-    /// Hands the guest over to the process of this host that listens at `to`, and waits for the
-    /// end. Calls `moved` once that process has the guest; when that returns, this process may
-    /// end. Calls `in_doubt` if the operator has to decide.
-    ///
-    /// # Errors
-    ///
-    /// As [`begin_upgrade`](Self::begin_upgrade) and [`start_migration`](Self::start_migration), or
-    /// another job is being started and does not get on. Otherwise the hand-over's own result.
-    pub(crate) async fn hand_over_here(
-        &self,
-        to: &str,
-        in_doubt: impl FnOnce(),
-        moved: impl FnOnce(),
-    ) -> Result<Result<SendReport, MigrationFailure>, JobError> {
-        let number = {
-            // Requests wait, so this must not wait for a store that hangs.
-            let starting = self.starting.try_lock_for(START_LIMIT);
-            let _starting = starting.ok_or(JobError::StartUnderWay)?;
-            self.check_upgrade()?;
-            // Set now, because the guest ends here before its outcome is known.
-            self.is_upgraded.store(true, Ordering::Relaxed);
-            let started = self.begin_migration(&MigrationRequest::on_this_host(to));
-            started.inspect_err(|_| self.is_upgraded.store(false, Ordering::Relaxed))?
-        };
-        let job = find_job(&self.migration, Some(number))?.ok_or(JobError::NoJob(number))?;
-        let mut in_doubt = Some(in_doubt);
-        while tokio::time::timeout(DOUBT_INTERVAL, job.end()).await.is_err() {
-            if let Some(in_doubt) = in_doubt.take_if(|_| job.is_in_doubt()) {
-                in_doubt();
-            }
-        }
-        let handed_over = job.outcome();
-        self.is_upgraded.store(handed_over.is_ok(), Ordering::Relaxed);
-        if handed_over.is_ok() {
-            moved();
-        }
-        // Only now may the process end.
-        job.page();
-        Ok(handed_over)
     }
 
     /// Returns whether another process of this host continues, or is about to continue, with the

@@ -7,6 +7,7 @@
 
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use driftline_guest::{
     DirtyLog, GuestContents, GuestError, GuestIdentity, HandOver, Lifecycle, Populate, RunState,
@@ -23,6 +24,9 @@ pub(super) struct PauseControl {
     /// The state shown to the operator in place of the guest's own, while that state is being
     /// changed or a job has paused the guest. Never locked for long.
     displayed: Mutex<Option<RunState>>,
+    /// Whether a migration's pause also collects what the guest has written, for the checkpoint run
+    /// that continues in the next process.
+    completes_writes: AtomicBool,
 }
 
 /// The locked state. Dropping it updates what the operator is shown.
@@ -115,7 +119,8 @@ impl PauseControl {
             migrating: false,
             snapshotting: false,
         };
-        Arc::new(Self { vm, state: Mutex::new(state), displayed: Mutex::default() })
+        let (state, displayed) = (Mutex::new(state), Mutex::default());
+        Arc::new(Self { vm, state, displayed, completes_writes: AtomicBool::new(false) })
     }
 
     /// Returns the guest's state as the operator sees it. That excludes a job's short pause, and a
@@ -217,6 +222,11 @@ impl PauseControl {
         Ok(())
     }
 
+    /// Sets whether the pauses of migrations also bring every subscriber's dirty frames up to date.
+    pub(super) fn complete_writes(&self, complete: bool) {
+        self.completes_writes.store(complete, Ordering::Relaxed);
+    }
+
     /// Returns the guest as a job sees it.
     pub(super) fn guest_for(self: &Arc<Self>, role: JobRole) -> Arc<JobGuest> {
         Arc::new(JobGuest { pauses: self.clone(), role })
@@ -240,7 +250,7 @@ impl PauseControl {
 
     fn pause_and_save_for(&self, role: JobRole) -> Result<(RunState, SavedState), GuestError> {
         let mut state = self.lock();
-        let saved = match state.jobs {
+        let mut saved = match state.jobs {
             0 => {
                 let (before, saved) = self.vm.pause_and_save()?;
                 state.wanted = before;
@@ -248,6 +258,10 @@ impl PauseControl {
             }
             _ => self.vm.save_state(),
         };
+        if role == JobRole::Migration && self.completes_writes.load(Ordering::Relaxed) {
+            // Afterwards, because saving may make the host write into guest memory.
+            saved = saved.and_then(|sections| self.vm.collect().map(|_| sections));
+        }
         Ok((state.add_job(role), saved))
     }
 

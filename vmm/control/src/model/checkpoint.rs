@@ -41,6 +41,13 @@ pub struct CheckpointRequest {
     pub disks: Option<DisksPolicy>,
 }
 
+impl CheckpointRequest {
+    /// Returns whether the epochs include the disks that the guest can write to.
+    pub fn includes_drives(&self) -> bool {
+        self.disks != Some(DisksPolicy::External)
+    }
+}
+
 /// What a checkpoint does with a guest's disks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]

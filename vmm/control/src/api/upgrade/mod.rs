@@ -10,7 +10,8 @@
 //!                                                       <--  ready, or why not
 //!                            holds the API's requests
 //!                            hands the guest over (as by `send-migration --local`)
-//!                            moves the API's connections --> answers them
+//!                            moves the API's connections --> answers them, once
+//!                            moves the checkpoint run    --> it has the run
 //!                                                       <--  serves, and is the main process
 //! the report        <------  answers, and ends
 //! ```
@@ -20,9 +21,11 @@
 //! | module | does |
 //! | --- | --- |
 //! | `offer` | what the next process gets before the guest: its bytes and descriptors |
+//! | `run` | a checkpoint run that continues in the next process |
 //! | `source` | the guest's process: makes the offer and hands the guest over |
 
 mod offer;
+mod run;
 mod source;
 
 use axum::Json;
@@ -31,6 +34,7 @@ use driftline_migrate::SendReport;
 use tokio::task::spawn_blocking;
 
 pub use self::offer::{GuestOffer, OfferError, OfferedFiles, TakenOffer, notify_socket};
+pub use self::run::receive_run;
 use super::fault::{Fault, JsonBody};
 use super::handler::{AppState, JsonAnswer};
 use crate::model::UpgradeRequest;

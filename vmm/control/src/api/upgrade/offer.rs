@@ -19,6 +19,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::api::process_line::ProcessLine;
 use crate::descriptors::{self, ReceivedDescriptors};
+use crate::jobs::{JobNumbers, OfferedRun};
 
 /// Version of the offer. A process refuses any other one.
 const VERSION: u32 = 1;
@@ -44,6 +45,8 @@ pub struct OfferedFiles<F> {
     pub metrics: Option<F>,
     /// The channel over which the API's connections come.
     pub connections: F,
+    /// The socket over which a checkpoint run comes.
+    pub run: Option<F>,
 }
 
 /// What is offered.
@@ -56,8 +59,21 @@ pub struct GuestOffer {
     pub api_file: Option<SocketFile>,
     /// The address of the process's service manager.
     pub notify_socket: Option<String>,
+    /// The numbers of the last jobs on the guest.
+    pub numbers: JobNumbers,
+    /// The checkpoint run that continues.
+    pub run: Option<OfferedRun>,
     has_api: bool,
     has_metrics: bool,
+}
+
+/// What is offered besides descriptors.
+pub(crate) struct Offered {
+    pub(crate) line: ProcessLine,
+    /// The file of the API's socket, if the process removes it at its end.
+    pub(crate) api_file: Option<SocketFile>,
+    pub(crate) numbers: JobNumbers,
+    pub(crate) run: Option<OfferedRun>,
 }
 
 /// Returns the address of this process's service manager. A service manager follows only processes
@@ -158,21 +174,30 @@ impl GuestOffer {
     /// See [`OfferError`]. The guest is not affected.
     pub(crate) fn make(
         mut stream: UnixStream,
-        line: ProcessLine,
-        api_file: Option<SocketFile>,
+        offered: Offered,
         files: &OfferedFiles<BorrowedFd<'_>>,
     ) -> Result<AcceptedOffer, OfferError> {
         check_peer(&stream)?;
-        let OfferedFiles { standard, api, metrics, connections } = files;
+        let OfferedFiles { standard, api, metrics, connections, run: to_run } = files;
+        let Offered { line, api_file, numbers, run } = offered;
         let (has_api, has_metrics) = (api.is_some(), metrics.is_some());
         let notify_socket = notify_socket();
-        let offer = Self { version: VERSION, line, api_file, notify_socket, has_api, has_metrics };
+        let offer = Self {
+            version: VERSION,
+            line,
+            api_file,
+            notify_socket,
+            numbers,
+            run,
+            has_api,
+            has_metrics,
+        };
         let json = serde_json::to_vec(&offer)?;
         if json.len() > MAX_OFFER_BYTES as usize {
             return Err(OfferError::TooLong { bytes: json.len() as u64, max: MAX_OFFER_BYTES });
         }
-        let all: Vec<BorrowedFd<'_>> =
-            standard.iter().chain(api).chain(metrics).chain([connections]).copied().collect();
+        let optional = api.iter().chain(metrics).chain([connections]).chain(to_run);
+        let all: Vec<BorrowedFd<'_>> = standard.iter().chain(optional).copied().collect();
         stream.set_write_timeout(Some(IO_LIMIT))?;
         stream.set_read_timeout(Some(ANSWER_LIMIT))?;
         descriptors::send(&stream, &all)?;
@@ -277,7 +302,8 @@ fn files_of(
     received: ReceivedDescriptors,
 ) -> Result<OfferedFiles<OwnedFd>, OfferError> {
     let found = received.all.len();
-    let expected = 4 + usize::from(offer.has_api) + usize::from(offer.has_metrics);
+    let optional = [offer.has_api, offer.has_metrics, offer.run.is_some()];
+    let expected = 4 + optional.into_iter().filter(|has| *has).count();
     let mut all = received.all.into_iter();
     let wrong = || OfferError::Descriptors { found, expected };
     if found != expected || received.truncated {
@@ -289,6 +315,7 @@ fn files_of(
         api: if offer.has_api { Some(next()?) } else { None },
         metrics: if offer.has_metrics { Some(next()?) } else { None },
         connections: next()?,
+        run: if offer.run.is_some() { Some(next()?) } else { None },
     })
 }
 

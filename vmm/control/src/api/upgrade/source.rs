@@ -9,11 +9,12 @@ use std::sync::Arc;
 use driftline_migrate::SendReport;
 use tokio::runtime::Handle;
 
-use super::offer::{AcceptedOffer, GuestOffer, OfferError, OfferedFiles};
+use super::offer::{AcceptedOffer, GuestOffer, OfferError, Offered, OfferedFiles};
+use super::run;
 use crate::api::app::App;
 use crate::api::process_line::ProcessLine;
 use crate::api::relay::Relay;
-use crate::jobs::{JobError, Jobs};
+use crate::jobs::{JobError, Jobs, RestingRun};
 
 /// Why the guest stays in its process.
 #[derive(Debug, thiserror::Error)]
@@ -62,19 +63,24 @@ pub(super) fn upgrade(
     socket: &Path,
 ) -> Result<SendReport, UpgradeError> {
     let line = app.process_line().map_err(UpgradeError::NotPossible)?;
-    let _only = jobs.begin_upgrade()?;
-    let connections = offer(app, line, socket).map_err(|cause| UpgradeError::GuestOffer {
+    let upgrade = jobs.begin_upgrade()?;
+    let run = upgrade.run.as_ref();
+    let next = offer(app, jobs, line, run, socket).map_err(|cause| UpgradeError::GuestOffer {
         socket: socket.display().to_string(),
         cause,
     })?;
     let held = HeldRequests::hold(app.relay());
     let to = format!("unix:{}", socket.display());
     let moved = || {
-        app.relay().move_to(connections.here);
-        connections.offer.await_serving();
+        app.relay().move_to(next.connections);
+        if let Some((to, run)) = next.run.zip(run) {
+            run::send(to, run);
+        }
+        next.offer.await_serving();
     };
     let in_doubt = || app.relay().release();
-    let handed_over = Handle::current().block_on(jobs.hand_over_here(&to, in_doubt, moved));
+    let handed_over =
+        Handle::current().block_on(jobs.hand_over_here(&upgrade, &to, in_doubt, moved));
     drop(held);
     handed_over?.map_err(|failure| UpgradeError::HandOver(failure.message))
 }
@@ -82,18 +88,27 @@ pub(super) fn upgrade(
 /// The connections to the next process.
 struct NextProcess {
     /// This end of the channel over which the API's connections move.
-    here: UnixStream,
+    connections: UnixStream,
+    /// The socket over which a checkpoint run moves.
+    run: Option<UnixStream>,
     /// The next process waits for the end of this.
     offer: AcceptedOffer,
 }
 
-fn offer(app: &App, line: ProcessLine, socket: &Path) -> Result<NextProcess, OfferError> {
+fn offer(
+    app: &App,
+    jobs: &Jobs,
+    line: ProcessLine,
+    run: Option<&RestingRun>,
+    socket: &Path,
+) -> Result<NextProcess, OfferError> {
     let offer = UnixStream::connect(socket)?;
-    let (here, there) = UnixStream::pair()?;
+    let (connections, to_connections) = UnixStream::pair()?;
+    let (to_run, run_there) = run.map(|_| UnixStream::pair()).transpose()?.unzip();
     let relay = app.relay();
     let (api, metrics) = (relay.socket(), relay.metrics());
     let listener = api.as_ref().map(|api| api.listener()).transpose()?;
-    let file = api.as_ref().and_then(|api| api.file());
+    let api_file = api.as_ref().and_then(|api| api.file());
     // The last owner removes the file.
     drop(api);
     let (stdin, stdout, stderr) = (stdin(), stdout(), stderr());
@@ -101,7 +116,11 @@ fn offer(app: &App, line: ProcessLine, socket: &Path) -> Result<NextProcess, Off
         standard: [stdin.as_fd(), stdout.as_fd(), stderr.as_fd()],
         api: listener.as_ref().map(AsFd::as_fd),
         metrics: metrics.as_ref().map(AsFd::as_fd),
-        connections: there.as_fd(),
+        connections: to_connections.as_fd(),
+        run: run_there.as_ref().map(AsFd::as_fd),
     };
-    Ok(NextProcess { here, offer: GuestOffer::make(offer, line, file, &files)? })
+    let run = run.map(RestingRun::offered);
+    let offered = Offered { line, api_file, numbers: jobs.numbers(), run };
+    let offer = GuestOffer::make(offer, offered, &files)?;
+    Ok(NextProcess { connections, run: to_run, offer })
 }

@@ -1,0 +1,123 @@
+//! A checkpoint run that changes its process with its guest.
+//!
+//! ```text
+//! the guest's process            the next process
+//! lets the run rest
+//! OfferedRun ----------------->  FollowingFactory: follows the guest's writes before it runs
+//! hands the guest over
+//! MovedRun ------------------->  Jobs::continue_run
+//! ```
+//!
+//! A run whose [`MovedRun`] does not come, because the process has ended, begins again with a full
+//! checkpoint.
+
+use std::sync::Arc;
+
+use driftline_checkpoint::{FollowedWrites, MovedChain};
+use driftline_guest::{
+    DriveHead, GuestError, GuestFactory, GuestWithCopies, Origin, SharedGuest, VmId,
+};
+use driftline_machine::vm::Vm;
+use parking_lot::Mutex;
+use serde::{Deserialize, Serialize};
+
+use super::pause_control::{JobRole, PauseControl};
+use super::report_log::ReportLog;
+use crate::model::CheckpointRequest;
+
+/// The numbers of the last jobs, after which those of the next process are numbered.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct JobNumbers {
+    pub(super) jobs: u64,
+    pub(super) watches: u64,
+}
+
+/// What the next process has to know of a run before it has the guest.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct OfferedRun {
+    pub(super) number: u64,
+    pub(super) request: CheckpointRequest,
+}
+
+/// What the next process continues a run with.
+#[derive(Serialize, Deserialize)]
+pub struct MovedRun {
+    pub(super) request: CheckpointRequest,
+    /// Number of checkpoints that are left; `None` continues until the run is stopped.
+    pub(super) count: Option<u64>,
+    pub(super) log: ReportLog,
+    /// `None` if the next checkpoint is a full one, because the previous process does not tell.
+    pub(super) chain: Option<MovedChain>,
+}
+
+impl OfferedRun {
+    /// Returns the run as it begins if its [`MovedRun`] does not come.
+    pub fn anew(&self) -> MovedRun {
+        let request = self.request.clone();
+        let count = request.count.or(request.every_ms.is_none().then_some(1));
+        MovedRun { request, count, log: ReportLog::default(), chain: None }
+    }
+}
+
+/// Builds a guest that another process hands over, and follows its writes from before it runs, if
+/// a checkpoint run continues.
+pub struct FollowingFactory<F> {
+    inner: F,
+    run: Option<OfferedRun>,
+    writes: Mutex<Option<FollowedWrites>>,
+}
+
+impl<F> FollowingFactory<F> {
+    /// Makes `inner` follow the writes of its guest for `run`.
+    pub fn new(inner: F, run: Option<OfferedRun>) -> Self {
+        Self { inner, run, writes: Mutex::default() }
+    }
+
+    /// Returns the run.
+    pub fn run(&self) -> Option<&OfferedRun> {
+        self.run.as_ref()
+    }
+
+    /// Returns the writes of the guest that was built last; `None` if they cannot be followed.
+    pub fn take_writes(&self) -> Option<FollowedWrites> {
+        self.writes.lock().take()
+    }
+}
+
+impl<F: GuestFactory<Guest = dyn Vm>> GuestFactory for FollowingFactory<F> {
+    type Guest = dyn Vm;
+
+    fn create_with_copies(
+        &self,
+        vm_id: VmId,
+        config: &[u8],
+        drives: &[DriveHead],
+    ) -> Result<GuestWithCopies<dyn Vm>, GuestError> {
+        self.inner.create_with_copies(vm_id, config, drives)
+    }
+
+    fn create_on(
+        &self,
+        vm_id: VmId,
+        config: &[u8],
+        shared: &SharedGuest,
+    ) -> Result<Arc<dyn Vm>, GuestError> {
+        let vm = self.inner.create_on(vm_id, config, shared)?;
+        if let Some(run) = &self.run {
+            let guest = PauseControl::new(vm.clone()).guest_for(JobRole::Checkpoint);
+            let writes = FollowedWrites::begin(&*guest, run.request.includes_drives())
+                .inspect_err(|e| tracing::warn!(vm = %vm_id, "writes are not followed: {e}"));
+            *self.writes.lock() = writes.ok();
+        }
+        Ok(vm)
+    }
+
+    fn create_with_drives(
+        &self,
+        from: &Origin,
+        config: &[u8],
+        drives: &[DriveHead],
+    ) -> Result<GuestWithCopies<dyn Vm>, GuestError> {
+        self.inner.create_with_drives(from, config, drives)
+    }
+}

@@ -1,0 +1,54 @@
+//! The reports of a checkpoint run that its readers may not have read yet.
+
+use std::collections::VecDeque;
+
+use driftline_checkpoint::Tally;
+use serde::{Deserialize, Serialize};
+
+use crate::model::EpochOutcome;
+
+/// Maximum number of reports kept for a reader that connects later: those of ten minutes with a
+/// checkpoint every 10 ms.
+const MAX_REPORTS: usize = 65_536;
+/// Maximum number of reports in one answer.
+pub(super) const MAX_PAGE: usize = 4_096;
+
+/// The reports of a run. Serialized, they change their process with the run.
+#[derive(Default, Serialize, Deserialize)]
+pub(super) struct ReportLog {
+    /// Number of the first report kept.
+    pub(super) first: u64,
+    pub(super) reports: VecDeque<EpochOutcome>,
+    pub(super) tally: Tally,
+    /// Whether the run ended because the guest did.
+    #[serde(skip)]
+    pub(super) guest_ended: bool,
+    /// Whether a client has read the end of the run.
+    #[serde(skip)]
+    pub(super) end_was_read: bool,
+}
+
+impl ReportLog {
+    /// Returns the number of reports so far.
+    pub(super) fn made(&self) -> u64 {
+        self.first.saturating_add(self.reports.len() as u64)
+    }
+
+    /// Returns the log of a run that continues in another process, with the reports that a client
+    /// may not have read.
+    pub(super) fn moved(&mut self) -> Self {
+        let older = self.reports.len().saturating_sub(MAX_PAGE);
+        let reports = self.reports.split_off(older);
+        let (first, tally) = (self.first + older as u64, self.tally.clone());
+        Self { first, reports, tally, ..Self::default() }
+    }
+
+    /// Adds a report; the oldest one is dropped if there are too many.
+    pub(super) fn add(&mut self, outcome: EpochOutcome) {
+        if self.reports.len() == MAX_REPORTS {
+            self.reports.pop_front();
+            self.first += 1;
+        }
+        self.reports.push_back(outcome);
+    }
+}

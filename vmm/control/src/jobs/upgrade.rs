@@ -1,0 +1,131 @@
+//! The jobs of a guest whose process is replaced: what keeps others away, the hand-over, and what
+//! continues in the next process.
+
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use driftline_checkpoint::FollowedWrites;
+use driftline_guest::RunState;
+use driftline_migrate::SendReport;
+
+use super::checkpoints::CheckpointJob;
+use super::error::JobError;
+use super::moved_run::{JobNumbers, MovedRun, OfferedRun};
+use super::resting_run::{RestingRun, Upgrade};
+use super::{Jobs, find_job};
+use crate::model::{MigrationFailure, MigrationRequest};
+
+/// Limit for an upgrade to wait until another job has been started.
+const START_LIMIT: Duration = Duration::from_secs(1);
+/// Interval at which an upgrade looks whether its hand-over is in doubt.
+const DOUBT_INTERVAL: Duration = Duration::from_millis(100);
+
+impl Jobs {
+    /// Keeps other upgrades away until the result is dropped, if another process of this host can
+    /// continue with the guest. A checkpoint run rests meanwhile. Waits for the checkpoint in
+    /// progress.
+    ///
+    /// # Errors
+    ///
+    /// Another upgrade, or a job that cannot continue in another process, is under way; the
+    /// checkpoint in progress takes long; or the guest has ended.
+    pub(crate) fn begin_upgrade(&self) -> Result<Upgrade<'_>, JobError> {
+        let only = self.upgrading.try_lock().ok_or(JobError::UpgradeUnderWay)?;
+        let run = self.checkpoint_job().filter(|job| !job.is_over());
+        let run = run.map(|job| RestingRun::of(job, &self.pauses)).transpose()?.flatten();
+        let upgrade = Upgrade { run, _only: only };
+        self.check_upgrade(&upgrade)?;
+        Ok(upgrade)
+    }
+
+    fn check_upgrade(&self, upgrade: &Upgrade<'_>) -> Result<(), JobError> {
+        if self.vm.run_state() == RunState::Stopped {
+            return Err(JobError::Ended);
+        }
+        if let Some(job) = self.checkpoint_job().filter(|job| !job.is_over()) {
+            let rests = upgrade.run.as_ref().is_some_and(|run| run.is(&job));
+            if !rests {
+                return Err(job.under_way());
+            }
+        }
+        if self.sampling.is_locked() {
+            return Err(JobError::PlanUnderWay);
+        }
+        match *self.shadow.lock() {
+            None => Ok(()),
+            Some(_) => Err(JobError::Shadowed),
+        }
+    }
+
+    /// Hands the guest over to the process of this host that listens at `to`, and waits for the
+    /// end. Calls `moved` once that process has the guest; when that returns, this process may
+    /// end. Calls `in_doubt` if the operator has to decide.
+    ///
+    /// # Errors
+    ///
+    /// As [`begin_upgrade`](Self::begin_upgrade) and [`start_migration`](Self::start_migration), or
+    /// another job is being started and does not get on. Otherwise the hand-over's own result.
+    pub(crate) async fn hand_over_here(
+        &self,
+        upgrade: &Upgrade<'_>,
+        to: &str,
+        in_doubt: impl FnOnce(),
+        moved: impl FnOnce(),
+    ) -> Result<Result<SendReport, MigrationFailure>, JobError> {
+        let number = {
+            // Requests wait, so this must not wait for a store that hangs.
+            let starting = self.starting.try_lock_for(START_LIMIT);
+            let _starting = starting.ok_or(JobError::StartUnderWay)?;
+            self.check_upgrade(upgrade)?;
+            // Set now, because the guest ends here before its outcome is known.
+            self.is_upgraded.store(true, Ordering::Relaxed);
+            let started = self.begin_migration(&MigrationRequest::on_this_host(to));
+            started.inspect_err(|_| self.is_upgraded.store(false, Ordering::Relaxed))?
+        };
+        let job = find_job(&self.migration, Some(number))?.ok_or(JobError::NoJob(number))?;
+        let mut in_doubt = Some(in_doubt);
+        while tokio::time::timeout(DOUBT_INTERVAL, job.end()).await.is_err() {
+            if let Some(in_doubt) = in_doubt.take_if(|_| job.is_in_doubt()) {
+                in_doubt();
+            }
+        }
+        let handed_over = job.outcome();
+        self.is_upgraded.store(handed_over.is_ok(), Ordering::Relaxed);
+        if handed_over.is_ok() {
+            moved();
+        }
+        // Only now may the process end.
+        job.page();
+        Ok(handed_over)
+    }
+
+    /// Returns the numbers of the jobs so far.
+    pub(crate) fn numbers(&self) -> JobNumbers {
+        let jobs = self.last_number.load(Ordering::Relaxed);
+        JobNumbers { jobs, watches: self.watches.open.lock().last_number }
+    }
+
+    /// Numbers jobs after those of the process that had the guest before.
+    pub fn number_after(&self, numbers: JobNumbers) {
+        self.last_number.fetch_max(numbers.jobs, Ordering::Relaxed);
+        let mut open = self.watches.open.lock();
+        open.last_number = open.last_number.max(numbers.watches);
+    }
+
+    /// Continues the run that was `offered`. `writes` are those of the guest since it runs here.
+    ///
+    /// # Errors
+    ///
+    /// A thread cannot be started.
+    pub fn continue_run(
+        &self,
+        offered: &OfferedRun,
+        moved: MovedRun,
+        writes: Option<FollowedWrites>,
+    ) -> Result<(), JobError> {
+        let (number, totals) = (offered.number, self.checkpoint_totals.clone());
+        let job = CheckpointJob::continue_moved(number, &self.pauses, totals, moved, writes)?;
+        self.checkpoint.add(number, job);
+        Ok(())
+    }
+}
