@@ -1,8 +1,11 @@
-//! Hand-overs on one host: the guest's memory, its disk and its tap change hands as they are.
+//! Hand-overs on one host: the guest's memory, its disk, its tap and its vsock change hands as they
+//! are.
 
-use tests::{CheckerProgress, Driftline, SOON, ScratchDir, json_of, repeats, run_cli, wait_for};
+use tests::{
+    CheckerProgress, Driftline, EchoClient, SOON, ScratchDir, json_of, repeats, run_cli, wait_for,
+};
 
-use super::{CHECKERS, CheckedGuest, linux_and_network};
+use super::{CHECKERS, CheckedGuest, linux_and_network, text};
 
 /// Ends the latest process of a guest, which is not a child of the test.
 struct EndsLatest(String);
@@ -21,13 +24,20 @@ fn linux_outlives_its_processes() {
     let test = "linux_outlives_its_processes";
     let Some((linux, network)) = linux_and_network(test) else { return };
     let scratch = ScratchDir::new();
-    let files = ["--memory-backing", "memfd"];
+    let uds = text(&scratch.path("vsock")).to_owned();
+    let vsock = format!("cid=5,uds={uds}");
+    let files = ["--memory-backing", "memfd", "--vsock", &vsock];
     let mut guest =
         CheckedGuest::boot_by(CHECKERS, &linux, &network, &scratch, "dirty-ring", &files);
     // Its name leads nowhere, so only its open file can be used.
     let hidden = scratch.path("hidden");
     std::fs::rename(&guest.disk, &hidden).expect("the disk is ours");
     let mut echo = guest.echo();
+    // One connection through the vsock for the whole test, which each change of process would end
+    // if it did not take it along.
+    let through = format!("vsock={uds}");
+    let options = ["interval=50ms", "window=8", &through];
+    let mut local = EchoClient::start_with(&options, &linux, &network.peer, &scratch, "over-vsock");
     let mut latest = EndsLatest(guest.process.socket().to_owned());
     let (mut silences, mut downtimes) = (Vec::new(), Vec::new());
     for i in 0..repeats(7, 100) {
@@ -54,14 +64,22 @@ fn linux_outlives_its_processes() {
         }
         echo.wait_answers(20);
         silences.push(echo.silence_since(mark));
+        local.wait_answers(5);
     }
     eprintln!("downtimes {downtimes:?}, longest silences {silences:?}, in ms");
     let progress = CheckerProgress::wait(&mut guest.process, true);
     let (messages, _) = echo.finish();
-    assert!(messages > 0);
+    let (over_vsock, _) = local.finish();
+    assert!(messages > 0 && over_vsock > 0);
+    // A new connection finds the latest process's device at the same socket.
+    let mut new = EchoClient::start_with(&options, &linux, &network.peer, &scratch, "new");
+    new.wait_answers(5);
+    new.finish();
     drop(latest);
     let socket = guest.process.socket().to_owned();
-    wait_for("the end", SOON, || (!std::fs::exists(&socket).ok()?).then_some(()));
+    for socket in [&socket, &uds] {
+        wait_for("the socket's end", SOON, || (!std::fs::exists(socket).ok()?).then_some(()));
+    }
     linux.verify_disk(&hidden, progress.flushed);
     tests::assert_clean(&guest.process.console());
 }

@@ -171,6 +171,13 @@ impl ListeningSocket {
         self.file.lock().take().iter().for_each(exit::forget);
     }
 
+    /// Undoes [`keep_file`](Self::keep_file): `file`, which that left, is removed when the socket
+    /// is dropped or the process ends, if it is still this socket.
+    pub(crate) fn own_file(&self, file: SocketFile) {
+        exit::add(file.clone());
+        *self.file.lock() = Some(file);
+    }
+
     /// Returns the file that is removed when the socket is dropped, for a process that takes the
     /// listener over, or `None` if the file stays.
     pub fn file(&self) -> Option<SocketFile> {

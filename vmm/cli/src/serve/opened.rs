@@ -91,6 +91,7 @@ impl ClientFiles {
             disks: self.drives.values().map(disk).collect(),
             taps: self.networks.taps(config),
             vsock: self.networks.vsock(),
+            handed_over_vsock: None,
         }
     }
 }

@@ -40,7 +40,8 @@ pub use machine::{Boot, DEFAULT_RING_ENTRIES, MachineConfig};
 pub use metadata::{MetadataVersion, NetMetadata};
 pub use net::{MacAddr, NetConfig, NetSpec, VsockConfig, VsockSpec};
 pub use opened::{
-    DiskCache, DiskEngine, OpenedDisk, OpenedFile, OpenedFiles, OpenedSocket, OpenedTap,
+    DiskCache, DiskEngine, HandedOverVsock, OpenedDisk, OpenedFile, OpenedFiles, OpenedSocket,
+    OpenedTap,
 };
 pub use rate_limits::{LimitChange, LimitsChange, NetLimits, RateLimit, RateLimits};
 pub use replace::ReplaceError;

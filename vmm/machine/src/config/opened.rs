@@ -3,7 +3,8 @@
 
 use std::fs::File;
 use std::io::{self, Seek};
-use std::os::unix::net::{UnixDatagram, UnixListener};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::sync::Arc;
 
 use crate::socket::ListeningSocket;
@@ -145,6 +146,47 @@ impl PartialEq for OpenedSocket {
 
 impl Eq for OpenedSocket {}
 
+/// The files of a vsock of a guest that continues here from another process of this host: its
+/// listener, and how its connections come. Equal to its clones only.
+#[derive(Clone, Debug)]
+pub struct HandedOverVsock(Arc<VsockFiles>);
+
+#[derive(Debug)]
+struct VsockFiles {
+    listener: OwnedFd,
+    channel: UnixStream,
+    state: File,
+}
+
+impl HandedOverVsock {
+    pub(crate) fn new(listener: OwnedFd, channel: OwnedFd, state: File) -> Self {
+        Self(Arc::new(VsockFiles { listener, channel: channel.into(), state }))
+    }
+
+    /// Returns the listener.
+    pub(crate) fn listener(&self) -> &OwnedFd {
+        &self.0.listener
+    }
+
+    /// Returns the socket over which the connections' streams come.
+    pub(crate) fn channel(&self) -> &UnixStream {
+        &self.0.channel
+    }
+
+    /// Returns the file with the connections' state.
+    pub(crate) fn state(&self) -> &File {
+        &self.0.state
+    }
+}
+
+impl PartialEq for HandedOverVsock {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl Eq for HandedOverVsock {}
+
 /// The open files of a guest that is built. A file that is not among them is opened by its name.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct OpenedFiles {
@@ -158,6 +200,8 @@ pub struct OpenedFiles {
     pub taps: Vec<OpenedTap>,
     /// The vsock's socket.
     pub vsock: Option<OpenedSocket>,
+    /// The vsock of a guest that continues here from another process of this host.
+    pub handed_over_vsock: Option<HandedOverVsock>,
 }
 
 impl OpenedFiles {
@@ -166,6 +210,7 @@ impl OpenedFiles {
     pub(crate) fn are_handed_over(&self) -> bool {
         self.disks.iter().any(|disk| disk.is_handed_over)
             || self.taps.iter().any(|tap| tap.is_handed_over)
+            || self.handed_over_vsock.is_some()
     }
 
     /// Returns the disk named `id`.

@@ -13,8 +13,8 @@ use rustix::fs::{OFlags, fcntl_getfl};
 
 use super::net::check_tap_queue;
 use crate::config::{
-    DeviceConfig, DiskCache, DiskConfig, DiskEngine, HostConfig, NetConfig, OpenedDisk,
-    OpenedFiles, OpenedTap,
+    DeviceConfig, DiskCache, DiskConfig, DiskEngine, HandedOverVsock, HostConfig, NetConfig,
+    OpenedDisk, OpenedFiles, OpenedTap,
 };
 
 /// Why the open files of a guest cannot be used.
@@ -22,8 +22,8 @@ use crate::config::{
 enum HandedOverError {
     /// The receiver's command line names files for the guest's devices.
     #[error(
-        "--disk and --net of the receiver cannot be combined with a hand-over on one host: the \
-         guest's disks and taps keep the files that are open"
+        "--disk, --net and --vsock of the receiver cannot be combined with a hand-over on one \
+         host: the guest's devices keep the files that are open"
     )]
     Named,
     /// A file belongs to no device of the guest.
@@ -67,12 +67,16 @@ impl From<HandedOverError> for GuestError {
 /// Sockets whose names keep other processes away from a tap.
 const CLAIMS: usize = 2;
 
+/// Files of a vsock device: its listener, and those by which its connections move.
+const VSOCK_FILES: usize = 3;
+
 /// Returns the name of a device's files. `None` if the device has none.
 fn name_of(device: &DeviceConfig) -> Option<String> {
     match device {
         DeviceConfig::Disk(disk) => Some(format!("disk/{}", disk.id)),
         DeviceConfig::Net(net) => Some(format!("net/{}", net.id)),
-        DeviceConfig::Vsock(_) | DeviceConfig::Rng(_) | DeviceConfig::Balloon(_) => None,
+        DeviceConfig::Vsock(_) => Some("vsock".to_owned()),
+        DeviceConfig::Rng(_) | DeviceConfig::Balloon(_) => None,
     }
 }
 
@@ -100,7 +104,7 @@ pub(crate) fn opened_files(
     if files.is_empty() {
         return Ok(opened);
     }
-    if !host.disks.is_empty() || !host.nets.is_empty() {
+    if !host.disks.is_empty() || !host.nets.is_empty() || host.vsock.is_some() {
         return Err(HandedOverError::Named.into());
     }
     let is_known =
@@ -114,7 +118,8 @@ pub(crate) fn opened_files(
         match device {
             DeviceConfig::Disk(disk) => opened.disks.push(opened_disk(disk, &name, &own)?),
             DeviceConfig::Net(net) => opened.taps.push(opened_tap(net, &name, &own)?),
-            DeviceConfig::Vsock(_) | DeviceConfig::Rng(_) | DeviceConfig::Balloon(_) => {}
+            DeviceConfig::Vsock(_) => opened.handed_over_vsock = handed_over_vsock(&name, &own)?,
+            DeviceConfig::Rng(_) | DeviceConfig::Balloon(_) => {}
         }
     }
     Ok(opened)
@@ -171,6 +176,25 @@ fn opened_tap(
     let mut tap = OpenedTap::new(&net.id, files, Arc::from(claims));
     tap.is_handed_over = true;
     Ok(tap)
+}
+
+/// Returns the files of a vsock device; `None` if it has no listener at its last process.
+fn handed_over_vsock(
+    name: &str,
+    own: &[&DeviceFile],
+) -> Result<Option<HandedOverVsock>, HandedOverError> {
+    let [listener, channel, state] = own else {
+        return if own.is_empty() { Ok(None) } else { Err(count(name, own, VSOCK_FILES)) };
+    };
+    let system = system(name);
+    let owned = |file: &DeviceFile| file.descriptor().try_clone();
+    let state = duplicate(state).map_err(&system)?;
+    if !state.metadata().map_err(&system)?.is_file() {
+        let why = "with the state of its connections is not a regular file";
+        return Err(HandedOverError::Kind { name: name.to_owned(), why });
+    }
+    let (listener, channel) = (owned(listener).map_err(&system)?, owned(channel).map_err(&system)?);
+    Ok(Some(HandedOverVsock::new(listener, channel, state)))
 }
 
 fn duplicate(file: &DeviceFile) -> io::Result<File> {
@@ -243,6 +267,6 @@ mod tests {
         let disks = vec!["path=/none".parse().unwrap()];
         let host = HostConfig { disks, ..HostConfig::default() };
         let said = opened_files(&devices, &files, &host).unwrap_err().to_string();
-        assert!(said.contains("--disk and --net of the receiver cannot"), "{said}");
+        assert!(said.contains("--disk, --net and --vsock of the receiver cannot"), "{said}");
     }
 }

@@ -55,6 +55,13 @@ pub(crate) struct DropOnOpener<T: Send + 'static> {
     opener: Opener,
 }
 
+impl<T: Send + 'static> DropOnOpener<T> {
+    /// Returns the object.
+    pub(crate) fn get(&self) -> Option<&T> {
+        self.value.as_ref()
+    }
+}
+
 impl<T: Send + 'static> Drop for DropOnOpener<T> {
     fn drop(&mut self) {
         let value = self.value.take();

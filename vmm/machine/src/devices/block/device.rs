@@ -136,7 +136,7 @@ impl Device for BlockDevice {
         Ok(())
     }
 
-    fn share(&self) -> io::Result<Vec<OwnedFd>> {
+    fn share(&mut self) -> io::Result<Vec<OwnedFd>> {
         Ok(vec![self.file.file().try_clone()?.into()])
     }
 

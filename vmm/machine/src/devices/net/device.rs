@@ -181,7 +181,7 @@ impl Device for Net {
         Ok(())
     }
 
-    fn share(&self) -> io::Result<Vec<OwnedFd>> {
+    fn share(&mut self) -> io::Result<Vec<OwnedFd>> {
         self.tap.as_ref().map_or_else(|| Ok(Vec::new()), Tap::share)
     }
 

@@ -228,8 +228,11 @@ impl DeviceSet {
                 Box::new(net)
             }
             DeviceConfig::Vsock(vsock) => {
-                let opened = host.opened.vsock.as_ref();
-                let vsock = Vsock::open(vsock, opened, self.opener().map_err(system)?)?;
+                let opener = self.opener().map_err(system)?;
+                let vsock = match &host.opened.handed_over_vsock {
+                    Some(files) => Vsock::of_other_process(vsock, files, opener)?,
+                    None => Vsock::open(vsock, host.opened.vsock.as_ref(), opener)?,
+                };
                 self.counters.vsock = vsock.counters().clone();
                 Box::new(vsock)
             }

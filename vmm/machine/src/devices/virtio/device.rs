@@ -157,7 +157,7 @@ pub(crate) trait Device: Send {
 
     /// Returns duplicates of the files through which the guest is connected to this host, for
     /// another process of this host that continues with them. The device may be running.
-    fn share(&self) -> io::Result<Vec<OwnedFd>> {
+    fn share(&mut self) -> io::Result<Vec<OwnedFd>> {
         Ok(Vec::new())
     }
 

@@ -444,7 +444,7 @@ impl DeviceWorker {
         self.device.acquire(from).map_err(RequestError::Device)
     }
 
-    pub(super) fn share(&self) -> Result<Vec<OwnedFd>, RequestError> {
+    pub(super) fn share(&mut self) -> Result<Vec<OwnedFd>, RequestError> {
         let device = self.label.clone();
         self.device.share().map_err(|cause| RequestError::Share { device, cause })
     }

@@ -8,7 +8,7 @@ pub(super) const MAX_REFUSALS: usize = 256;
 /// Most data bytes in a packet.
 pub(super) const MAX_DATA: usize = 64 << 10;
 /// Most connections.
-const MAX_CONNECTIONS: usize = 1024;
+pub(super) const MAX_CONNECTIONS: usize = 1024;
 /// Open files of this process that are reserved for other uses than connections.
 const OTHER_FILES: u64 = 256;
 /// Connections that are always allowed.

@@ -5,9 +5,11 @@ use std::collections::VecDeque;
 use std::io::{self, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use serde::{Deserialize, Serialize};
 
 use super::op;
 use super::packet::{HOST_CID, NO_RECEIVE, NO_SEND, PacketHeader, STREAM};
@@ -28,7 +30,7 @@ pub(super) struct Ports {
 }
 
 /// Phase of a connection.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 enum ConnectionPhase {
     /// The host's program has requested the connection, and the guest has not answered.
     Requested,
@@ -36,7 +38,7 @@ enum ConnectionPhase {
 }
 
 /// Control packets that are due to the guest.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 struct DuePackets {
     request: bool,
     response: bool,
@@ -64,7 +66,8 @@ impl DuePackets {
 pub(super) struct Connection {
     pub(super) ports: Ports,
     guest_cid: u64,
-    stream: UnixStream,
+    /// Shared with the thread that sends it to the next process.
+    stream: Arc<UnixStream>,
     phase: ConnectionPhase,
     due: DuePackets,
     /// Whether the connection is in the device's send order.
@@ -94,6 +97,32 @@ pub(super) struct Connection {
     host_shut: u32,
 }
 
+/// State of a connection that continues in another process. Its bytes are hostile there.
+#[derive(Serialize, Deserialize)]
+pub(super) struct MovedConnection {
+    ports: (u32, u32),
+    phase: ConnectionPhase,
+    due: DuePackets,
+    hung_up: bool,
+    backlog: VecDeque<u8>,
+    forwarded: u32,
+    reported: u32,
+    guest_room: u32,
+    guest_forwarded: u32,
+    sent: u32,
+    credit_asked: bool,
+    guest_shut: u32,
+    host_shut: u32,
+    /// Whether the device waits for the guest's answer.
+    awaits_guest: bool,
+}
+
+impl MovedConnection {
+    pub(super) fn ports(&self) -> Ports {
+        Ports { guest: self.ports.0, host: self.ports.1 }
+    }
+}
+
 /// What happens to a connection next.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum ConnectionOutcome {
@@ -108,14 +137,14 @@ impl Connection {
     fn new(
         ports: Ports,
         guest_cid: u32,
-        stream: UnixStream,
+        stream: impl Into<Arc<UnixStream>>,
         phase: ConnectionPhase,
         due: DuePackets,
     ) -> Self {
         Self {
             ports,
             guest_cid: guest_cid.into(),
-            stream,
+            stream: stream.into(),
             phase,
             due,
             queued: false,
@@ -136,7 +165,7 @@ impl Connection {
     }
 
     /// Returns a connection that a program of the host requests over `stream`.
-    pub(super) fn to_guest(ports: Ports, guest_cid: u32, stream: UnixStream) -> Self {
+    pub(super) fn to_guest(ports: Ports, guest_cid: u32, stream: Arc<UnixStream>) -> Self {
         let due = DuePackets { request: true, ..DuePackets::default() };
         let deadline = Some(Instant::now() + ANSWER_TIMEOUT);
         Self { deadline, ..Self::new(ports, guest_cid, stream, ConnectionPhase::Requested, due) }
@@ -153,6 +182,55 @@ impl Connection {
         let mut new = Self::new(ports, cid, stream, ConnectionPhase::Open, due);
         new.note_credit(header);
         new
+    }
+
+    /// Returns the state with which another process continues, and the stream.
+    pub(super) fn moved(&self) -> (MovedConnection, Arc<UnixStream>) {
+        let moved = MovedConnection {
+            ports: (self.ports.guest, self.ports.host),
+            phase: self.phase,
+            due: self.due,
+            hung_up: self.hung_up,
+            backlog: self.backlog.clone(),
+            forwarded: self.forwarded,
+            reported: self.reported,
+            guest_room: self.guest_room,
+            guest_forwarded: self.guest_forwarded,
+            sent: self.sent,
+            credit_asked: self.credit_asked,
+            guest_shut: self.guest_shut,
+            host_shut: self.host_shut,
+            awaits_guest: self.deadline.is_some(),
+        };
+        (moved, self.stream.clone())
+    }
+
+    /// Returns a connection of another process, which continues here. `None` if there can be no
+    /// such state.
+    pub(super) fn arrived(
+        moved: MovedConnection,
+        guest_cid: u32,
+        stream: UnixStream,
+    ) -> Option<Self> {
+        let shut = moved.guest_shut | moved.host_shut;
+        if moved.backlog.len() > ROOM as usize || shut & !(NO_RECEIVE | NO_SEND) != 0 {
+            return None;
+        }
+        let ports = moved.ports();
+        Some(Self {
+            deadline: moved.awaits_guest.then(|| Instant::now() + ANSWER_TIMEOUT),
+            hung_up: moved.hung_up,
+            backlog: moved.backlog,
+            forwarded: moved.forwarded,
+            reported: moved.reported,
+            guest_room: moved.guest_room,
+            guest_forwarded: moved.guest_forwarded,
+            sent: moved.sent,
+            credit_asked: moved.credit_asked,
+            guest_shut: moved.guest_shut,
+            host_shut: moved.host_shut,
+            ..Self::new(ports, guest_cid, stream, moved.phase, moved.due)
+        })
     }
 
     fn note_credit(&mut self, header: &PacketHeader) {
@@ -178,7 +256,7 @@ impl Connection {
                 self.deadline = None;
                 let greeting = format!("OK {}\n", self.ports.host);
                 // A new stream has room for one line.
-                if self.stream.write_all(greeting.as_bytes()).is_err() {
+                if (&*self.stream).write_all(greeting.as_bytes()).is_err() {
                     return ConnectionOutcome::Reset;
                 }
             }
@@ -217,7 +295,7 @@ impl Connection {
 
     fn flush(&mut self) {
         while !self.backlog.is_empty() {
-            match self.stream.write(self.backlog.as_slices().0) {
+            match (&*self.stream).write(self.backlog.as_slices().0) {
                 Ok(written) => {
                     self.backlog.drain(..written);
                     self.forwarded = self.forwarded.wrapping_add(written as u32);
@@ -277,7 +355,7 @@ impl Connection {
 
     /// Asks the system whether the peer has closed the stream in both directions.
     pub(super) fn is_hung_up(&self) -> bool {
-        let mut fds = [PollFd::new(&self.stream, PollFlags::empty())];
+        let mut fds = [PollFd::new(&*self.stream, PollFlags::empty())];
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
         poll(&mut fds, Some(&now)).is_ok()
             && fds[0].revents().intersects(PollFlags::HUP | PollFlags::ERR)
@@ -335,7 +413,7 @@ impl Connection {
             return None;
         }
         loop {
-            match self.stream.read(&mut data[..most]) {
+            match (&*self.stream).read(&mut data[..most]) {
                 Ok(0) => {}
                 Ok(len) => {
                     self.sent = self.sent.wrapping_add(len as u32);

@@ -1,11 +1,14 @@
 //! The socket device as a virtio [`Device`]: its queues, and how it pauses, resumes and moves.
 
 use std::io;
+use std::iter;
+use std::os::fd::OwnedFd;
 use std::time::Instant;
 
 use driftline_guest::NextHost;
 use vmm_sys_util::epoll::EventSet;
 
+use super::hand_over::Departure;
 use super::host::VsockListener;
 use super::{EVENT, LISTENER, QUEUE_SIZE, TIMER, TRANSMIT, Vsock, VsockError, VsockState};
 use crate::devices::error::DeviceError;
@@ -84,6 +87,10 @@ impl Device for Vsock {
     }
 
     fn resume(&mut self, moved: bool, io: &mut DeviceIo<'_>) -> Result<(), Violation> {
+        let continues = self.arrived.is_some();
+        if let Some(arrival) = self.arrived.take() {
+            self.continue_streams(arrival, io.watcher);
+        }
         self.try_watch_listener(io.watcher);
         self.deadlines.clear();
         // Edges that occurred while the device was paused may have been missed.
@@ -98,7 +105,7 @@ impl Device for Vsock {
         self.set_timer();
         let new_programs: Vec<u32> = self.new_programs.iter().map(|(token, _)| *token).collect();
         new_programs.into_iter().for_each(|token| self.read_greeting(token));
-        self.state.reset_due |= moved && self.active;
+        self.state.reset_due |= moved && self.active && !continues;
         // The queues are processed after this function.
         Ok(())
     }
@@ -112,8 +119,23 @@ impl Device for Vsock {
         Ok(())
     }
 
+    fn share(&mut self) -> io::Result<Vec<OwnedFd>> {
+        let Some(listener) = &self.listener else { return Ok(Vec::new()) };
+        let listener = listener.listener().try_clone()?;
+        let (departure, files) = self.opener.run(Departure::begin)??;
+        self.departure = Some(departure);
+        Ok(iter::once(listener.into()).chain(files).collect())
+    }
+
     fn acquire(&mut self, _: NextHost) -> Result<(), DeviceError> {
-        if self.listener.is_none() {
+        if let Some(files) = self.arrives_by.take() {
+            self.arrive(files)?;
+        }
+        if let Some(listener) = &self.listener {
+            // The next process has not got the guest.
+            listener.own_file(self.left_file.take());
+            self.departure = None;
+        } else {
             let uds = &self.config.uds;
             self.listener = Some(match self.opened.take() {
                 Some(opened) => {
@@ -126,8 +148,11 @@ impl Device for Vsock {
         Ok(())
     }
 
-    fn release(&mut self, _: Instant, _: NextHost) -> Result<(), DeviceError> {
+    fn release(&mut self, _: Instant, next: NextHost) -> Result<(), DeviceError> {
         // Connections stay: if the guest continues on this host, so do they.
+        if let Some(departure) = self.departure.take().filter(|_| next == NextHost::This) {
+            return Ok(self.depart(departure)?);
+        }
         (self.listener, self.accept_retry) = (None, None);
         self.new_programs.clear();
         Ok(())

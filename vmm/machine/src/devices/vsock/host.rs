@@ -3,6 +3,7 @@
 
 use std::ffi::OsString;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
@@ -10,6 +11,7 @@ use rustix::net::{AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketT
 
 use crate::config::OpenedSocket;
 use crate::devices::opener::{DropOnOpener, Opener};
+use crate::exit::SocketFile;
 use crate::socket::{ListeningSocket, SocketError};
 
 /// Most bytes of a greeting; "CONNECT 4294967295\n" is shorter.
@@ -36,7 +38,7 @@ impl VsockError {
 #[derive(Debug)]
 pub(super) struct VsockListener {
     listener: UnixListener,
-    _file: Option<DropOnOpener<ListeningSocket>>,
+    socket: Option<DropOnOpener<ListeningSocket>>,
 }
 
 impl VsockListener {
@@ -48,14 +50,37 @@ impl VsockListener {
             let bound = ListeningSocket::bind(&name);
             if stays { bound.inspect(ListeningSocket::keep_file) } else { bound }
         };
-        let file = opener.run(bind).map_err(system)??;
-        let listener = file.listener().map_err(system)?;
-        Ok(Self { listener, _file: Some(opener.drop_here(file)) })
+        let socket = opener.run(bind).map_err(system)??;
+        let listener = socket.listener().map_err(system)?;
+        Ok(Self { listener, socket: Some(opener.drop_here(socket)) })
+    }
+
+    /// Returns the socket of another process of this host, which owns its file. For the opener's
+    /// thread.
+    pub(super) fn of_other_process(listener: OwnedFd, opener: &Opener) -> Result<Self, VsockError> {
+        let socket = ListeningSocket::adopt(listener, None)?;
+        let listener = socket.listener().map_err(SocketError::NotAListener)?;
+        Ok(Self { listener, socket: Some(opener.drop_here(socket)) })
+    }
+
+    /// Leaves the socket's file to another process; returns it, if it was to be removed here.
+    pub(super) fn leave_file(&self) -> Option<SocketFile> {
+        let socket = self.socket.as_ref()?.get()?;
+        let file = socket.file();
+        socket.keep_file();
+        file
+    }
+
+    /// Removes `file`, which is this socket's, when this is dropped.
+    pub(super) fn own_file(&self, file: Option<SocketFile>) {
+        if let Some((socket, file)) = self.socket.as_ref().and_then(DropOnOpener::get).zip(file) {
+            socket.own_file(file);
+        }
     }
 
     /// Returns the socket that was bound earlier.
     pub(super) fn of_opened(opened: &OpenedSocket) -> io::Result<Self> {
-        Ok(Self { listener: opened.listener()?, _file: None })
+        Ok(Self { listener: opened.listener()?, socket: None })
     }
 
     pub(super) fn listener(&self) -> &UnixListener {

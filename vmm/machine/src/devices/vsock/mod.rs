@@ -5,8 +5,9 @@
 //! host:  connect to PATH, send "CONNECT port\n", read "OK number\n"  ->  listener in the guest
 //! ```
 //!
-//! Connections end at this host: after a move the guest is told that all of them are closed
-//! (`TRANSPORT_RESET`). Everything that a guest or a program can make the device keep is bounded:
+//! Connections end at this host: after a move to another one the guest is told that all of them are
+//! closed (`TRANSPORT_RESET`). In another process of this host they continue. Everything that a
+//! guest or a program can make the device keep is bounded:
 //!
 //! | what | bound |
 //! | --- | --- |
@@ -20,7 +21,9 @@
 mod bounds;
 mod connection;
 mod device;
+mod hand_over;
 mod host;
+mod moves;
 mod op;
 mod packet;
 #[cfg(test)]
@@ -40,6 +43,7 @@ use zerocopy::IntoBytes;
 
 use self::bounds::{MAX_DATA, MAX_REFUSALS, max_connections};
 use self::connection::{Connection, ConnectionOutcome, Ports};
+use self::hand_over::{ArrivedStreams, Departure};
 pub use self::host::VsockError;
 use self::host::{Greeting, VsockListener};
 use self::packet::{HEADER, HOST_CID, PacketHeader, STREAM};
@@ -47,7 +51,8 @@ use super::counts::VsockCounters;
 use super::opener::Opener;
 use super::timer::Timer;
 use super::virtio::{Chain, DeviceIo, Violation, Watcher};
-use crate::config::{OpenedSocket, VsockConfig};
+use crate::config::{HandedOverVsock, OpenedSocket, VsockConfig};
+use crate::exit::SocketFile;
 use crate::limits;
 
 const QUEUE_SIZE: u16 = 256;
@@ -77,6 +82,14 @@ pub(super) struct Vsock {
     listener_watched: bool,
     /// Time at which accepting programs is tried again after the system had no room for one.
     accept_retry: Option<Instant>,
+    /// How the connections come from the process of this host that had the guest before.
+    arrives_by: Option<HandedOverVsock>,
+    /// The connections that have come, until the guest runs here.
+    arrived: Option<ArrivedStreams>,
+    /// How the connections leave for the next process of this host.
+    departure: Option<Departure>,
+    /// The listening socket's file, which is left to the next process.
+    left_file: Option<SocketFile>,
     /// Whether a driver is ready.
     active: bool,
     /// Connections by token.
@@ -84,7 +97,7 @@ pub(super) struct Vsock {
     /// Maximum number of connections.
     max_connections: usize,
     tokens: HashMap<Ports, u32>,
-    new_programs: VecDeque<(u32, UnixStream)>,
+    new_programs: VecDeque<(u32, Arc<UnixStream>)>,
     /// Deadlines of connections that wait for the guest, with their tokens, in order of time. Some
     /// of these connections no longer wait.
     deadlines: VecDeque<(Instant, u32)>,
@@ -145,6 +158,10 @@ impl Vsock {
             listener: None,
             listener_watched: false,
             accept_retry: None,
+            arrives_by: None,
+            arrived: None,
+            departure: None,
+            left_file: None,
             active: false,
             connections: HashMap::new(),
             max_connections: max_connections(limits::open_files()),
@@ -162,6 +179,18 @@ impl Vsock {
             state: VsockState::default(),
             counters: Arc::default(),
         })
+    }
+
+    /// Makes the device continue with the socket and the connections of another process of this
+    /// host.
+    pub(super) fn of_other_process(
+        config: &VsockConfig,
+        files: &HandedOverVsock,
+        opener: &Opener,
+    ) -> Result<Self, VsockError> {
+        let device = Self::new(config, opener);
+        let device = device.map_err(|cause| VsockError::system(&config.uds, cause))?;
+        Ok(Self { arrives_by: Some(files.clone()), ..device })
     }
 
     /// Returns the device's counters.
@@ -235,17 +264,21 @@ impl Vsock {
             self.deadlines.retain(|(_, of)| *of != token);
         }
         if outcome == ConnectionOutcome::Reset {
-            let Ports { guest, host } = connection.ports;
-            self.refusals.push_back(PacketHeader {
-                src_cid: HOST_CID.into(),
-                dst_cid: u64::from(self.config.cid).into(),
-                src_port: host.into(),
-                dst_port: guest.into(),
-                kind: STREAM.into(),
-                op: op::RST.into(),
-                ..PacketHeader::default()
-            });
+            self.refuse(connection.ports);
         }
+    }
+
+    /// Tells the guest that a connection has ended.
+    fn refuse(&mut self, ports: Ports) {
+        self.refusals.push_back(PacketHeader {
+            src_cid: HOST_CID.into(),
+            dst_cid: u64::from(self.config.cid).into(),
+            src_port: ports.host.into(),
+            dst_port: ports.guest.into(),
+            kind: STREAM.into(),
+            op: op::RST.into(),
+            ..PacketHeader::default()
+        });
     }
 
     /// Removes all connections. The guest learns it in other ways, or knows it already.

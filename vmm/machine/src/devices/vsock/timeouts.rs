@@ -3,6 +3,7 @@
 //! listening socket while no file is left.
 
 use std::io;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vmm_sys_util::epoll::EventSet;
@@ -92,7 +93,7 @@ impl Vsock {
                 self.new_programs.pop_front();
             }
             if let Ok(token) = self.watch(&stream, watcher) {
-                self.new_programs.push_back((token, stream));
+                self.new_programs.push_back((token, Arc::new(stream)));
             }
         }
     }

@@ -78,7 +78,7 @@ fn lock_stays_while_the_file_changes_hands() {
     };
     let mut source = BlockDevice::open(&disk.config, 2, disk.guest, None).unwrap();
     source.acquire(NextHost::Another).unwrap();
-    let next = || {
+    let mut next = || {
         let file = File::from(source.share().unwrap().remove(0));
         let opened = OpenedDisk {
             is_handed_over: true,

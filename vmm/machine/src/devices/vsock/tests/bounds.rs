@@ -144,9 +144,9 @@ fn watched(sockets: &TestSockets) -> WatchedGuest {
 fn token_of_a_living_stream_is_skipped() {
     let mut vsock = TestSockets::new().vsock();
     let stream = || UnixStream::pair().unwrap().0;
-    let connection = Connection::to_guest(Ports { guest: 1, host: 2 }, CID, stream());
+    let connection = Connection::to_guest(Ports { guest: 1, host: 2 }, CID, stream().into());
     vsock.insert(FIRST_STREAM, connection);
-    vsock.new_programs.push_back((FIRST_STREAM + 1, stream()));
+    vsock.new_programs.push_back((FIRST_STREAM + 1, stream().into()));
     vsock.next_token = u32::MAX;
     assert_eq!(vsock.free_token(), u32::MAX);
     assert_eq!(vsock.free_token(), FIRST_STREAM + 2);

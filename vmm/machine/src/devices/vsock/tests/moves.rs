@@ -1,6 +1,10 @@
 //! Pauses, moves, and ownership of the socket.
 
+use std::os::unix::fs::FileExt;
+
 use super::*;
+use crate::config::HandedOverVsock;
+use crate::devices::virtio::VirtioState;
 
 #[test]
 fn program_that_ends_during_pause_is_noticed() {
@@ -46,6 +50,118 @@ fn move_resets_the_guests_connections() {
     let (ports, mut program) = guest.connect(&listener, 52);
     guest.send(op::RW, ports, b"y");
     program.read_exact(&mut [0]).unwrap();
+}
+
+/// Releases a paused device for the next process. Returns that process's device and the state.
+fn hand_over(sockets: &TestSockets, guest: &VsockGuest) -> (Vsock, VirtioState) {
+    let transport = &guest.driver.transport;
+    let state = transport.save().unwrap();
+    let files = transport.share_by(crate::testing::soon()).unwrap();
+    let [listener, channel, moved] = files.try_into().unwrap();
+    let files = HandedOverVsock::new(listener, channel, moved.into());
+    transport.begin_release(crate::testing::soon(), NextHost::This).wait().unwrap();
+    let config = VsockConfig { cid: CID, uds: sockets.uds() };
+    (Vsock::of_other_process(&config, &files, &Opener::start().unwrap()).unwrap(), state)
+}
+
+#[test]
+fn connections_continue_in_the_next_process() {
+    let sockets = TestSockets::new();
+    let listener = sockets.listen(52);
+    let mut guest = sockets.guest();
+    let (ports, mut program) = guest.connect(&listener, 52);
+    let mut greets = UnixStream::connect(sockets.uds()).unwrap();
+    greets.write_all(b"CONN").unwrap();
+    let mut waiting = Vec::new();
+    for n in 0..5 {
+        // The program reads these later than the next process begins.
+        let data = pattern(n, 60_000);
+        guest.send(op::RW, ports, &data);
+        guest.driver.quiesce();
+        program.write_all(&data[..1000]).unwrap();
+        let (mut vsock, state) = hand_over(&sockets, &guest);
+        let waits = sockets.call(9);
+        vsock.acquire(NextHost::This).unwrap();
+        let ram = guest.driver.memory.ram().clone();
+        let moved = Transport::spawn("moved", Box::new(vsock), ram).unwrap();
+        moved.restore(state).unwrap();
+        guest.driver = guest.driver.moved_to(moved);
+        guest.driver.transport.resume();
+        let (mut given, mut requests) = (Vec::new(), 0);
+        while given.len() < 1000 || requests == 0 {
+            let (header, data) = guest.next();
+            match header.op.get() {
+                op::RW if header.dst_port.get() == ports.guest => given.extend(data),
+                op::REQUEST if header.dst_port.get() == 9 => requests += 1,
+                op::CREDIT_UPDATE => {}
+                _ => panic!("{header:?}"),
+            }
+        }
+        assert_eq!((&given[..], requests), (&data[..1000], 1));
+        let mut read = vec![0; data.len()];
+        program.read_exact(&mut read).unwrap();
+        assert_eq!(read, data);
+        waiting.push(waits);
+    }
+    greets.write_all(b"ECT 7\n").unwrap();
+    let mut header = guest.next().0;
+    while header.op.get() == op::CREDIT_UPDATE {
+        header = guest.next().0;
+    }
+    assert_eq!((header.op.get(), header.dst_port.get()), (op::REQUEST, 7));
+    drop(guest);
+    assert!(!sockets.uds().exists());
+}
+
+#[test]
+fn connections_stay_if_the_guest_does() {
+    let sockets = TestSockets::new();
+    let listener = sockets.listen(52);
+    let mut guest = sockets.guest();
+    let (ports, mut program) = guest.connect(&listener, 52);
+    for _ in 0..2 {
+        guest.driver.quiesce();
+        let (mut next, _) = hand_over(&sockets, &guest);
+        next.acquire(NextHost::This).unwrap();
+        next.undo_acquire(crate::testing::soon(), NextHost::This).unwrap();
+        drop(next);
+        let soon = crate::testing::soon();
+        guest.driver.transport.begin_acquire(soon, NextHost::Another).wait().unwrap();
+        guest.driver.transport.resume();
+        program.write_all(b"x").unwrap();
+        assert_eq!(guest.expect(op::RW, ports).1, b"x");
+        let _program = sockets.call(7);
+        assert_eq!(guest.next().0.op.get(), op::REQUEST);
+    }
+    drop(guest);
+    assert!(!sockets.uds().exists());
+}
+
+#[test]
+fn connections_without_their_streams_are_closed() {
+    let sockets = TestSockets::new();
+    let listener = sockets.listen(52);
+    let mut guest = sockets.guest();
+    let (_, mut program) = guest.connect(&listener, 52);
+    guest.driver.quiesce();
+    let state = guest.driver.transport.save().unwrap();
+    let files = guest.driver.transport.share_by(crate::testing::soon()).unwrap();
+    let [listener, channel, moved] = files.try_into().unwrap();
+    let files = HandedOverVsock::new(listener, channel, moved.into());
+    files.state().write_all_at(&[1; 100], 0).unwrap();
+    let config = VsockConfig { cid: CID, uds: sockets.uds() };
+    let opener = Opener::start().unwrap();
+    let mut vsock = Vsock::of_other_process(&config, &files, &opener).unwrap();
+    vsock.acquire(NextHost::This).unwrap();
+    let ram = guest.driver.memory.ram().clone();
+    let moved = Transport::spawn("moved", Box::new(vsock), ram).unwrap();
+    moved.restore(state).unwrap();
+    guest.driver = guest.driver.moved_to(moved);
+    assert_eq!(program.read(&mut [0]).unwrap(), 0);
+    guest.driver.transport.resume();
+    let room = guest.driver.writable(4);
+    assert_eq!(guest.driver.request(EVENT, &[room]), 4);
+    assert_eq!(guest.driver.bytes(room), TRANSPORT_RESET.to_le_bytes());
 }
 
 #[test]
