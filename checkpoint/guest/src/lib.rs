@@ -74,7 +74,7 @@ pub use lineage::{Line, LineId, Origin};
 pub use memory_claim::{ClaimState, MemoryRight, OfferedClaim};
 pub use page_source::{LazyRestoreProgress, PageSource, PageSourceError};
 pub use populate::{MemoryLoader, Populate};
-pub use section::{Section, SectionTag};
+pub use section::{Section, SectionHead, SectionTag};
 pub use shared_guest::{
     DeviceFile, MAX_DEVICE_FILES, MAX_FILE_NAME, SharedGuest, SharedMemoryError,
 };

@@ -59,6 +59,19 @@ pub struct Section {
     pub bytes: Vec<u8>,
 }
 
+/// What a reader learns of a section before its content.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct SectionHead {
+    /// Kind of its content.
+    pub tag: SectionTag,
+    /// Which of several similar pieces.
+    pub instance: u16,
+    /// Whether a reader that does not know the tag must refuse the whole state.
+    pub must_understand: bool,
+    /// Version of the writer's encoding.
+    pub version: u16,
+}
+
 impl Section {
     /// Creates a section that a reader must understand.
     pub fn new(tag: SectionTag, instance: u16, bytes: Vec<u8>) -> Self {

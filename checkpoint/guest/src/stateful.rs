@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::delegate::Delegate;
 use crate::error::GuestError;
-use crate::section::Section;
+use crate::section::{Section, SectionHead};
 
 /// A paused guest's state besides memory, or why it could not be saved.
 pub type SavedState = Result<Vec<Section>, GuestError>;
@@ -25,6 +25,23 @@ pub trait Stateful: Send + Sync {
     /// The state is malformed or does not fit this guest or this host. An unknown section that must
     /// be understood is refused by name.
     fn restore_state(&self, sections: &[Section], clock: Clock) -> Result<(), GuestError>;
+
+    /// Returns the heads of the sections that [`save_state`](Self::save_state) returns. The guest
+    /// may be running. The default is none: this guest cannot say before it is paused.
+    fn state_heads(&self) -> Vec<SectionHead> {
+        Vec::new()
+    }
+
+    /// Refuses sections that [`restore_state`](Self::restore_state) would refuse for their heads,
+    /// so that their guest need not be paused for that. They are hostile input. The default accepts
+    /// all.
+    ///
+    /// # Errors
+    ///
+    /// A section is unknown and must be understood, or has an unknown version; the error names it.
+    fn check_state_heads(&self, _heads: &[SectionHead]) -> Result<(), GuestError> {
+        Ok(())
+    }
 }
 
 impl<T: Delegate<dyn Stateful>> Stateful for T {
@@ -34,6 +51,14 @@ impl<T: Delegate<dyn Stateful>> Stateful for T {
 
     fn restore_state(&self, sections: &[Section], clock: Clock) -> Result<(), GuestError> {
         self.delegate().restore_state(sections, clock)
+    }
+
+    fn state_heads(&self) -> Vec<SectionHead> {
+        self.delegate().state_heads()
+    }
+
+    fn check_state_heads(&self, heads: &[SectionHead]) -> Result<(), GuestError> {
+        self.delegate().check_state_heads(heads)
     }
 }
 

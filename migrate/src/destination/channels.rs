@@ -224,6 +224,7 @@ impl<G: Guest + ?Sized> Channel<'_, G> {
                 // `StreamState` never returns these for a joined channel.
                 StreamStep::Prepare { .. }
                 | StreamStep::Join { .. }
+                | StreamStep::CheckState { .. }
                 | StreamStep::Drive(_)
                 | StreamStep::Digest
                 | StreamStep::Restore { .. }

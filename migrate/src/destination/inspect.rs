@@ -179,6 +179,7 @@ fn contents(
             | StreamStep::Zero { .. }
             | StreamStep::Prepare { .. }
             | StreamStep::Join { .. }
+            | StreamStep::CheckState { .. }
             | StreamStep::Digest
             | StreamStep::Restore { .. }
             | StreamStep::Drive(_)

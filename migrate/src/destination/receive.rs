@@ -227,6 +227,7 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
                     memory.fetch(wire, run).map_err(|cause| self.slow(reading.pace(), cause))?;
                 }
                 StreamStep::Zero { runs } => memory.zero(runs)?,
+                StreamStep::CheckState { heads } => self.guest.check_state_heads(&heads.0)?,
                 StreamStep::Prepare { runs } => memory.expect(runs),
                 StreamStep::Join { joined } => self.join(scope, &reading, memory, joined)?,
                 // The time of this host's disks does not count against the source.

@@ -19,6 +19,8 @@ pub(crate) const WHOLE_STATE: u64 = 64;
 pub(crate) const LOCAL: u64 = 128;
 /// The guest's devices are taken over with their open files (FILES). Offered where [`LOCAL`] is.
 pub(crate) const DEVICE_FILES: u64 = 256;
+/// This end understands STATE_HEADS.
+pub(crate) const STATE_HEADS: u64 = 512;
 /// All features that this program offers over any connection.
 pub(crate) const FEATURES: u64 = SEVERAL_CONNECTIONS
     | PACKED_CONTENTS
@@ -26,4 +28,5 @@ pub(crate) const FEATURES: u64 = SEVERAL_CONNECTIONS
     | DIRECT_FRAMES
     | COPIES_DRIVES
     | EARLY_STATE
-    | WHOLE_STATE;
+    | WHOLE_STATE
+    | STATE_HEADS;

@@ -6,7 +6,7 @@ use driftline_guest::{MAX_DEVICE_FILES, MAX_FILE_NAME};
 use super::ids::SECRET_BYTES;
 use super::limits::{
     DESCRIPTOR_BYTE, FRAMES_HEAD, MAX_CONFIG, MAX_DRIVE_ID, MAX_DRIVES, MAX_EXPECTED_RUNS,
-    MAX_PAGES, MAX_QUEUED_PACKETS, MAX_SECTION, MAX_SLOTS, MAX_TEXT, MAX_ZERO_RUNS,
+    MAX_PAGES, MAX_QUEUED_PACKETS, MAX_SECTION, MAX_SECTIONS, MAX_SLOTS, MAX_TEXT, MAX_ZERO_RUNS,
 };
 
 /// The number that names a message on the wire. Numbers are never reused.
@@ -79,10 +79,12 @@ pub enum Tag {
     Memory = 32,
     /// Source, after MEMORY: the open files of the guest's devices, by descriptors.
     Files = 33,
+    /// Source, before pass 0: the sections that the state will have.
+    StateHeads = 34,
 }
 
 impl Tag {
-    const ALL: [Tag; 33] = [
+    const ALL: [Tag; 34] = [
         Tag::Hello,
         Tag::Refused,
         Tag::Abort,
@@ -116,6 +118,7 @@ impl Tag {
         Tag::StateWhole,
         Tag::Memory,
         Tag::Files,
+        Tag::StateHeads,
     ];
 
     /// Returns the tag with this number, if this version has it.
@@ -159,6 +162,7 @@ impl Tag {
             Self::StateWhole => "STATE_WHOLE",
             Self::Memory => "MEMORY",
             Self::Files => "FILES",
+            Self::StateHeads => "STATE_HEADS",
         }
     }
 
@@ -179,6 +183,7 @@ impl Tag {
             Self::Drives => 8 + MAX_DRIVES * (16 + MAX_DRIVE_ID as u32),
             Self::State => 8 + MAX_SECTION,
             Self::StateEnd => 24,
+            Self::StateHeads => 8 + MAX_SECTIONS * 8,
             Self::Late => MAX_QUEUED_PACKETS as u32,
             Self::Frames => FRAMES_HEAD + MAX_PAGES as u32 * PAGE_SIZE as u32,
             Self::Prepared => 56,

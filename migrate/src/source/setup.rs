@@ -16,10 +16,11 @@ use crate::error::{Cause, fits};
 use crate::journal::Records;
 use crate::protocol::features::{
     COPIES_DRIVES, FEATURES, LOCAL, MEMORY_DIGEST, PACKED_CONTENTS, SEVERAL_CONNECTIONS,
+    STATE_HEADS,
 };
 use crate::protocol::ids::Secret;
-use crate::protocol::limits::{MAX_CONFIG, MAX_CONNECTIONS, MAX_SLOTS};
-use crate::protocol::message::{Purpose, WireMessage};
+use crate::protocol::limits::{MAX_CONFIG, MAX_CONNECTIONS, MAX_SECTIONS, MAX_SLOTS};
+use crate::protocol::message::{Purpose, StateHeads, WireMessage};
 use crate::transport::address::InvalidAddress;
 use crate::transport::compression::Compression;
 use crate::transport::connect::ConnectLimits;
@@ -136,7 +137,18 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
         let record = StagedRecord::new(records, staged, secret);
         wire.stream_mut().set_progress_timeout(self.options.progress_timeout);
         self.join(channels, secret)?;
+        self.send_state_heads(&mut channels.first, features)?;
         Ok(SetUp { record, features, drives })
+    }
+
+    /// Lets the destination refuse the state before the pause, if the guest can describe it now.
+    fn send_state_heads(&self, wire: &mut Wire<Link>, features: u64) -> Result<(), Cause> {
+        let heads = self.guest.state_heads();
+        if features & STATE_HEADS == 0 || heads.is_empty() {
+            return Ok(());
+        }
+        fits("the guest's state", heads.len() as u64, MAX_SECTIONS.into())?;
+        Ok(wire.send(&WireMessage::StateHeads(StateHeads(heads)))?)
     }
 
     /// Checks that the destination offers the features that the options need.

@@ -10,7 +10,7 @@ use serde::de::{DeserializeOwned, Error, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
 /// The version of every value.
-const VERSION: u16 = 1;
+pub(crate) const VERSION: u16 = 1;
 
 /// The reason why bytes cannot be decoded.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
@@ -58,13 +58,18 @@ pub fn decode_versioned<T: DeserializeOwned>(
 ) -> Result<T, GuestError> {
     let (version, rest): (u16, &[u8]) = postcard::take_from_bytes(bytes)
         .map_err(|e| GuestError::malformed(&what, DecodeError::from(e)))?;
-    if version != VERSION {
-        let why = format!(
-            "it has version {version}, and this version of Driftline reads version {VERSION}"
-        );
-        return Err(GuestError::unsupported(what, why));
-    }
+    check_version(&what, version)?;
     decode(rest).map_err(|e| GuestError::malformed(what, e))
+}
+
+/// Refuses a version that this program does not read. `what` names the value in errors.
+pub(crate) fn check_version(what: impl Display, version: u16) -> Result<(), GuestError> {
+    if version == VERSION {
+        return Ok(());
+    }
+    let why =
+        format!("it has version {version}, and this version of Driftline reads version {VERSION}");
+    Err(GuestError::unsupported(what, why))
 }
 
 /// Deserializes a sequence of at most `MOST` items, for serde's `deserialize_with`. Nothing is

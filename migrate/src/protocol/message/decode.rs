@@ -12,6 +12,7 @@ use super::kinds::{PreparedPayload, Purpose, WireMessage};
 use super::memory::MemoryPlaces;
 use super::raw::*;
 use super::runs::{RunTable, exactly, fixed, malformed, text};
+use super::state_heads::StateHeads;
 use crate::protocol::codec::Codec;
 use crate::protocol::decision::Verdict;
 use crate::protocol::error::WireError;
@@ -52,6 +53,7 @@ impl<'a> WireMessage<'a> {
                 Self::Drive(DriveMessage::parse(tag, bytes)?)
             }
             Tag::Memory => Self::Memory(MemoryPlaces::parse(bytes)?),
+            Tag::StateHeads => Self::StateHeads(StateHeads::parse(bytes)?),
             Tag::Files => Self::Files(DeviceFileNames::parse(bytes)?),
             Tag::Join => {
                 let raw = exactly::<RawIdAndSecret>(tag, bytes)?;

@@ -39,6 +39,7 @@ impl WireMessage<'_> {
             Self::PassEnd { pass, counts } | Self::PassAck { pass, counts } => {
                 counted(*pass, false, counts)
             }
+            Self::StateHeads(heads) => heads.to_bytes(),
             Self::State(section) => [&section_head(section)[..], &section.bytes].concat(),
             Self::StateWhole { sections, frames } => {
                 RawPass::new(*sections, *frames).as_bytes().to_vec()

@@ -9,6 +9,7 @@ use super::device_files::DeviceFileNames;
 use super::drives::DriveMessage;
 use super::memory::MemoryPlaces;
 use super::runs::RunTable;
+use super::state_heads::StateHeads;
 use crate::protocol::codec::Codec;
 use crate::protocol::decision::Verdict;
 use crate::protocol::error::WireError;
@@ -93,6 +94,7 @@ pub(crate) enum WireMessage<'a> {
         pass: u32,
         counts: Counts,
     },
+    StateHeads(StateHeads),
     State(Section),
     StateWhole {
         sections: u32,
@@ -155,6 +157,7 @@ impl WireMessage<'_> {
             Self::Expect { .. } => Tag::Expect,
             Self::PassEnd { .. } => Tag::PassEnd,
             Self::PassAck { .. } => Tag::PassAck,
+            Self::StateHeads(_) => Tag::StateHeads,
             Self::State(_) => Tag::State,
             Self::StateWhole { .. } => Tag::StateWhole,
             Self::StateEnd { .. } => Tag::StateEnd,

@@ -2,8 +2,8 @@
 //!
 //! A message is the payload of one record (`driftline_format`). PROTOCOL.md specifies each of them.
 //! Decoding borrows from the receive buffer. The only allocations whose size the peer decides are
-//! the slots of one CONFIG or MEMORY (at most [`MAX_SLOTS`](super::limits::MAX_SLOTS)), and the
-//! names of one FILES.
+//! the slots of one CONFIG or MEMORY (at most [`MAX_SLOTS`](super::limits::MAX_SLOTS)), the names
+//! of one FILES, and the heads of one STATE_HEADS.
 
 mod counts;
 mod decode;
@@ -15,6 +15,7 @@ mod memory;
 mod raw;
 mod runs;
 mod state;
+mod state_heads;
 
 pub(crate) use counts::Counts;
 pub(crate) use device_files::DeviceFileNames;
@@ -25,3 +26,4 @@ pub(crate) use memory::{MemoryPlace, MemoryPlaces};
 pub(crate) use raw::{RawRun, packed_head, runs_head, section_head};
 pub(crate) use runs::RunTable;
 pub(crate) use state::StateDigest;
+pub(crate) use state_heads::StateHeads;

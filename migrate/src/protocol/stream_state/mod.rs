@@ -7,9 +7,9 @@
 //!    +------ PASS_END ------+  +-+ content, ZERO          +-+ STATE
 //! ```
 //!
-//! A guest without state sections goes from Between to Complete. EXPECT and CONNECTIONS are allowed
-//! in Between before pass 0, and VERIFY once in Between after a pass. Content is PAGES, PACKED,
-//! FRAMES, and the blocks of copied disks.
+//! A guest without state sections goes from Between to Complete. EXPECT, CONNECTIONS and, once,
+//! STATE_HEADS are allowed in Between before pass 0, and VERIFY once in Between after a pass.
+//! Content is PAGES, PACKED, FRAMES, and the blocks of copied disks.
 //!
 //! The state may precede the last pass: STATE_WHOLE leads from State to Whole, and PASS_BEGIN from
 //! either to InPass. PASS_END then leads to Last, where only STATE_END is allowed.
@@ -31,7 +31,7 @@ use crate::protocol::error::{WireError, at_most, same};
 use crate::protocol::limits::{
     MAX_CONNECTIONS, MAX_EMPTY_PASSES, MAX_EXPECTED, MAX_PASSES, MAX_SECTIONS, MAX_STATE,
 };
-use crate::protocol::message::{Counts, RunTable, WireMessage};
+use crate::protocol::message::{Counts, RunTable, StateHeads, WireMessage};
 use crate::protocol::tag::Tag;
 pub(crate) use drives::DriveStep;
 use drives::DriveStreamState;
@@ -45,6 +45,8 @@ pub(crate) struct StreamState {
     is_joined: bool,
     /// Whether this side has the source's memory itself, so that no frame may arrive.
     is_shared: bool,
+    /// Whether the heads of the state have come.
+    has_heads: bool,
     /// Whether a digest was requested. That is allowed once, because a digest takes time.
     verified: bool,
     position: StreamPosition,
@@ -98,6 +100,8 @@ pub(crate) enum StreamStep<'a> {
     Prepare { runs: RunTable<'a> },
     /// Collect this number of channels.
     Join { joined: u32 },
+    /// Refuse the source if the guest cannot have a state of these sections.
+    CheckState { heads: StateHeads },
     /// Handle a message about copied disks.
     Drive(DriveStep<'a>),
     /// Acknowledge the pass.
@@ -117,6 +121,7 @@ impl StreamState {
             drives: DriveStreamState::new(drives),
             is_joined: false,
             is_shared: false,
+            has_heads: false,
             verified: false,
             position,
             passes: 0,
@@ -215,6 +220,12 @@ impl StreamState {
                 Ok(StreamStep::Join { joined })
             }
             (P::Between, M::Expect { runs }) if self.passes == 0 && !is_joined => self.expect(runs),
+            (P::Between, M::StateHeads(heads))
+                if self.passes == 0 && !is_joined && !self.has_heads =>
+            {
+                self.has_heads = true;
+                Ok(StreamStep::CheckState { heads })
+            }
             (P::Between, M::Verify) if self.passes > 0 && !is_joined && !self.verified => {
                 self.verified = true;
                 Ok(StreamStep::Digest)
@@ -335,7 +346,9 @@ const IN_PASS: &str = "PAGES, PACKED, FRAMES, ZERO or PASS_END";
 impl StreamPosition {
     const fn expects(&self) -> &'static str {
         match self {
-            Self::Between => "EXPECT, CONNECTIONS, PASS_BEGIN, VERIFY, STATE or STATE_END",
+            Self::Between => {
+                "STATE_HEADS, EXPECT, CONNECTIONS, PASS_BEGIN, VERIFY, STATE or STATE_END"
+            }
             Self::InPass { .. } => IN_PASS,
             Self::State => "STATE, STATE_WHOLE, STATE_END or PASS_BEGIN",
             Self::Whole => "PASS_BEGIN",

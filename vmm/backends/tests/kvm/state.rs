@@ -6,7 +6,7 @@ use std::time::Duration;
 use driftline_dirty_tracker::{FrameRun, Gfn};
 use driftline_guest::{
     Clock, DirtyLog, GuestContents, GuestFactory, GuestIdentity, Lifecycle, Paused, Section,
-    SectionTag, Stateful,
+    SectionHead, SectionTag, Stateful,
 };
 use driftline_images::PayloadReport;
 use driftline_machine::config::{DEFAULT_RING_ENTRIES, HostConfig, MachineConfig};
@@ -163,6 +163,19 @@ fn hostile_sections_are_refused() {
     let refused = |sections: &[Section]| {
         machine.restore_state(sections, Clock::Continue).unwrap_err().to_string()
     };
+    let heads = machine.state_heads();
+    let saved = good.iter().map(|s| (s.tag, s.instance, s.must_understand));
+    assert!(heads.iter().map(|h| (h.tag, h.instance, h.must_understand)).eq(saved));
+    machine.check_state_heads(&heads).unwrap();
+    let refused_head = |change: fn(&mut SectionHead)| {
+        let mut heads = heads.clone();
+        change(&mut heads[1]);
+        machine.check_state_heads(&heads).unwrap_err().to_string()
+    };
+    assert!(refused_head(|head| head.version = 2).contains("vCPU state (instance 0)"));
+    assert!(refused_head(|head| head.version = 2).contains("version 2"));
+    assert!(refused_head(|head| head.instance = 2).contains("no such part"));
+    assert!(refused_head(|head| head.tag = SectionTag(0x7fff)).contains("unknown section 32767"));
     assert!(refused(&[]).contains("missing"));
     assert!(refused(&good[..2]).contains("vCPU state (instance 1) is malformed: it is missing"));
     let mut twice = good.clone();

@@ -50,8 +50,8 @@ use driftline_dirty_tracker::{FrameRun, FrameSet, Layout, Subscription};
 use driftline_guest::{
     Clock, CollectionReport, DirtyLog, GuestContents, GuestDrive, GuestError, GuestIdentity,
     GuestRam, HandOver, LazyRestoreProgress, Lifecycle, Line, MemoryLoader, MemoryRight, NextHost,
-    PageSource, Populate, RunState, SavedState, Section, SharedGuest, Stateful, VcpuPauses,
-    VcpuWrites, VmId, WriteProtection, WriteThrottle,
+    PageSource, Populate, RunState, SavedState, Section, SectionHead, SharedGuest, Stateful,
+    VcpuPauses, VcpuWrites, VmId, WriteProtection, WriteThrottle,
 };
 
 use crate::actor::Handle;
@@ -356,6 +356,17 @@ impl Stateful for KvmMachine {
     fn restore_state(&self, sections: &[Section], clock: Clock) -> Result<(), GuestError> {
         // A migrated guest keeps its identity, and is the only one that is restored from its state.
         self.restore(sections, clock, clock == Clock::Continue)
+    }
+
+    fn state_heads(&self) -> Vec<SectionHead> {
+        let (vcpus, devices) = (self.config.vcpus, self.config.devices.len());
+        let heads = move |supervisor: &mut Supervisor| Ok(supervisor.state_heads(vcpus, devices));
+        let heads = self.ask("describe the guest's state", heads);
+        heads.inspect_err(|e| tracing::debug!("{e}")).unwrap_or_default()
+    }
+
+    fn check_state_heads(&self, heads: &[SectionHead]) -> Result<(), GuestError> {
+        state::check_heads(heads, self.config.vcpus, self.config.devices.len())
     }
 }
 

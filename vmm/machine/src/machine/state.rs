@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use driftline_guest::{Clock, GuestError, Section, SectionTag};
+use driftline_guest::{Clock, GuestError, Section, SectionHead, SectionTag};
 use kvm_bindings::*;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -169,6 +169,7 @@ pub(super) fn encode(saved: &SavedMachine) -> Result<Vec<Section>, SupervisorErr
     if let Some(keyboard) = &saved.keyboard {
         sections.push(section(SectionTag::KEYBOARD, 0, keyboard)?);
     }
+    sections.extend(later::section());
     Ok(sections)
 }
 
@@ -188,25 +189,7 @@ pub(super) fn decode(
     devices: usize,
 ) -> Result<SavedMachine, GuestError> {
     for s in sections {
-        let is_expected = match s.tag {
-            SectionTag::KVM_VM
-            | SectionTag::SERIAL
-            | SectionTag::PLATFORM
-            | SectionTag::KEYBOARD => s.instance == 0,
-            SectionTag::KVM_VCPU => s.instance < u16::from(vcpus),
-            SectionTag::VIRTIO => usize::from(s.instance) < devices,
-            // The configuration was used to build this machine.
-            SectionTag::CONFIG => true,
-            _ => !s.must_understand,
-        };
-        if !is_expected {
-            return Err(GuestError::unsupported(
-                name(s.tag, s.instance),
-                format!(
-                    "a KVM machine with {vcpus} vCPUs and {devices} virtio devices has no such part"
-                ),
-            ));
-        }
+        check_part(s.tag, s.instance, s.must_understand, vcpus, devices)?;
     }
     let each = (0..u16::from(vcpus)).map(|i| read(sections, SectionTag::KVM_VCPU, i));
     let virtio = (0..devices as u16).map(|i| {
@@ -221,6 +204,98 @@ pub(super) fn decode(
         virtio: virtio.collect::<Result<_, GuestError>>()?,
         keyboard: read_keyboard(sections)?,
     })
+}
+
+/// Refuses a section of a part that a machine does not have, unless it can be skipped. Returns
+/// whether the machine reads it.
+fn check_part(
+    tag: SectionTag,
+    instance: u16,
+    must_understand: bool,
+    vcpus: u8,
+    devices: usize,
+) -> Result<bool, GuestError> {
+    let has = match tag {
+        SectionTag::KVM_VM | SectionTag::SERIAL | SectionTag::PLATFORM | SectionTag::KEYBOARD => {
+            instance == 0
+        }
+        SectionTag::KVM_VCPU => instance < u16::from(vcpus),
+        SectionTag::VIRTIO => usize::from(instance) < devices,
+        // The configuration was used to build this machine.
+        SectionTag::CONFIG => return Ok(false),
+        _ if !must_understand || later::knows(tag) => return Ok(false),
+        _ => false,
+    };
+    match has {
+        true => Ok(true),
+        false => Err(GuestError::unsupported(
+            name(tag, instance),
+            format!(
+                "a KVM machine with {vcpus} vCPUs and {devices} virtio devices has no such part"
+            ),
+        )),
+    }
+}
+
+/// Returns the heads of the sections that [`encode`] returns.
+pub(super) fn heads(vcpus: u8, devices: usize, has_keyboard: bool) -> Vec<SectionHead> {
+    let head = |tag, instance| SectionHead {
+        tag,
+        instance,
+        must_understand: true,
+        version: codec::VERSION,
+    };
+    let mut heads = vec![head(SectionTag::KVM_VM, 0)];
+    heads.extend((0..u16::from(vcpus)).map(|i| head(SectionTag::KVM_VCPU, i)));
+    heads.extend([head(SectionTag::SERIAL, 0), head(SectionTag::PLATFORM, 0)]);
+    heads.extend((0..devices as u16).map(|i| head(SectionTag::VIRTIO, i)));
+    heads.extend(has_keyboard.then(|| head(SectionTag::KEYBOARD, 0)));
+    heads.extend(
+        later::section()
+            .map(|s| SectionHead { must_understand: s.must_understand, ..head(s.tag, s.instance) }),
+    );
+    heads
+}
+
+/// Refuses sections that [`decode`] would refuse for their heads.
+pub(super) fn check_heads(
+    heads: &[SectionHead],
+    vcpus: u8,
+    devices: usize,
+) -> Result<(), GuestError> {
+    heads.iter().try_for_each(|head| {
+        match check_part(head.tag, head.instance, head.must_understand, vcpus, devices)? {
+            true => codec::check_version(name(head.tag, head.instance), head.version),
+            false => Ok(()),
+        }
+    })
+}
+
+/// What a later version of the program would add to the state.
+mod later {
+    use driftline_guest::{Section, SectionTag};
+
+    /// The section of a test's later version.
+    #[cfg(feature = "testing")]
+    const SECTION: SectionTag = SectionTag(0x7ff0);
+
+    /// Returns the section, for tests of a process that has the environment variable
+    /// `DRIFTLINE_TEST_LATER_STATE`: `must` or `may` be understood.
+    #[cfg(feature = "testing")]
+    pub(super) fn section() -> Option<Section> {
+        let must_understand = std::env::var("DRIFTLINE_TEST_LATER_STATE").ok()? == "must";
+        Some(Section { must_understand, ..Section::new(SECTION, 0, vec![2]) })
+    }
+
+    #[cfg(not(feature = "testing"))]
+    pub(super) fn section() -> Option<Section> {
+        None
+    }
+
+    /// Returns whether this version understands the section.
+    pub(super) fn knows(tag: SectionTag) -> bool {
+        section().is_some_and(|section| section.tag == tag)
+    }
 }
 
 /// Reads the keyboard's section, which not every machine has.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use driftline_guest::{Clock, NextHost, RunState, Section};
+use driftline_guest::{Clock, NextHost, RunState, Section, SectionHead};
 
 use super::MachineError;
 use super::request_error::SupervisorError;
@@ -293,6 +293,11 @@ impl Supervisor {
         let vcpus = vcpus.into_iter().map(|saved| saved.map(|saved| *saved));
         let vcpus = vcpus.collect::<Result<_, VcpuError>>()?;
         state::encode(&SavedMachine { vm, vcpus, com1, platform, virtio, keyboard })
+    }
+
+    /// Returns the heads of the sections that [`save`](Self::save) returns.
+    pub(super) fn state_heads(&self, vcpus: u8, devices: usize) -> Vec<SectionHead> {
+        state::heads(vcpus, devices, self.bus.keyboard().is_some())
     }
 
     /// Sends every vCPU a non-maskable interrupt. A paused vCPU takes it when it resumes.
