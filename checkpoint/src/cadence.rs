@@ -97,6 +97,11 @@ impl Tally {
         }
     }
 
+    /// Adds an epoch that could not even begin.
+    pub fn add_failed(&mut self) {
+        self.achieved.failed += 1;
+    }
+
     /// Returns the totals so far.
     pub fn achieved(&self) -> CadenceTotals {
         let (pause, interval) = (self.pause.percentiles(), self.interval.percentiles());

@@ -135,6 +135,7 @@ impl Checkpointer {
 fn drained(writes: &mut Subscription) -> Vec<FrameRun> {
     let dirty: DirtySet = writes.drain();
     let runs = dirty.runs().collect();
+    // Not given back: the chain ends here, and one that is not continued begins with a full epoch.
     dirty.commit();
     runs
 }

@@ -5,8 +5,8 @@
 //! removes the files of the sockets at which the process listens.
 
 use std::fs;
-use std::os::unix::fs::MetadataExt;
-use std::path::PathBuf;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::{Duration, Instant};
@@ -29,6 +29,15 @@ pub struct SocketFile {
 }
 
 impl SocketFile {
+    /// Returns the socket's file at `path`, if there is one.
+    pub(crate) fn at(path: &Path) -> std::io::Result<Option<Self>> {
+        let path = std::path::absolute(path)?;
+        Ok(match fs::symlink_metadata(&path) {
+            Ok(m) if m.file_type().is_socket() => Some(Self { path, identity: (m.dev(), m.ino()) }),
+            _ => None,
+        })
+    }
+
     /// Removes the file, unless another file has its name by now.
     pub(crate) fn remove(&self) -> std::io::Result<()> {
         match fs::symlink_metadata(&self.path) {

@@ -20,6 +20,11 @@ enum DriveEvent {
     Take,
     /// Another process takes a full epoch.
     TakeAnew,
+    /// Another process continues the chain. The guest writes meanwhile.
+    Move {
+        disk: usize,
+        byte: u8,
+    },
     Compact,
 }
 
@@ -38,6 +43,7 @@ fn step() -> impl Strategy<Value = DriveEvent> {
         2 => discard,
         4 => Just(DriveEvent::Take),
         1 => Just(DriveEvent::TakeAnew),
+        2 => (0usize..2, 0u8..4).prop_map(|(disk, byte)| DriveEvent::Move { disk, byte }),
         1 => Just(DriveEvent::Compact),
     ]
 }
@@ -76,6 +82,16 @@ proptest! {
                     drop(checkpointer.take());
                     checkpointer = Some(open());
                     take = true;
+                }
+                DriveEvent::Move { disk, byte } => {
+                    let before = checkpointer.take().unwrap();
+                    let writes = FollowedWrites::begin(&*guest, true).unwrap();
+                    guest.disks()[disk].write(PAGE_SIZE, &[byte; BLOCK]).unwrap();
+                    model[disk][BLOCK..2 * BLOCK].fill(byte);
+                    let moved = before.into_moved();
+                    let mut next = open();
+                    next.continue_moved(Some(writes), moved);
+                    checkpointer = Some(next);
                 }
                 DriveEvent::Compact => {
                     drop(checkpointer.take());

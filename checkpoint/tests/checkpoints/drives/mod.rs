@@ -4,6 +4,7 @@
 mod archives;
 mod epochs;
 mod instant;
+mod moved;
 mod restores;
 
 use std::collections::BTreeMap;
@@ -13,7 +14,8 @@ use std::thread;
 use std::time::Duration;
 
 use driftline_checkpoint::{
-    Checkpointer, EpochFailure, EpochStep, RestoreError, restore, restore_archive, restore_lazily,
+    Checkpointer, EpochFailure, EpochStep, FollowedWrites, RestoreError, restore, restore_archive,
+    restore_lazily,
 };
 use driftline_dirty_tracker::{Gfn, PAGE_SIZE};
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, TestDisk};

@@ -251,6 +251,40 @@ fn checkpoint_run_stays_if_the_guest_does() {
     assert_eq!(all.iter().filter(|one| one["full"] == true).count(), 1);
 }
 
+/// A process with `DRIFTLINE_TEST_LATER_STATE` stands for a later version of the program, whose
+/// state has one more section.
+#[test]
+fn later_state_is_refused_before_the_pause() {
+    if !kvm_or_skip("later_state_is_refused_before_the_pause") {
+        return;
+    }
+    let tmp = TestDir::new();
+    let vmm = Vmm::run(&tmp, "first", &[KVM, GUEST].concat());
+    let latest = LatestProcess(&vmm);
+    let upgrade = |later: Option<&str>| {
+        let mut upgrade = driftline(&["upgrade", "--json", "--api-sock", &vmm.socket()]);
+        upgrade.envs(later.map(|kind| ("DRIFTLINE_TEST_LATER_STATE", kind)));
+        upgrade.output().unwrap()
+    };
+    let succeeds = |later| {
+        let (before, out) = (latest.pid(), upgrade(later));
+        assert!(out.status.success() && latest.pid() != before, "{}", text(&out.stderr));
+    };
+    // What the later version adds can be skipped: there and back.
+    succeeds(Some("may"));
+    succeeds(None);
+    // It cannot: there, to another such one, and not back.
+    succeeds(Some("must"));
+    succeeds(Some("must"));
+    let (before, out) = (latest.pid(), upgrade(None));
+    let said = text(&out.stderr);
+    assert_eq!(out.status.code(), Some(4), "{said}");
+    assert!(said.contains("unknown section 32752 (instance 0)"), "{said}");
+    assert!(!said.contains("switch-over"), "the guest was not paused: {said}");
+    assert_eq!(latest.pid(), before);
+    vmm.await_progress(2, &vmm.reports());
+}
+
 #[test]
 fn guest_stays_if_the_next_process_fails() {
     let tmp = TestDir::new();

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::{Cadence, Checkpointer, FollowedWrites, TakenEpoch};
+use driftline_checkpoint::{Cadence, Checkpointer, FollowedWrites, MovedChain, TakenEpoch};
 use driftline_guest::RunState;
 use driftline_machine::log;
 use driftline_machine::sandbox::check_allowed;
@@ -18,7 +18,7 @@ use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::watch;
 
 use super::error::JobError;
-use super::moved_run::MovedRun;
+use super::moved_run::{MovedRun, OfferedRun, RestedRun};
 use super::pause_control::{JobRole, PauseControl};
 use super::report_log::{MAX_PAGE, ReportLog};
 use super::run_hold::{AfterSeries, RunHold, RunRest};
@@ -29,10 +29,12 @@ use crate::model::{CheckpointPage, CheckpointRequest, CheckpointSummary, EpochLi
 const CLIENT_WAITS: u32 = 100;
 /// Length of such a wait.
 const CLIENT_WAIT: Duration = Duration::from_millis(100);
-/// Upper bound on waiting until a process that has ended a run has closed its store.
-const CLOSE_LIMIT: Duration = Duration::from_secs(20);
-/// Interval between two attempts to open that store.
-const CLOSE_INTERVAL: Duration = Duration::from_millis(20);
+/// Time for which the store of a run that has come from another process may be in use by that one.
+const IN_USE_LIMIT: Duration = Duration::from_secs(20);
+/// Interval between two attempts to open it meanwhile.
+const IN_USE_INTERVAL: Duration = Duration::from_millis(20);
+/// Shortest interval between two attempts to open it after that.
+const REOPEN_INTERVAL: Duration = Duration::from_secs(1);
 
 /// A run of checkpoints, under way or over.
 pub(super) struct CheckpointJob {
@@ -43,6 +45,10 @@ pub(super) struct CheckpointJob {
     /// Number of clients that are attached to the run now.
     clients: AtomicU64,
     hold: RunHold,
+    /// Number of checkpoints that are left when the run rests.
+    left: Mutex<Option<u64>>,
+    /// Whether the run has ended because it was to end.
+    has_ended: AtomicBool,
     /// What the next process continues with, once the run has moved.
     moved: Mutex<Option<MovedRun>>,
     /// Totals of all runs.
@@ -91,6 +97,7 @@ impl CheckpointJob {
         let run = move || {
             let _end = CheckpointEndGuard(&worker);
             worker.take(checkpointer, count);
+            worker.has_ended.store(true, Ordering::SeqCst);
         };
         log::spawn("checkpoint", run)
             .map_err(|cause| JobError::Thread { purpose: "for checkpoints", cause })?;
@@ -98,31 +105,32 @@ impl CheckpointJob {
     }
 
     /// Starts to continue a run of the process that had the guest before. `writes` are those of the
-    /// guest since it runs here. If the store cannot be opened, the run ends with that report.
+    /// guest since it runs here. If the store cannot be opened, that is a failed checkpoint.
     pub(super) fn continue_moved(
-        number: u64,
+        offered: &OfferedRun,
         pauses: &Arc<PauseControl>,
         totals: Arc<CheckpointTotals>,
         moved: MovedRun,
         writes: Option<FollowedWrites>,
     ) -> Result<Arc<Self>, JobError> {
-        let MovedRun { request, count, log, chain } = moved;
-        let job = Self::new(number, totals, request, log);
+        let MovedRun { mut left, log, chain, is_over } = moved;
+        let job = Self::new(offered.number, totals, offered.request.clone(), log);
+        if is_over {
+            drop(CheckpointEndGuard(&job));
+            return Ok(job);
+        }
         let (worker, pauses) = (job.clone(), pauses.clone());
+        // Without a chain, nothing is to be followed.
+        let mut continued = chain.map(|chain| (writes, chain));
         let run = move || {
             let _end = CheckpointEndGuard(&worker);
-            match checkpointer_once_free(&pauses, &worker.request) {
-                Ok(mut checkpointer) => {
-                    if let Some(chain) = chain {
-                        checkpointer.continue_moved(writes, chain);
-                    }
-                    worker.take(checkpointer, count);
+            if let Some(mut checkpointer) = worker.reopen(&pauses, &mut left) {
+                if let Some((writes, chain)) = continued.take() {
+                    checkpointer.continue_moved(writes, chain);
                 }
-                Err(e) => {
-                    tracing::error!(job = worker.number, "the run ends after an upgrade: {e}");
-                    worker.log().add(EpochOutcome::Failed(e.to_string()));
-                }
+                worker.take(checkpointer, left);
             }
+            worker.has_ended.store(true, Ordering::SeqCst);
         };
         log::spawn("checkpoint", run)
             .map_err(|cause| JobError::Thread { purpose: "for checkpoints", cause })?;
@@ -141,6 +149,8 @@ impl CheckpointJob {
             had_client: AtomicBool::new(false),
             clients: AtomicU64::new(0),
             hold: RunHold::default(),
+            left: Mutex::default(),
+            has_ended: AtomicBool::new(false),
             moved: Mutex::default(),
             totals,
             news: watch::Sender::new((log.made(), false)),
@@ -164,20 +174,78 @@ impl CheckpointJob {
             if count == Some(0) {
                 return;
             }
+            *self.left.lock() = count;
             match self.hold.rest() {
                 AfterSeries::End => return,
                 AfterSeries::Continue => {}
+                AfterSeries::Move => return self.note_moved(Some(checkpointer.into_moved())),
+            }
+        }
+    }
+
+    /// Opens the store of a run of the process that had the guest before, which may still be
+    /// closing it. Each failure counts as a checkpoint that is not stored. Returns `None` if the
+    /// run is over, or has moved again.
+    fn reopen(&self, pauses: &Arc<PauseControl>, left: &mut Option<u64>) -> Option<Checkpointer> {
+        let since = Instant::now();
+        loop {
+            let e = match checkpointer(pauses, &self.request) {
+                Ok(checkpointer) => return Some(checkpointer),
+                Err(e) => e,
+            };
+            let in_use = matches!(e, JobError::Store(StoreError::InUse { .. }));
+            if in_use && since.elapsed() < IN_USE_LIMIT {
+                self.sleep(IN_USE_INTERVAL);
+            } else {
+                tracing::warn!(job = self.number, "not stored: {e}");
+                self.log().tally.add_failed();
+                self.report(EpochOutcome::Failed(e.to_string()));
+                *left = left.map(|left| left.saturating_sub(1));
+                if *left == Some(0) {
+                    return None;
+                }
+                let every = Duration::from_millis(self.every_ms().map_or(0, NonZeroU64::get));
+                self.sleep(every.max(REOPEN_INTERVAL));
+            }
+            *self.left.lock() = *left;
+            match self.hold.rest() {
+                AfterSeries::End => return None,
+                AfterSeries::Continue => {}
                 AfterSeries::Move => {
-                    let chain = Some(checkpointer.into_moved());
-                    let mut log = self.log();
-                    // The next process answers for the run.
-                    log.end_was_read = true;
-                    let (request, log) = (request.clone(), log.moved());
-                    *self.moved.lock() = Some(MovedRun { request, count, log, chain });
-                    return;
+                    self.note_moved(None);
+                    return None;
                 }
             }
         }
+    }
+
+    /// Sleeps, until the run is to rest or to end.
+    fn sleep(&self, time: Duration) {
+        let end = Instant::now() + time;
+        while Instant::now() < end && !self.hold.interrupt().load(Ordering::Relaxed) {
+            thread::sleep(IN_USE_INTERVAL.min(time));
+        }
+    }
+
+    /// Keeps what the next process continues with.
+    fn note_moved(&self, chain: Option<MovedChain>) {
+        let log = self.moved_log();
+        let left = *self.left.lock();
+        *self.moved.lock() = Some(MovedRun { left, log, chain, is_over: false });
+    }
+
+    /// Returns the log for the next process, which answers for the run from now on.
+    fn moved_log(&self) -> ReportLog {
+        let mut log = self.log();
+        log.end_was_read = true;
+        log.moved()
+    }
+
+    fn report(&self, outcome: EpochOutcome) {
+        let mut log = self.log();
+        log.add(outcome);
+        let made = log.made();
+        self.news.send_modify(|news| news.0 = made);
     }
 
     fn note(&self, taken: &TakenEpoch) -> ControlFlow<()> {
@@ -190,11 +258,8 @@ impl CheckpointJob {
             Err(e) => EpochOutcome::Failed(e.to_string()),
         };
         self.totals.add(taken);
-        let mut log = self.log();
-        log.tally.add(taken);
-        log.add(outcome);
-        let made = log.made();
-        self.news.send_modify(|news| news.0 = made);
+        self.log().tally.add(taken);
+        self.report(outcome);
         ControlFlow::Continue(())
     }
 
@@ -217,15 +282,31 @@ impl CheckpointJob {
 
     /// Lets a run that rests go on here.
     pub(super) fn release(&self) {
-        // Clients that wait for the end have to attach again.
-        self.had_client.store(self.clients.load(Ordering::SeqCst) > 0, Ordering::SeqCst);
         self.hold.release();
+        // A client that has left since the run was to rest has to attach again.
+        if self.clients.load(Ordering::SeqCst) == 0 {
+            self.had_client.store(false, Ordering::SeqCst);
+        }
+    }
+
+    /// Returns where a run is that rests.
+    pub(super) fn rested(&self) -> RestedRun {
+        RestedRun { made: self.log().made(), left: *self.left.lock() }
     }
 
     /// Ends a run that rests, because another process continues it. Returns what that one continues
-    /// with, which is nothing if the run is over; `None` if it does not end within `limit`.
-    pub(super) fn move_away(&self, limit: Duration) -> Option<Option<MovedRun>> {
-        self.hold.move_away(limit).then(|| self.moved.lock().take())
+    /// with; `None` if the run does not end within `limit`, or has ended by a panic.
+    pub(super) fn move_away(&self, limit: Duration) -> Option<MovedRun> {
+        if !self.hold.move_away(limit) {
+            return None;
+        }
+        let moved = self.moved.lock().take();
+        moved.or_else(|| {
+            let has_ended = self.has_ended.load(Ordering::SeqCst);
+            let over =
+                || MovedRun { left: None, log: self.moved_log(), chain: None, is_over: true };
+            has_ended.then(over)
+        })
     }
 
     /// Attaches a client until the run is over. An attached run ends when the last of these futures
@@ -251,7 +332,9 @@ impl CheckpointJob {
 
     fn client_has_left(&self) {
         // An upgrade takes the clients' connections along.
-        if self.request.attached && !self.is_over() && !self.hold.is_wanted() {
+        let has_client = self.clients.load(Ordering::SeqCst) > 0;
+        let ends = self.request.attached && !has_client && !self.is_over();
+        if ends && !self.hold.is_wanted() {
             tracing::warn!(job = self.number, "the run ends because its client has disconnected");
             self.cancel();
         }
@@ -333,9 +416,8 @@ struct AttachedClient<'j>(&'j CheckpointJob);
 
 impl Drop for AttachedClient<'_> {
     fn drop(&mut self) {
-        if self.0.clients.fetch_sub(1, Ordering::SeqCst) == 1 {
-            self.0.client_has_left();
-        }
+        self.0.clients.fetch_sub(1, Ordering::SeqCst);
+        self.0.client_has_left();
     }
 }
 
@@ -357,22 +439,6 @@ fn checkpointer(
         checkpointer.leave_drives();
     }
     Ok(checkpointer)
-}
-
-/// Does as [`checkpointer`], once the process that had the guest before has closed the store.
-fn checkpointer_once_free(
-    pauses: &Arc<PauseControl>,
-    request: &CheckpointRequest,
-) -> Result<Checkpointer, JobError> {
-    let since = Instant::now();
-    loop {
-        match checkpointer(pauses, request) {
-            Err(JobError::Store(StoreError::InUse { .. })) if since.elapsed() < CLOSE_LIMIT => {
-                thread::sleep(CLOSE_INTERVAL);
-            }
-            result => return result,
-        }
-    }
 }
 
 /// Refuses a directory that is not empty.

@@ -60,6 +60,14 @@ pub enum JobError {
         /// Time for which it was waited for.
         limit: Duration,
     },
+    /// The store of a checkpoint run that has moved is not closed.
+    #[error("the store of the run (job {job}) is not closed within {limit:?}")]
+    StoreStaysOpen {
+        /// The run's number.
+        job: u64,
+        /// Time for which it was waited for.
+        limit: Duration,
+    },
     /// The guest's tracking is being verified.
     #[error("the process verifies the guest's tracking (--shadow), which another cannot continue")]
     Shadowed,

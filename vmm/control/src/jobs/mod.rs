@@ -42,6 +42,7 @@ pub use error::JobError;
 pub(crate) use exchange::KeptFile;
 use history::JobHistory;
 use migration::MigrationJob;
+pub(crate) use moved_run::RestedRun;
 pub use moved_run::{FollowingFactory, JobNumbers, MovedRun, OfferedRun};
 pub(crate) use pause_control::OperatorError;
 use pause_control::{JobRole, PauseControl};

@@ -2,13 +2,14 @@
 //!
 //! ```text
 //! the guest's process            the next process
-//! lets the run rest
 //! OfferedRun ----------------->  FollowingFactory: follows the guest's writes before it runs
+//! lets the run rest
+//! RestedRun ------------------>
 //! hands the guest over
 //! MovedRun ------------------->  Jobs::continue_run
 //! ```
 //!
-//! A run whose [`MovedRun`] does not come, because the process has ended, begins again with a full
+//! A run whose [`MovedRun`] does not come, because the process has ended, continues with a full
 //! checkpoint.
 
 use std::sync::Arc;
@@ -39,23 +40,47 @@ pub struct OfferedRun {
     pub(super) request: CheckpointRequest,
 }
 
+/// Where a run is that rests. The next process begins there if the [`MovedRun`] does not come.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub(crate) struct RestedRun {
+    /// Number of reports so far.
+    pub(super) made: u64,
+    /// Number of checkpoints that are left; `None` continues until the run is stopped.
+    pub(super) left: Option<u64>,
+}
+
 /// What the next process continues a run with.
 #[derive(Serialize, Deserialize)]
 pub struct MovedRun {
-    pub(super) request: CheckpointRequest,
-    /// Number of checkpoints that are left; `None` continues until the run is stopped.
-    pub(super) count: Option<u64>,
+    /// As in [`RestedRun`].
+    pub(super) left: Option<u64>,
     pub(super) log: ReportLog,
-    /// `None` if the next checkpoint is a full one, because the previous process does not tell.
+    /// `None` if the next checkpoint is a full one, because the chain has not come along.
     pub(super) chain: Option<MovedChain>,
+    /// Whether the run has ended, and only its reports are left.
+    pub(super) is_over: bool,
 }
 
 impl OfferedRun {
-    /// Returns the run as it begins if its [`MovedRun`] does not come.
-    pub fn anew(&self) -> MovedRun {
-        let request = self.request.clone();
-        let count = request.count.or(request.every_ms.is_none().then_some(1));
-        MovedRun { request, count, log: ReportLog::default(), chain: None }
+    /// Returns where the run begins if nothing of it has come.
+    pub(crate) fn begin(&self) -> RestedRun {
+        let left = self.request.count.or(self.request.every_ms.is_none().then_some(1));
+        RestedRun { made: 0, left }
+    }
+}
+
+impl RestedRun {
+    /// Returns the run as it continues if its [`MovedRun`] has not come.
+    pub(crate) fn without_chain(self) -> MovedRun {
+        let log = ReportLog::after(self.made);
+        MovedRun { left: self.left, log, chain: None, is_over: false }
+    }
+}
+
+impl MovedRun {
+    /// Returns whether another process can have sent this.
+    pub(crate) fn is_sound(&self) -> bool {
+        self.log.is_sound()
     }
 }
 

@@ -26,7 +26,7 @@ pub(super) struct PauseControl {
     displayed: Mutex<Option<RunState>>,
     /// Whether a migration's pause also collects what the guest has written, for the checkpoint run
     /// that continues in the next process.
-    completes_writes: AtomicBool,
+    collects_in_pause: AtomicBool,
 }
 
 /// The locked state. Dropping it updates what the operator is shown.
@@ -120,7 +120,7 @@ impl PauseControl {
             snapshotting: false,
         };
         let (state, displayed) = (Mutex::new(state), Mutex::default());
-        Arc::new(Self { vm, state, displayed, completes_writes: AtomicBool::new(false) })
+        Arc::new(Self { vm, state, displayed, collects_in_pause: AtomicBool::new(false) })
     }
 
     /// Returns the guest's state as the operator sees it. That excludes a job's short pause, and a
@@ -223,8 +223,8 @@ impl PauseControl {
     }
 
     /// Sets whether the pauses of migrations also bring every subscriber's dirty frames up to date.
-    pub(super) fn complete_writes(&self, complete: bool) {
-        self.completes_writes.store(complete, Ordering::Relaxed);
+    pub(super) fn collect_in_pause(&self, collect: bool) {
+        self.collects_in_pause.store(collect, Ordering::Relaxed);
     }
 
     /// Returns the guest as a job sees it.
@@ -258,7 +258,7 @@ impl PauseControl {
             }
             _ => self.vm.save_state(),
         };
-        if role == JobRole::Migration && self.completes_writes.load(Ordering::Relaxed) {
+        if role == JobRole::Migration && self.collects_in_pause.load(Ordering::Relaxed) {
             // Afterwards, because saving may make the host write into guest memory.
             saved = saved.and_then(|sections| self.vm.collect().map(|_| sections));
         }

@@ -13,6 +13,9 @@ const MAX_REPORTS: usize = 65_536;
 /// Maximum number of reports in one answer.
 pub(super) const MAX_PAGE: usize = 4_096;
 
+/// Upper bound on the reports of a run in its life: one a millisecond for thousands of years.
+const MAX_MADE: u64 = 1 << 48;
+
 /// The reports of a run. Serialized, they change their process with the run.
 #[derive(Default, Serialize, Deserialize)]
 pub(super) struct ReportLog {
@@ -34,6 +37,16 @@ impl ReportLog {
         self.first.saturating_add(self.reports.len() as u64)
     }
 
+    /// Returns an empty log after `made` reports, which are elsewhere.
+    pub(super) fn after(made: u64) -> Self {
+        Self { first: made.min(MAX_MADE), ..Self::default() }
+    }
+
+    /// Returns whether another process can have written this log.
+    pub(super) fn is_sound(&self) -> bool {
+        self.first <= MAX_MADE && self.reports.len() <= MAX_REPORTS
+    }
+
     /// Returns the log of a run that continues in another process, with the reports that a client
     /// may not have read.
     pub(super) fn moved(&mut self) -> Self {
@@ -45,7 +58,7 @@ impl ReportLog {
 
     /// Adds a report; the oldest one is dropped if there are too many.
     pub(super) fn add(&mut self, outcome: EpochOutcome) {
-        if self.reports.len() == MAX_REPORTS {
+        if self.reports.len() >= MAX_REPORTS {
             self.reports.pop_front();
             self.first += 1;
         }

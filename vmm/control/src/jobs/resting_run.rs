@@ -7,72 +7,84 @@ use parking_lot::MutexGuard;
 
 use super::checkpoints::CheckpointJob;
 use super::error::JobError;
-use super::moved_run::{MovedRun, OfferedRun};
+use super::moved_run::{MovedRun, OfferedRun, RestedRun};
 use super::pause_control::PauseControl;
 use super::run_hold::RunRest;
 
 /// Limit on the checkpoint in progress at the begin of an upgrade.
 const REST_LIMIT: Duration = Duration::from_secs(10);
 /// Limit on closing the store after that, which requests wait for.
-const CLOSE_LIMIT: Duration = Duration::from_secs(2);
+const STORE_CLOSE_LIMIT: Duration = Duration::from_secs(2);
 
 /// An upgrade of a guest's process under way. Dropping it ends the upgrade.
 pub(crate) struct Upgrade<'j> {
-    /// The run that rests meanwhile.
-    pub(crate) run: Option<RestingRun>,
+    /// The checkpoint run that continues in the next process.
+    pub(super) run: Option<Arc<CheckpointJob>>,
+    pub(super) pauses: &'j Arc<PauseControl>,
     pub(super) _only: MutexGuard<'j, ()>,
 }
 
-/// A checkpoint run that rests during an upgrade. Dropping it lets the run go on here, unless it
-/// has moved.
+impl Upgrade<'_> {
+    /// Returns what the next process has to know before it has the guest, if there is a checkpoint
+    /// run.
+    pub(crate) fn offered_run(&self) -> Option<OfferedRun> {
+        let run = self.run.as_ref()?;
+        Some(OfferedRun { number: run.number(), request: run.request().clone() })
+    }
+
+    /// Lets the checkpoint run rest, if there is one. Waits for the checkpoint in progress.
+    ///
+    /// # Errors
+    ///
+    /// That takes long. The run goes on here.
+    pub(crate) fn rest_run(&self) -> Result<Option<RestingRun>, JobError> {
+        let Some(job) = self.run.clone() else { return Ok(None) };
+        self.pauses.collect_in_pause(true);
+        // Before the wait, because clients that leave meanwhile do not end the run.
+        let resting = RestingRun { job, pauses: self.pauses.clone() };
+        match resting.job.rest(REST_LIMIT) {
+            RunRest::Rests | RunRest::Over => Ok(Some(resting)),
+            RunRest::Busy => {
+                let job = resting.job.number();
+                Err(JobError::CheckpointTakesLong { job, limit: REST_LIMIT })
+            }
+        }
+    }
+
+    /// Returns whether `job` is the run that continues.
+    pub(super) fn takes_along(&self, job: &Arc<CheckpointJob>) -> bool {
+        self.run.as_ref().is_some_and(|run| Arc::ptr_eq(run, job))
+    }
+}
+
+/// A checkpoint run that rests, or has ended, during an upgrade. Dropping it lets the run go on
+/// here, unless it has moved.
 pub(crate) struct RestingRun {
     job: Arc<CheckpointJob>,
     pauses: Arc<PauseControl>,
 }
 
 impl RestingRun {
-    /// Lets `job` rest. Returns `None` if it is over.
-    pub(super) fn of(
-        job: Arc<CheckpointJob>,
-        pauses: &Arc<PauseControl>,
-    ) -> Result<Option<Self>, JobError> {
-        match job.rest(REST_LIMIT) {
-            RunRest::Rests => {
-                pauses.complete_writes(true);
-                Ok(Some(Self { job, pauses: pauses.clone() }))
-            }
-            RunRest::Over => Ok(None),
-            RunRest::Busy => {
-                Err(JobError::CheckpointTakesLong { job: job.number(), limit: REST_LIMIT })
-            }
-        }
-    }
-
-    /// Returns what the next process has to know before it has the guest.
-    pub(crate) fn offered(&self) -> OfferedRun {
-        OfferedRun { number: self.job.number(), request: self.job.request().clone() }
+    /// Returns where the run is.
+    pub(crate) fn rested(&self) -> RestedRun {
+        self.job.rested()
     }
 
     /// Ends the run here, because the guest has moved. Returns what the next process continues
-    /// with: `None` if the run is over.
+    /// with.
     ///
     /// # Errors
     ///
-    /// The store does not close in time.
-    pub(crate) fn move_away(&self) -> Result<Option<MovedRun>, JobError> {
-        let (job, limit) = (self.job.number(), CLOSE_LIMIT);
-        self.job.move_away(limit).ok_or(JobError::CheckpointTakesLong { job, limit })
-    }
-
-    /// Returns whether `job` is the run that rests.
-    pub(super) fn is(&self, job: &Arc<CheckpointJob>) -> bool {
-        Arc::ptr_eq(&self.job, job)
+    /// The store does not close in time, or the run's thread has panicked.
+    pub(crate) fn move_away(&self) -> Result<MovedRun, JobError> {
+        let (job, limit) = (self.job.number(), STORE_CLOSE_LIMIT);
+        self.job.move_away(limit).ok_or(JobError::StoreStaysOpen { job, limit })
     }
 }
 
 impl Drop for RestingRun {
     fn drop(&mut self) {
-        self.pauses.complete_writes(false);
+        self.pauses.collect_in_pause(false);
         self.job.release();
         if let Ok(runtime) = tokio::runtime::Handle::try_current() {
             let job = self.job.clone();

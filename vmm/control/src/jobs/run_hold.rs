@@ -44,7 +44,7 @@ pub(super) enum RunRest {
     Rests,
     /// It has ended.
     Over,
-    /// Its checkpoint in progress takes longer; the run goes on.
+    /// Its checkpoint in progress takes longer.
     Busy,
 }
 
@@ -64,7 +64,8 @@ impl RunHold {
         self.state.lock().is_wanted
     }
 
-    /// Asks the run to rest, and waits at most `limit` until it does.
+    /// Asks the run to rest until [`release`](Self::release), and waits at most `limit` until it
+    /// does.
     pub(super) fn hold(&self, limit: Duration) -> RunRest {
         let end = Instant::now() + limit;
         self.change(|state| state.is_wanted = true);
@@ -74,16 +75,11 @@ impl RunHold {
                 break;
             }
         }
-        let rest = match (state.rests, state.is_over) {
+        match (state.rests, state.is_over) {
             (_, true) => RunRest::Over,
             (true, false) => RunRest::Rests,
             (false, false) => RunRest::Busy,
-        };
-        drop(state);
-        if rest != RunRest::Rests {
-            self.release();
         }
-        rest
     }
 
     /// Lets the run continue here.
@@ -189,6 +185,8 @@ mod tests {
     fn busy_run_goes_on() {
         let hold = RunHold::default();
         assert_eq!(hold.hold(Duration::from_millis(1)), RunRest::Busy);
+        assert!(hold.interrupt().load(Ordering::Relaxed) && hold.is_wanted());
+        hold.release();
         assert!(!hold.interrupt().load(Ordering::Relaxed) && !hold.is_wanted());
     }
 }

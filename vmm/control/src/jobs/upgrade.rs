@@ -11,7 +11,7 @@ use driftline_migrate::SendReport;
 use super::checkpoints::CheckpointJob;
 use super::error::JobError;
 use super::moved_run::{JobNumbers, MovedRun, OfferedRun};
-use super::resting_run::{RestingRun, Upgrade};
+use super::resting_run::Upgrade;
 use super::{Jobs, find_job};
 use crate::model::{MigrationFailure, MigrationRequest};
 
@@ -20,20 +20,22 @@ const START_LIMIT: Duration = Duration::from_secs(1);
 /// Interval at which an upgrade looks whether its hand-over is in doubt.
 const DOUBT_INTERVAL: Duration = Duration::from_millis(100);
 
+/// Jobs of one kind that may begin in this process after the next one has got their numbers: those
+/// of some milliseconds, and the hand-over.
+const LATER_JOBS: u64 = 16;
+
 impl Jobs {
     /// Keeps other upgrades away until the result is dropped, if another process of this host can
-    /// continue with the guest. A checkpoint run rests meanwhile. Waits for the checkpoint in
-    /// progress.
+    /// continue with the guest.
     ///
     /// # Errors
     ///
-    /// Another upgrade, or a job that cannot continue in another process, is under way; the
-    /// checkpoint in progress takes long; or the guest has ended.
+    /// Another upgrade, or a job that cannot continue in another process, is under way, or the
+    /// guest has ended.
     pub(crate) fn begin_upgrade(&self) -> Result<Upgrade<'_>, JobError> {
         let only = self.upgrading.try_lock().ok_or(JobError::UpgradeUnderWay)?;
         let run = self.checkpoint_job().filter(|job| !job.is_over());
-        let run = run.map(|job| RestingRun::of(job, &self.pauses)).transpose()?.flatten();
-        let upgrade = Upgrade { run, _only: only };
+        let upgrade = Upgrade { run, pauses: &self.pauses, _only: only };
         self.check_upgrade(&upgrade)?;
         Ok(upgrade)
     }
@@ -42,11 +44,9 @@ impl Jobs {
         if self.vm.run_state() == RunState::Stopped {
             return Err(JobError::Ended);
         }
-        if let Some(job) = self.checkpoint_job().filter(|job| !job.is_over()) {
-            let rests = upgrade.run.as_ref().is_some_and(|run| run.is(&job));
-            if !rests {
-                return Err(job.under_way());
-            }
+        let run = self.checkpoint_job().filter(|job| !job.is_over());
+        if let Some(job) = run.filter(|job| !upgrade.takes_along(job)) {
+            return Err(job.under_way());
         }
         if self.sampling.is_locked() {
             return Err(JobError::PlanUnderWay);
@@ -99,10 +99,11 @@ impl Jobs {
         Ok(handed_over)
     }
 
-    /// Returns the numbers of the jobs so far.
+    /// Returns the numbers of the jobs so far, and of those that may begin until requests are held.
     pub(crate) fn numbers(&self) -> JobNumbers {
-        let jobs = self.last_number.load(Ordering::Relaxed);
-        JobNumbers { jobs, watches: self.watches.open.lock().last_number }
+        let jobs = self.last_number.load(Ordering::Relaxed).saturating_add(LATER_JOBS);
+        let watches = self.watches.open.lock().last_number.saturating_add(LATER_JOBS);
+        JobNumbers { jobs, watches }
     }
 
     /// Numbers jobs after those of the process that had the guest before.
@@ -123,9 +124,9 @@ impl Jobs {
         moved: MovedRun,
         writes: Option<FollowedWrites>,
     ) -> Result<(), JobError> {
-        let (number, totals) = (offered.number, self.checkpoint_totals.clone());
-        let job = CheckpointJob::continue_moved(number, &self.pauses, totals, moved, writes)?;
-        self.checkpoint.add(number, job);
+        let totals = self.checkpoint_totals.clone();
+        let job = CheckpointJob::continue_moved(offered, &self.pauses, totals, moved, writes)?;
+        self.checkpoint.add(offered.number, job);
         Ok(())
     }
 }

@@ -14,7 +14,7 @@ use rustix::fs::{OFlags, fcntl_getfl};
 use super::net::check_tap_queue;
 use crate::config::{
     DeviceConfig, DiskCache, DiskConfig, DiskEngine, HandedOverVsock, HostConfig, NetConfig,
-    OpenedDisk, OpenedFiles, OpenedTap,
+    OpenedDisk, OpenedFiles, OpenedTap, VsockSpec,
 };
 
 /// Why the open files of a guest cannot be used.
@@ -22,8 +22,8 @@ use crate::config::{
 enum HandedOverError {
     /// The receiver's command line names files for the guest's devices.
     #[error(
-        "--disk, --net and --vsock of the receiver cannot be combined with a hand-over on one \
-         host: the guest's devices keep the files that are open"
+        "--disk and --net of the receiver, and a --vsock of another path, cannot be combined with \
+         a hand-over on one host: the guest's devices keep the files that are open"
     )]
     Named,
     /// A file belongs to no device of the guest.
@@ -89,8 +89,8 @@ pub(crate) fn device_files(devices: &[DeviceConfig], files: Vec<Vec<OwnedFd>>) -
     named.flatten().collect()
 }
 
-/// Returns the files of `devices` that have come from another process. The files are hostile. If
-/// none have come, each device opens its own.
+/// Returns the files of `devices`, as the other process has configured them, that have come from
+/// it. The files are hostile. If none have come, each device opens its own.
 ///
 /// # Errors
 ///
@@ -104,7 +104,12 @@ pub(crate) fn opened_files(
     if files.is_empty() {
         return Ok(opened);
     }
-    if !host.disks.is_empty() || !host.nets.is_empty() || host.vsock.is_some() {
+    let is_same = |spec: &VsockSpec| {
+        devices.iter().any(|d| matches!(d, DeviceConfig::Vsock(vsock) if vsock.uds == spec.uds))
+    };
+    // The same path only permits the receiver's sandbox to use it.
+    let has_other_vsock = host.vsock.as_ref().is_some_and(|spec| !is_same(spec));
+    if !host.disks.is_empty() || !host.nets.is_empty() || has_other_vsock {
         return Err(HandedOverError::Named.into());
     }
     let is_known =
@@ -267,6 +272,6 @@ mod tests {
         let disks = vec!["path=/none".parse().unwrap()];
         let host = HostConfig { disks, ..HostConfig::default() };
         let said = opened_files(&devices, &files, &host).unwrap_err().to_string();
-        assert!(said.contains("--disk, --net and --vsock of the receiver cannot"), "{said}");
+        assert!(said.contains("--disk and --net of the receiver, and a"), "{said}");
     }
 }

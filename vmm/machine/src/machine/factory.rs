@@ -67,8 +67,9 @@ impl GuestFactory for MachineFactory {
         shared: &SharedGuest,
     ) -> Result<Arc<KvmMachine>, GuestError> {
         let host = self.host.with_copies_of(&[]);
-        let config = MachineConfig::decode(config)?.on_host(&host)?;
-        let opened = opened_files(&config.devices, shared.device_files(), &host)?;
+        let stored = MachineConfig::decode(config)?;
+        let config = stored.clone().on_host(&host)?;
+        let opened = opened_files(&stored.devices, shared.device_files(), &host)?;
         let host = HostConfig { opened, ..host };
         self.build(vm_id, config, &host, FirstContents::Shared(shared.clone()))
     }

@@ -277,12 +277,12 @@ fn answer(stream: &mut UnixStream, answer: &OfferAnswer) -> Result<(), OfferErro
     Ok(write(stream, &serde_json::to_vec(answer)?)?)
 }
 
-fn write(stream: &mut UnixStream, json: &[u8]) -> io::Result<()> {
+pub(super) fn write(mut stream: impl Write, json: &[u8]) -> io::Result<()> {
     stream.write_all(&[&(json.len() as u32).to_le_bytes()[..], json].concat())
 }
 
 /// Reads JSON of at most `max` bytes.
-fn read(stream: &mut UnixStream, max: u32) -> Result<Vec<u8>, OfferError> {
+pub(super) fn read(mut stream: impl Read, max: u32) -> Result<Vec<u8>, OfferError> {
     let mut length = [0; 4];
     match stream.read_exact(&mut length) {
         Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => return Err(OfferError::Closed),

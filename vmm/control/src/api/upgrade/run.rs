@@ -1,43 +1,87 @@
-//! A checkpoint run on its way to the next process: JSON up to the end of the stream, `null` if the
-//! run has ended meanwhile.
+//! A checkpoint run on its way to the next process:
+//!
+//! ```text
+//! u32 length, little-endian | JSON of RestedRun     before the guest moves
+//! u32 length, little-endian | JSON of MovedRun      after that
+//! ```
 
-use std::io::{self, BufReader, BufWriter, Read, Write};
+use std::io::{self, Read};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use crate::jobs::{MovedRun, OfferedRun, RestingRun};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 
-/// Upper bound on one read or write.
-const IO_LIMIT: Duration = Duration::from_secs(5);
-/// Upper bound on a run, in bytes: what has changed of a guest takes at most some 20 bytes for each
-/// run of pages.
-const MAX_BYTES: u64 = 1 << 30;
+use super::offer::{OfferError, read, write};
+use crate::jobs::{MovedRun, OfferedRun, RestedRun, RestingRun};
 
-/// Sends `run` to the next process, which has the guest. If that fails, the run begins there with a
-/// full checkpoint.
-pub(super) fn send(to: UnixStream, run: &RestingRun) {
-    let sent = run.move_away().map_err(io::Error::other).and_then(|moved| {
-        to.set_write_timeout(Some(IO_LIMIT))?;
-        let mut to = BufWriter::new(to);
-        serde_json::to_writer(&mut to, &moved)?;
-        to.flush()
-    });
-    if let Err(e) = sent {
-        tracing::warn!("the checkpoint run begins anew in the next process: {e}");
+/// Upper bound on one write.
+const WRITE_LIMIT: Duration = Duration::from_secs(3);
+/// Upper bound on receiving a run, for which requests wait.
+const RECEIVE_LIMIT: Duration = Duration::from_secs(3);
+/// Upper bound on one message, in bytes: each run of pages that have changed takes some 35.
+const MAX_BYTES: u32 = 256 << 20;
+
+/// Tells the next process where `run` is, in case this process ends before it sends more.
+pub(super) fn note_rest(to: &UnixStream, run: &RestingRun) {
+    if let Err(e) = send_json(to, &run.rested()) {
+        tracing::debug!("the next process does not take the run's place: {e}");
     }
 }
 
-/// Receives the `offered` run over `from`; `None` if it has ended. If the previous process does not
-/// send it, it begins anew.
-pub fn receive_run(from: OwnedFd, offered: &OfferedRun) -> Option<MovedRun> {
-    let from = UnixStream::from(from);
-    let received = from.set_read_timeout(Some(IO_LIMIT)).and_then(|()| {
-        let from = BufReader::new(from.take(MAX_BYTES));
-        Ok(serde_json::from_reader(from)?)
+/// Sends `run` to the next process, which has the guest. If that fails, the run continues there
+/// with a full checkpoint.
+pub(super) fn send(to: &UnixStream, run: &RestingRun) {
+    let sent = run.move_away().map_err(io::Error::other).and_then(|run| send_json(to, &run));
+    if let Err(e) = sent {
+        tracing::warn!("the checkpoint run continues with a full checkpoint: {e}");
+    }
+}
+
+fn send_json(to: &UnixStream, value: &impl Serialize) -> io::Result<()> {
+    let json = serde_json::to_vec(value)?;
+    if json.len() > MAX_BYTES as usize {
+        return Err(io::Error::other(format!("it has {} bytes, over {MAX_BYTES}", json.len())));
+    }
+    to.set_write_timeout(Some(WRITE_LIMIT))?;
+    write(to, &json)
+}
+
+/// Receives the `offered` run over `from`. What the previous process does not send, the run
+/// continues without.
+pub fn receive_run(from: OwnedFd, offered: &OfferedRun) -> MovedRun {
+    let mut from = TimedStream { stream: from.into(), end: Instant::now() + RECEIVE_LIMIT };
+    let rested = receive_json(&mut from).unwrap_or_else(|e| {
+        tracing::warn!("nothing of the checkpoint run has come, and it begins anew: {e}");
+        offered.begin()
     });
-    received.unwrap_or_else(|e| {
-        tracing::warn!("the checkpoint run begins anew, with a full checkpoint: {e}");
-        Some(offered.anew())
-    })
+    receive_json(&mut from)
+        .and_then(|run: MovedRun| match run.is_sound() {
+            true => Ok(run),
+            false => Err(io::Error::other("its reports are malformed").into()),
+        })
+        .unwrap_or_else(|e| {
+            tracing::warn!("the checkpoint run continues with a full checkpoint: {e}");
+            RestedRun::without_chain(rested)
+        })
+}
+
+fn receive_json<T: DeserializeOwned>(from: &mut TimedStream) -> Result<T, OfferError> {
+    Ok(serde_json::from_slice(&read(from, MAX_BYTES)?)?)
+}
+
+/// A stream that is read until `end`.
+struct TimedStream {
+    stream: UnixStream,
+    end: Instant,
+}
+
+impl Read for TimedStream {
+    fn read(&mut self, to: &mut [u8]) -> io::Result<usize> {
+        let left = self.end.saturating_duration_since(Instant::now());
+        // A timeout of zero is none.
+        self.stream.set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
+        self.stream.read(to)
+    }
 }

@@ -14,7 +14,7 @@ use super::run;
 use crate::api::app::App;
 use crate::api::process_line::ProcessLine;
 use crate::api::relay::Relay;
-use crate::jobs::{JobError, Jobs, RestingRun};
+use crate::jobs::{JobError, Jobs, OfferedRun};
 
 /// Why the guest stays in its process.
 #[derive(Debug, thiserror::Error)]
@@ -64,16 +64,21 @@ pub(super) fn upgrade(
 ) -> Result<SendReport, UpgradeError> {
     let line = app.process_line().map_err(UpgradeError::NotPossible)?;
     let upgrade = jobs.begin_upgrade()?;
-    let run = upgrade.run.as_ref();
+    let run = upgrade.offered_run();
     let next = offer(app, jobs, line, run, socket).map_err(|cause| UpgradeError::GuestOffer {
         socket: socket.display().to_string(),
         cause,
     })?;
+    let resting = upgrade.rest_run()?;
+    let run = next.run.as_ref().zip(resting.as_ref());
+    if let Some((to, run)) = run {
+        run::note_rest(to, run);
+    }
     let held = HeldRequests::hold(app.relay());
     let to = format!("unix:{}", socket.display());
     let moved = || {
         app.relay().move_to(next.connections);
-        if let Some((to, run)) = next.run.zip(run) {
+        if let Some((to, run)) = run {
             run::send(to, run);
         }
         next.offer.await_serving();
@@ -99,12 +104,12 @@ fn offer(
     app: &App,
     jobs: &Jobs,
     line: ProcessLine,
-    run: Option<&RestingRun>,
+    run: Option<OfferedRun>,
     socket: &Path,
 ) -> Result<NextProcess, OfferError> {
     let offer = UnixStream::connect(socket)?;
     let (connections, to_connections) = UnixStream::pair()?;
-    let (to_run, run_there) = run.map(|_| UnixStream::pair()).transpose()?.unzip();
+    let (to_run, run_there) = run.as_ref().map(|_| UnixStream::pair()).transpose()?.unzip();
     let relay = app.relay();
     let (api, metrics) = (relay.socket(), relay.metrics());
     let listener = api.as_ref().map(|api| api.listener()).transpose()?;
@@ -119,7 +124,6 @@ fn offer(
         connections: to_connections.as_fd(),
         run: run_there.as_ref().map(AsFd::as_fd),
     };
-    let run = run.map(RestingRun::offered);
     let offered = Offered { line, api_file, numbers: jobs.numbers(), run };
     let offer = GuestOffer::make(offer, offered, &files)?;
     Ok(NextProcess { connections, run: to_run, offer })

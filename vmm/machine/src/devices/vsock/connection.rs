@@ -9,7 +9,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use serde::{Deserialize, Serialize};
+use serde::de::Error;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::op;
 use super::packet::{HOST_CID, NO_RECEIVE, NO_SEND, PacketHeader, STREAM};
@@ -98,12 +99,13 @@ pub(super) struct Connection {
 }
 
 /// State of a connection that continues in another process. Its bytes are hostile there.
-#[derive(Serialize, Deserialize)]
+#[derive(Clone, Serialize, Deserialize)]
 pub(super) struct MovedConnection {
     ports: (u32, u32),
     phase: ConnectionPhase,
     due: DuePackets,
     hung_up: bool,
+    #[serde(serialize_with = "write_backlog", deserialize_with = "read_backlog")]
     backlog: VecDeque<u8>,
     forwarded: u32,
     reported: u32,
@@ -115,6 +117,25 @@ pub(super) struct MovedConnection {
     host_shut: u32,
     /// Whether the device waits for the guest's answer.
     awaits_guest: bool,
+}
+
+fn write_backlog<S: Serializer>(backlog: &VecDeque<u8>, to: S) -> Result<S::Ok, S::Error> {
+    let (first, last) = backlog.as_slices();
+    to.serialize_bytes(&[first, last].concat())
+}
+
+fn read_backlog<'de, D: Deserializer<'de>>(from: D) -> Result<VecDeque<u8>, D::Error> {
+    let bytes = <&[u8]>::deserialize(from)?;
+    match bytes.len() <= ROOM as usize {
+        true => Ok(bytes.to_vec().into()),
+        false => Err(Error::invalid_length(bytes.len(), &"the bytes of a full buffer")),
+    }
+}
+
+/// Closes a stream in both directions, also for another process that may have it.
+pub(super) fn close(stream: &UnixStream) {
+    // It is not an error if it is closed already.
+    let _ = stream.shutdown(Shutdown::Both);
 }
 
 impl MovedConnection {
@@ -210,10 +231,10 @@ impl Connection {
     pub(super) fn arrived(
         moved: MovedConnection,
         guest_cid: u32,
-        stream: UnixStream,
+        stream: Arc<UnixStream>,
     ) -> Option<Self> {
         let shut = moved.guest_shut | moved.host_shut;
-        if moved.backlog.len() > ROOM as usize || shut & !(NO_RECEIVE | NO_SEND) != 0 {
+        if shut & !(NO_RECEIVE | NO_SEND) != 0 {
             return None;
         }
         let ports = moved.ports();
@@ -231,6 +252,11 @@ impl Connection {
             host_shut: moved.host_shut,
             ..Self::new(ports, guest_cid, stream, moved.phase, moved.due)
         })
+    }
+
+    /// Closes the stream, also for another process that may have it.
+    pub(super) fn close(&self) {
+        close(&self.stream);
     }
 
     fn note_credit(&mut self, header: &PacketHeader) {

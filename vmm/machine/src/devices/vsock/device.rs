@@ -153,8 +153,13 @@ impl Device for Vsock {
         if let Some(departure) = self.departure.take().filter(|_| next == NextHost::This) {
             return Ok(self.depart(departure)?);
         }
-        (self.listener, self.accept_retry) = (None, None);
-        self.new_programs.clear();
+        if next == NextHost::This
+            && let Some(listener) = &self.listener
+        {
+            listener.leave_file();
+        }
+        (self.listener, self.accept_retry, self.arrived) = (None, None, None);
+        self.close_new_programs();
         Ok(())
     }
 }

@@ -9,7 +9,8 @@
 //!                                                           resume: continues the connections
 //! ```
 //!
-//! The streams stay open here until this process ends. If the guest stays, its connections do, too.
+//! The streams stay open here until this process ends. If the guest stays, its connections do, too:
+//! also if the next process cannot continue them.
 
 use std::fs::File;
 use std::io;
@@ -20,34 +21,75 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
 use driftline_format::descriptors::{receive, send};
-use rustix::fs::MemfdFlags;
+use rustix::fs::{MemfdFlags, fcntl_get_seals};
+use rustix::net::sockopt::{socket_domain, socket_type};
+use rustix::net::{AddressFamily, SocketType};
 use serde::{Deserialize, Serialize};
 
-use super::bounds::{MAX_CONNECTIONS, MAX_NEW_PROGRAMS};
+use super::bounds::{MAX_CONNECTIONS, MAX_NEW_PROGRAMS, MAX_REFUSALS};
 use super::connection::{MovedConnection, ROOM};
+use super::op;
+use super::packet::PacketHeader;
 use crate::codec;
 use crate::config::HandedOverVsock;
-use crate::exit::SocketFile;
 
 /// Streams that travel with one byte: at most `SCM_MAX_FD`.
 const STREAMS_AT_ONCE: usize = 250;
 /// Bytes of control data for them.
 const SPACE: usize = rustix::cmsg_space!(ScmRights(STREAMS_AT_ONCE));
+/// Refusals that a device may keep: some, and one for each connection that was open then.
+const MAX_MOVED_REFUSALS: usize = MAX_REFUSALS + MAX_CONNECTIONS;
 /// Upper bound on the state: each connection may have a full buffer.
 const MAX_STATE_BYTES: u64 = MAX_CONNECTIONS as u64 * (ROOM as u64 + 256) + (64 << 10);
 
-/// State of a device's connections.
-#[derive(Serialize, Deserialize)]
+/// State of a device's connections. Its bytes are hostile.
+#[derive(Clone, Serialize, Deserialize)]
 pub(super) struct MovedStreams {
-    /// The listening socket's file, if the process that has the guest removes it.
-    pub(super) socket: Option<SocketFile>,
+    /// Whether the process that has the guest removes the listening socket's file.
+    pub(super) removes_file: bool,
+    /// Whether a socket that is bound later keeps its file.
+    pub(super) socket_stays: bool,
     /// In the order of their streams.
+    #[serde(deserialize_with = "codec::at_most::<MAX_CONNECTIONS, _, _>")]
     pub(super) connections: Vec<MovedConnection>,
     /// Number of programs that have not sent their greeting. Their streams come last.
     pub(super) new_programs: usize,
-    /// Packets for the guest that say that a connection has ended.
-    pub(super) refusals: Vec<Vec<u8>>,
+    #[serde(deserialize_with = "codec::at_most::<MAX_MOVED_REFUSALS, _, _>")]
+    pub(super) refusals: Vec<MovedRefusal>,
     pub(super) next_port: u32,
+}
+
+/// A packet for the guest that says that there is no such connection: the fields of its header that
+/// are not always the same.
+#[derive(Clone, Serialize, Deserialize)]
+pub(super) struct MovedRefusal {
+    cids: (u64, u64),
+    ports: (u32, u32),
+    kind: u16,
+}
+
+impl From<&PacketHeader> for MovedRefusal {
+    fn from(packet: &PacketHeader) -> Self {
+        Self {
+            cids: (packet.src_cid.get(), packet.dst_cid.get()),
+            ports: (packet.src_port.get(), packet.dst_port.get()),
+            kind: packet.kind.get(),
+        }
+    }
+}
+
+impl From<&MovedRefusal> for PacketHeader {
+    fn from(refusal: &MovedRefusal) -> Self {
+        Self {
+            src_cid: refusal.cids.0.into(),
+            dst_cid: refusal.cids.1.into(),
+            src_port: refusal.ports.0.into(),
+            dst_port: refusal.ports.1.into(),
+            kind: refusal.kind.into(),
+            op: op::RST.into(),
+            ..Self::default()
+        }
+    }
 }
 
 /// How connections leave for the next process.
@@ -71,7 +113,8 @@ impl Departure {
 
     /// Sends connections and their streams.
     pub(super) fn send(&self, moved: &MovedStreams, streams: &[Arc<UnixStream>]) -> io::Result<()> {
-        self.state.write_all_at(&codec::encode(moved).map_err(io::Error::other)?, 0)?;
+        let state = codec::encode_versioned(moved).map_err(io::Error::other)?;
+        self.state.write_all_at(&state, 0)?;
         for some in streams.chunks(STREAMS_AT_ONCE) {
             let some: Vec<BorrowedFd<'_>> = some.iter().map(|stream| stream.as_fd()).collect();
             send(&self.channel, &some, &mut [MaybeUninit::uninit(); SPACE])?;
@@ -83,36 +126,60 @@ impl Departure {
 /// Connections that have come from another process, and their streams: first those of connections.
 pub(super) struct ArrivedStreams {
     pub(super) moved: MovedStreams,
-    pub(super) streams: Vec<UnixStream>,
+    pub(super) streams: Vec<Arc<UnixStream>>,
 }
 
 impl ArrivedStreams {
-    /// Receives what [`Departure::send`] has sent. The files are hostile.
-    pub(super) fn receive(files: &HandedOverVsock) -> io::Result<Self> {
+    /// Receives what [`Departure::send`] has sent, for a device of at most `most` connections. The
+    /// files are hostile.
+    pub(super) fn receive(files: &HandedOverVsock, most: usize) -> io::Result<Self> {
         let invalid = |why| io::Error::new(io::ErrorKind::InvalidData, why);
+        // Only a memory file has seals, and only its reads cannot block.
+        fcntl_get_seals(files.state())?;
         let bytes = files.state().metadata()?.len();
         if bytes > MAX_STATE_BYTES {
             return Err(invalid(format!("the state has {bytes} bytes, over {MAX_STATE_BYTES}")));
         }
         let mut state = vec![0; bytes as usize];
         files.state().read_exact_at(&mut state, 0)?;
-        let moved: MovedStreams = codec::decode(&state).map_err(io::Error::other)?;
-        if moved.connections.len() > MAX_CONNECTIONS || moved.new_programs > MAX_NEW_PROGRAMS {
-            return Err(invalid("it has more connections than are possible".to_owned()));
+        let moved: MovedStreams =
+            codec::decode_versioned("the state of a vsock's connections", &state)
+                .map_err(io::Error::other)?;
+        let found = moved.connections.len();
+        if found > most || moved.new_programs > MAX_NEW_PROGRAMS {
+            let why =
+                format!("it has {found} connections, and this process can have {most} (ulimit -n)");
+            return Err(invalid(why));
         }
         let expected = moved.connections.len() + moved.new_programs;
         files.channel().set_nonblocking(true)?;
         let mut streams = Vec::with_capacity(expected);
         while streams.len() < expected {
             let received = receive(files.channel(), &mut [MaybeUninit::uninit(); SPACE])?;
-            let received = received.filter(|some| !some.all.is_empty() && !some.truncated);
+            let received = received.filter(|some| {
+                let left = expected - streams.len();
+                (1..=left).contains(&some.all.len()) && !some.truncated
+            });
             let Some(received) = received else {
                 let found = streams.len();
-                return Err(invalid(format!("{found} streams of {expected} have come")));
+                let why = format!("of {expected} streams, others than {found} have come");
+                return Err(invalid(why));
             };
-            streams.extend(received.all.into_iter().map(UnixStream::from));
+            for stream in received.all {
+                streams.push(Arc::new(checked_stream(stream)?));
+            }
         }
-        streams.iter().try_for_each(|stream| stream.set_nonblocking(true))?;
         Ok(Self { moved, streams })
     }
+}
+
+/// Returns a stream that does not block, or refuses what is not one.
+fn checked_stream(stream: OwnedFd) -> io::Result<UnixStream> {
+    if (socket_domain(&stream)?, socket_type(&stream)?) != (AddressFamily::UNIX, SocketType::STREAM)
+    {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "it is not a unix stream socket"));
+    }
+    let stream = UnixStream::from(stream);
+    stream.set_nonblocking(true)?;
+    Ok(stream)
 }

@@ -17,19 +17,26 @@ use crate::socket::{ListeningSocket, SocketError};
 /// Most bytes of a greeting; "CONNECT 4294967295\n" is shorter.
 const MAX_GREETING_BYTES: usize = 32;
 
-/// Reason why a vsock's unix socket cannot be used.
+/// Reason why a vsock's unix socket cannot be used, or its connections cannot continue.
 #[derive(Debug, thiserror::Error)]
-#[error("the vsock's unix socket: {0}")]
-pub struct VsockError(#[from] pub(super) SocketError);
+#[non_exhaustive]
+pub enum VsockError {
+    /// The socket.
+    #[error("the vsock's unix socket: {0}")]
+    Socket(#[from] SocketError),
+    /// The connections of a guest that changes its process.
+    #[error("the vsock's connections cannot change their process: {0}")]
+    HandOver(#[source] io::Error),
+}
 
 impl VsockError {
     pub(super) fn system(path: &Path, cause: io::Error) -> Self {
-        Self(SocketError::System { path: path.to_owned(), cause })
+        SocketError::System { path: path.to_owned(), cause }.into()
     }
 
     /// Returns whether another process listens on the socket, or is about to.
     pub(super) fn is_in_use(&self) -> bool {
-        matches!(self.0, SocketError::InUse(_) | SocketError::Contended(_))
+        matches!(self, Self::Socket(SocketError::InUse(_) | SocketError::Contended(_)))
     }
 }
 
@@ -55,11 +62,20 @@ impl VsockListener {
         Ok(Self { listener, socket: Some(opener.drop_here(socket)) })
     }
 
-    /// Returns the socket of another process of this host, which owns its file. For the opener's
-    /// thread.
-    pub(super) fn of_other_process(listener: OwnedFd, opener: &Opener) -> Result<Self, VsockError> {
-        let socket = ListeningSocket::adopt(listener, None)?;
-        let listener = socket.listener().map_err(SocketError::NotAListener)?;
+    /// Returns the socket of another process of this host, with its `file`, if it is removed when
+    /// this is dropped.
+    pub(super) fn of_other_process(
+        listener: OwnedFd,
+        file: Option<SocketFile>,
+        opener: &Opener,
+    ) -> Result<Self, VsockError> {
+        let adopt = move || {
+            let socket = ListeningSocket::adopt(listener, file)?;
+            let listener = socket.listener().map_err(SocketError::NotAListener)?;
+            Ok::<_, SocketError>((socket, listener))
+        };
+        let adopted = opener.run(adopt).map_err(SocketError::NotAListener)?;
+        let (socket, listener) = adopted?;
         Ok(Self { listener, socket: Some(opener.drop_here(socket)) })
     }
 

@@ -254,6 +254,7 @@ impl Vsock {
             return self.queue_for_sending(token);
         }
         let Some(connection) = self.connections.remove(&token) else { return };
+        connection.close();
         self.counters.connections_ended.add(1);
         self.tokens.remove(&connection.ports);
         // Remove its entries now, because a guest that takes no packets would never use them up.
@@ -284,13 +285,18 @@ impl Vsock {
     /// Removes all connections. The guest learns it in other ways, or knows it already.
     fn clear(&mut self) {
         self.counters.connections_ended.add(self.connections.len() as u64);
-        self.connections.clear();
+        self.connections.drain().for_each(|(_, connection)| connection.close());
         self.tokens.clear();
-        self.new_programs.clear();
+        self.close_new_programs();
         self.refusals.clear();
         self.send_order.clear();
         self.deadlines.clear();
         self.stalled = false;
+    }
+
+    /// Closes the streams of programs that have not sent their greeting.
+    fn close_new_programs(&mut self) {
+        self.new_programs.drain(..).for_each(|(_, stream)| connection::close(&stream));
     }
 
     /// Processes the packets that the guest sends.
@@ -383,6 +389,8 @@ impl Vsock {
         {
             let ports = Ports { guest: port, host: self.free_port(port) };
             self.insert(token, Connection::to_guest(ports, self.config.cid, stream));
+        } else {
+            connection::close(&stream);
         }
     }
 

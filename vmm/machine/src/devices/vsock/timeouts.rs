@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use vmm_sys_util::epoll::EventSet;
 
 use super::bounds::MAX_NEW_PROGRAMS;
-use super::connection::{Connection, ConnectionOutcome};
+use super::connection::{self, Connection, ConnectionOutcome};
 use super::{LISTENER, Vsock};
 use crate::devices::virtio::Watcher;
 
@@ -90,7 +90,8 @@ impl Vsock {
                 }
             };
             if self.new_programs.len() >= MAX_NEW_PROGRAMS {
-                self.new_programs.pop_front();
+                let oldest = self.new_programs.pop_front();
+                oldest.iter().for_each(|(_, stream)| connection::close(stream));
             }
             if let Ok(token) = self.watch(&stream, watcher) {
                 self.new_programs.push_back((token, Arc::new(stream)));

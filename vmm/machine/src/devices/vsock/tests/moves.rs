@@ -137,31 +137,87 @@ fn connections_stay_if_the_guest_does() {
     assert!(!sockets.uds().exists());
 }
 
-#[test]
-fn connections_without_their_streams_are_closed() {
+/// Returns why a next process does not continue with a state and streams that `change` has changed.
+/// The guest stays, with its connections.
+fn refusal(change: impl FnOnce(&HandedOverVsock)) -> String {
     let sockets = TestSockets::new();
     let listener = sockets.listen(52);
     let mut guest = sockets.guest();
-    let (_, mut program) = guest.connect(&listener, 52);
+    let (ports, mut program) = guest.connect(&listener, 52);
     guest.driver.quiesce();
-    let state = guest.driver.transport.save().unwrap();
-    let files = guest.driver.transport.share_by(crate::testing::soon()).unwrap();
+    let transport = &guest.driver.transport;
+    let files = transport.share_by(crate::testing::soon()).unwrap();
     let [listener, channel, moved] = files.try_into().unwrap();
     let files = HandedOverVsock::new(listener, channel, moved.into());
-    files.state().write_all_at(&[1; 100], 0).unwrap();
+    transport.begin_release(crate::testing::soon(), NextHost::This).wait().unwrap();
+    change(&files);
     let config = VsockConfig { cid: CID, uds: sockets.uds() };
     let opener = Opener::start().unwrap();
-    let mut vsock = Vsock::of_other_process(&config, &files, &opener).unwrap();
-    vsock.acquire(NextHost::This).unwrap();
-    let ram = guest.driver.memory.ram().clone();
-    let moved = Transport::spawn("moved", Box::new(vsock), ram).unwrap();
-    moved.restore(state).unwrap();
-    guest.driver = guest.driver.moved_to(moved);
-    assert_eq!(program.read(&mut [0]).unwrap(), 0);
+    let mut next = Vsock::of_other_process(&config, &files, &opener).unwrap();
+    let why = next.acquire(NextHost::This).unwrap_err().to_string();
+    drop((next, files));
+    let soon = crate::testing::soon();
+    guest.driver.transport.begin_acquire(soon, NextHost::Another).wait().unwrap();
     guest.driver.transport.resume();
-    let room = guest.driver.writable(4);
-    assert_eq!(guest.driver.request(EVENT, &[room]), 4);
-    assert_eq!(guest.driver.bytes(room), TRANSPORT_RESET.to_le_bytes());
+    guest.send(op::RW, ports, b"x");
+    program.read_exact(&mut [0]).unwrap();
+    why
+}
+
+#[test]
+fn connections_that_cannot_continue_stay() {
+    let channel_takes = |files: &HandedOverVsock| {
+        let mut room = [std::mem::MaybeUninit::uninit(); 64];
+        driftline_format::descriptors::receive(files.channel(), &mut room).unwrap().unwrap().all
+    };
+    let why = refusal(|files| files.state().write_all_at(&[2], 0).unwrap());
+    assert!(why.contains("it has version 2"), "{why}");
+    let why = refusal(|files| files.state().set_len(4).unwrap());
+    assert!(why.contains("the state of a vsock's connections is malformed"), "{why}");
+    let why = refusal(|files| files.state().set_len(1 << 30).unwrap());
+    assert!(why.contains("the state has 1073741824 bytes"), "{why}");
+    let why = refusal(|files| drop(channel_takes(files)));
+    assert!(why.contains("of 1 streams, others than 0 have come"), "{why}");
+}
+
+#[test]
+fn paused_guest_moves_twice_with_its_connections() {
+    let sockets = TestSockets::new();
+    let listener = sockets.listen(52);
+    let mut guest = sockets.guest();
+    let (ports, mut program) = guest.connect(&listener, 52);
+    guest.driver.quiesce();
+    for _ in 0..2 {
+        let (mut vsock, state) = hand_over(&sockets, &guest);
+        vsock.acquire(NextHost::This).unwrap();
+        let ram = guest.driver.memory.ram().clone();
+        let moved = Transport::spawn("moved", Box::new(vsock), ram).unwrap();
+        moved.restore(state).unwrap();
+        guest.driver = guest.driver.moved_to(moved);
+    }
+    assert!(sockets.uds().exists());
+    guest.driver.transport.resume();
+    program.write_all(b"x").unwrap();
+    assert_eq!(guest.expect(op::RW, ports).1, b"x");
+    drop(guest);
+    assert!(!sockets.uds().exists());
+}
+
+#[test]
+fn connection_ends_although_another_process_has_it() {
+    let sockets = TestSockets::new();
+    let listener = sockets.listen(52);
+    let mut guest = sockets.guest();
+    let (ports, mut program) = guest.connect(&listener, 52);
+    guest.driver.quiesce();
+    let (mut hangs, _) = hand_over(&sockets, &guest);
+    hangs.acquire(NextHost::This).unwrap();
+    let soon = crate::testing::soon();
+    guest.driver.transport.begin_acquire(soon, NextHost::Another).wait().unwrap();
+    guest.driver.transport.resume();
+    guest.send(op::RST, ports, &[]);
+    assert_eq!(program.read(&mut [0]).unwrap(), 0);
+    hangs.undo_acquire(crate::testing::soon(), NextHost::This).unwrap();
 }
 
 #[test]
