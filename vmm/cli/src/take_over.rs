@@ -221,6 +221,7 @@ fn prepare(command: Command) -> Result<ContinuedProcess, Failure> {
 /// guest. Once the guest arrives, the connection over which it comes tells that.
 fn watch(mut stream: UnixStream, control: &Arc<ReceiveControl>) -> io::Result<()> {
     let control = control.clone();
+    stream.set_read_timeout(None)?;
     let wait = move || {
         // Nothing is sent.
         let _ = stream.read(&mut [0]);

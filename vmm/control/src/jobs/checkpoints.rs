@@ -199,6 +199,7 @@ impl CheckpointJob {
             } else {
                 tracing::warn!(job = self.number, "not stored: {e}");
                 self.log().tally.add_failed();
+                self.totals.add_failed();
                 self.report(EpochOutcome::Failed(e.to_string()));
                 *left = left.map(|left| left.saturating_sub(1));
                 if *left == Some(0) {
@@ -291,7 +292,8 @@ impl CheckpointJob {
 
     /// Returns where a run is that rests.
     pub(super) fn rested(&self) -> RestedRun {
-        RestedRun { made: self.log().made(), left: *self.left.lock() }
+        let (made, left) = (self.log().made(), *self.left.lock());
+        RestedRun { made, left, is_over: self.is_over() }
     }
 
     /// Ends a run that rests, because another process continues it. Returns what that one continues

@@ -47,6 +47,8 @@ pub(crate) struct RestedRun {
     pub(super) made: u64,
     /// Number of checkpoints that are left; `None` continues until the run is stopped.
     pub(super) left: Option<u64>,
+    /// Whether the run has ended.
+    pub(super) is_over: bool,
 }
 
 /// What the next process continues a run with.
@@ -65,7 +67,7 @@ impl OfferedRun {
     /// Returns where the run begins if nothing of it has come.
     pub(crate) fn begin(&self) -> RestedRun {
         let left = self.request.count.or(self.request.every_ms.is_none().then_some(1));
-        RestedRun { made: 0, left }
+        RestedRun { made: 0, left, is_over: false }
     }
 }
 
@@ -73,7 +75,7 @@ impl RestedRun {
     /// Returns the run as it continues if its [`MovedRun`] has not come.
     pub(crate) fn without_chain(self) -> MovedRun {
         let log = ReportLog::after(self.made);
-        MovedRun { left: self.left, log, chain: None, is_over: false }
+        MovedRun { left: self.left, log, chain: None, is_over: self.is_over }
     }
 }
 

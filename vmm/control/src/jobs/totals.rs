@@ -116,6 +116,11 @@ impl CheckpointTotals {
         self.durable.observe(pause + Duration::from_secs_f64(report.write_ms.max(0.0) / 1e3));
     }
 
+    /// Adds a checkpoint that could not even begin.
+    pub(super) fn add_failed(&self) {
+        self.counts.lock().failed += 1;
+    }
+
     pub(super) fn read(&self) -> CheckpointFigures {
         let counts = *self.counts.lock();
         CheckpointFigures { counts, pause: self.pause.read(), durable: self.durable.read() }

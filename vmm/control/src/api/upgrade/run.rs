@@ -6,6 +6,7 @@
 //! ```
 
 use std::io::{self, Read};
+use std::net::Shutdown;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
@@ -18,8 +19,8 @@ use crate::jobs::{MovedRun, OfferedRun, RestedRun, RestingRun};
 
 /// Upper bound on one write.
 const WRITE_LIMIT: Duration = Duration::from_secs(3);
-/// Upper bound on receiving a run, for which requests wait.
-const RECEIVE_LIMIT: Duration = Duration::from_secs(3);
+/// Upper bound on receiving a run, for which requests wait: its store has to be closed first.
+const RECEIVE_LIMIT: Duration = Duration::from_secs(6);
 /// Upper bound on one message, in bytes: each run of pages that have changed takes some 35.
 const MAX_BYTES: u32 = 256 << 20;
 
@@ -36,6 +37,8 @@ pub(super) fn send(to: &UnixStream, run: &RestingRun) {
     let sent = run.move_away().map_err(io::Error::other).and_then(|run| send_json(to, &run));
     if let Err(e) = sent {
         tracing::warn!("the checkpoint run continues with a full checkpoint: {e}");
+        // The next process need not wait.
+        let _ = to.shutdown(Shutdown::Both);
     }
 }
 

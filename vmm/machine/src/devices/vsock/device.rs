@@ -153,12 +153,12 @@ impl Device for Vsock {
         if let Some(departure) = self.departure.take().filter(|_| next == NextHost::This) {
             return Ok(self.depart(departure)?);
         }
-        if next == NextHost::This
-            && let Some(listener) = &self.listener
-        {
-            listener.leave_file();
+        if next == NextHost::This {
+            // Undone: the other process has the guest, with its connections.
+            self.arrived = None;
+            self.listener.iter().for_each(|listener| drop(listener.leave_file()));
         }
-        (self.listener, self.accept_retry, self.arrived) = (None, None, None);
+        (self.listener, self.accept_retry) = (None, None);
         self.close_new_programs();
         Ok(())
     }

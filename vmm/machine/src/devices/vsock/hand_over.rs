@@ -45,8 +45,9 @@ const MAX_STATE_BYTES: u64 = MAX_CONNECTIONS as u64 * (ROOM as u64 + 256) + (64 
 /// State of a device's connections. Its bytes are hostile.
 #[derive(Clone, Serialize, Deserialize)]
 pub(super) struct MovedStreams {
-    /// Whether the process that has the guest removes the listening socket's file.
-    pub(super) removes_file: bool,
+    /// Device and inode of the listening socket's file, if the process that has the guest removes
+    /// it.
+    pub(super) file: Option<(u64, u64)>,
     /// Whether a socket that is bound later keeps its file.
     pub(super) socket_stays: bool,
     /// In the order of their streams.

@@ -62,15 +62,10 @@ impl VsockListener {
         Ok(Self { listener, socket: Some(opener.drop_here(socket)) })
     }
 
-    /// Returns the socket of another process of this host, with its `file`, if it is removed when
-    /// this is dropped.
-    pub(super) fn of_other_process(
-        listener: OwnedFd,
-        file: Option<SocketFile>,
-        opener: &Opener,
-    ) -> Result<Self, VsockError> {
+    /// Returns the socket of another process of this host. Its file stays when this is dropped.
+    pub(super) fn of_other_process(listener: OwnedFd, opener: &Opener) -> Result<Self, VsockError> {
         let adopt = move || {
-            let socket = ListeningSocket::adopt(listener, file)?;
+            let socket = ListeningSocket::adopt(listener, None)?;
             let listener = socket.listener().map_err(SocketError::NotAListener)?;
             Ok::<_, SocketError>((socket, listener))
         };

@@ -23,7 +23,7 @@ impl Vsock {
             Some(ArrivedStreams { moved, streams }) => (moved.clone(), streams.clone()),
             None => self.moved(),
         };
-        moved.removes_file = self.left_file.is_some();
+        moved.file = self.left_file.as_ref().map(|file| file.identity);
         let sent = self.opener.run(move || departure.send(&moved, &streams));
         sent.flatten().map_err(VsockError::HandOver)
     }
@@ -33,7 +33,7 @@ impl Vsock {
             self.connections.values().map(Connection::moved).unzip();
         streams.extend(self.new_programs.iter().map(|(_, stream)| stream.clone()));
         let moved = MovedStreams {
-            removes_file: false,
+            file: None,
             socket_stays: self.socket_stays,
             connections,
             new_programs: self.new_programs.len(),
@@ -50,12 +50,15 @@ impl Vsock {
             (self.opener.clone(), self.config.uds.clone(), self.max_connections);
         let arrive = move || {
             let arrived = ArrivedStreams::receive(&files, most)?;
-            let file = arrived.moved.removes_file.then(|| SocketFile::at(&uds)).transpose()?;
-            Ok((files.listener().try_clone()?, arrived, file.flatten()))
+            // Another file may be there by now, and the other process chooses no path.
+            let file =
+                SocketFile::at(&uds)?.filter(|file| arrived.moved.file == Some(file.identity));
+            Ok((files.listener().try_clone()?, arrived, file))
         };
         let arrived: io::Result<_> = self.opener.run(arrive).flatten();
         let (listener, arrived, file) = arrived.map_err(VsockError::HandOver)?;
-        let listener = VsockListener::of_other_process(listener, file, &opener)?;
+        let listener = VsockListener::of_other_process(listener, &opener)?;
+        listener.own_file(file);
         self.socket_stays = arrived.moved.socket_stays;
         self.listener = Some(listener);
         (self.listener_watched, self.accept_retry) = (false, None);

@@ -196,6 +196,11 @@ fn paused_guest_moves_twice_with_its_connections() {
         guest.driver = guest.driver.moved_to(moved);
     }
     assert!(sockets.uds().exists());
+    // A migration to another host that fails, before the guest has run here.
+    let transport = &guest.driver.transport;
+    transport.begin_release(crate::testing::soon(), NextHost::Another).wait().unwrap();
+    assert!(!sockets.uds().exists());
+    transport.begin_acquire(crate::testing::soon(), NextHost::Another).wait().unwrap();
     guest.driver.transport.resume();
     program.write_all(b"x").unwrap();
     assert_eq!(guest.expect(op::RW, ports).1, b"x");
