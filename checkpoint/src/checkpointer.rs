@@ -11,6 +11,7 @@
 //! builds on a durable one or is full.
 
 mod early;
+mod moved;
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -61,7 +62,7 @@ use crate::staging::{Staging, StagingLimits};
 pub struct Checkpointer {
     guest: Arc<dyn Checkpointable>,
     /// Drives that are part of the epochs.
-    pub(crate) drives: Vec<DriveHead>,
+    drives: Vec<DriveHead>,
     store: Arc<Store>,
     /// `None` until the store has files, and after those turn out not to be its own any more.
     commit_thread: Option<CommitThread>,
@@ -71,10 +72,10 @@ pub struct Checkpointer {
     bounds: Bounds,
     staging: Staging,
     /// `None` until the first full epoch; its `last` is the parent of the next epoch.
-    pub(crate) chain: Option<EpochChain>,
-    pub(crate) next: u64,
+    chain: Option<EpochChain>,
+    next: u64,
     /// Whether the store's lock turned out to be a different one.
-    pub(crate) lock_lost: bool,
+    lock_lost: bool,
     planner: CopyPlanner,
 }
 
@@ -229,11 +230,6 @@ impl Checkpointer {
                 Err(self.failed(epoch, failed))
             }
         }
-    }
-
-    /// Returns the last durable epoch of the store when its files were opened.
-    pub(crate) fn last_stored(&self) -> Option<u64> {
-        self.commit_thread.as_ref().and_then(CommitThread::last)
     }
 
     /// Returns the number of epochs that were launched and have not landed.

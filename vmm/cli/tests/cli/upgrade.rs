@@ -227,7 +227,7 @@ fn checkpoints_continue_in_every_tracking_mode() {
     }
 }
 
-/// The next process refuses the guest's state after the run has come to rest.
+/// The next process refuses the guest's state after the run was suspended.
 #[test]
 fn checkpoint_run_stays_if_the_guest_does() {
     if !kvm_or_skip("checkpoint_run_stays_if_the_guest_does") {

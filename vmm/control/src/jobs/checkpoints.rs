@@ -18,10 +18,10 @@ use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::watch;
 
 use super::error::JobError;
-use super::moved_run::{MovedRun, OfferedRun, RestedRun};
+use super::moved_run::{MovedRun, OfferedRun, RunPosition};
 use super::pause_control::{JobRole, PauseControl};
 use super::report_log::{MAX_PAGE, ReportLog};
-use super::run_hold::{AfterSeries, RunHold, RunRest};
+use super::run_suspension::{AfterSeries, RunSuspension, SuspendOutcome};
 use super::totals::CheckpointTotals;
 use crate::model::{CheckpointPage, CheckpointRequest, CheckpointSummary, EpochLine, EpochOutcome};
 
@@ -44,8 +44,8 @@ pub(super) struct CheckpointJob {
     had_client: AtomicBool,
     /// Number of clients that are attached to the run now.
     clients: AtomicU64,
-    hold: RunHold,
-    /// Number of checkpoints that are left when the run rests.
+    suspension: RunSuspension,
+    /// Number of checkpoints that are left while the run is suspended.
     left: Mutex<Option<u64>>,
     /// Whether the run has ended because it was to end.
     has_ended: AtomicBool,
@@ -148,7 +148,7 @@ impl CheckpointJob {
             request,
             had_client: AtomicBool::new(false),
             clients: AtomicU64::new(0),
-            hold: RunHold::default(),
+            suspension: RunSuspension::default(),
             left: Mutex::default(),
             has_ended: AtomicBool::new(false),
             moved: Mutex::default(),
@@ -169,13 +169,13 @@ impl CheckpointJob {
                 max_pause: request.max_pause_ms.map(Duration::from_millis),
             };
             let taken =
-                checkpointer.run(&cadence, self.hold.interrupt(), |taken| self.note(&taken));
+                checkpointer.run(&cadence, self.suspension.interrupt(), |taken| self.note(&taken));
             count = count.map(|count| count.saturating_sub(taken));
             if count == Some(0) {
                 return;
             }
             *self.left.lock() = count;
-            match self.hold.rest() {
+            match self.suspension.await_decision() {
                 AfterSeries::End => return,
                 AfterSeries::Continue => {}
                 AfterSeries::Move => return self.note_moved(Some(checkpointer.into_moved())),
@@ -209,7 +209,7 @@ impl CheckpointJob {
                 self.sleep(every.max(REOPEN_INTERVAL));
             }
             *self.left.lock() = *left;
-            match self.hold.rest() {
+            match self.suspension.await_decision() {
                 AfterSeries::End => return None,
                 AfterSeries::Continue => {}
                 AfterSeries::Move => {
@@ -220,10 +220,10 @@ impl CheckpointJob {
         }
     }
 
-    /// Sleeps, until the run is to rest or to end.
+    /// Sleeps until the time has passed, or the run is to be suspended or to end.
     fn sleep(&self, time: Duration) {
         let end = Instant::now() + time;
-        while Instant::now() < end && !self.hold.interrupt().load(Ordering::Relaxed) {
+        while Instant::now() < end && !self.suspension.interrupt().load(Ordering::Relaxed) {
             thread::sleep(IN_USE_INTERVAL.min(time));
         }
     }
@@ -272,34 +272,34 @@ impl CheckpointJob {
 
     /// Ends the run after the epoch in progress.
     pub(super) fn cancel(&self) {
-        self.hold.cancel();
+        self.suspension.cancel();
     }
 
-    /// Lets the run rest between two checkpoints until [`release`](Self::release), so that another
+    /// Suspends the run between two checkpoints until [`resume`](Self::resume), so that another
     /// process can continue it. Waits for the checkpoint in progress, at most `limit`.
-    pub(super) fn rest(&self, limit: Duration) -> RunRest {
-        self.hold.hold(limit)
+    pub(super) fn suspend(&self, limit: Duration) -> SuspendOutcome {
+        self.suspension.suspend(limit)
     }
 
-    /// Lets a run that rests go on here.
-    pub(super) fn release(&self) {
-        self.hold.release();
-        // A client that has left since the run was to rest has to attach again.
+    /// Continues a suspended run here.
+    pub(super) fn resume(&self) {
+        self.suspension.resume();
+        // The departure of a client during the suspension did not end the run: one has to attach.
         if self.clients.load(Ordering::SeqCst) == 0 {
             self.had_client.store(false, Ordering::SeqCst);
         }
     }
 
-    /// Returns where a run is that rests.
-    pub(super) fn rested(&self) -> RestedRun {
+    /// Returns the position of a suspended run.
+    pub(super) fn position(&self) -> RunPosition {
         let (made, left) = (self.log().made(), *self.left.lock());
-        RestedRun { made, left, is_over: self.is_over() }
+        RunPosition { made, left, is_over: self.is_over() }
     }
 
-    /// Ends a run that rests, because another process continues it. Returns what that one continues
+    /// Ends a suspended run, because another process continues it. Returns what that one continues
     /// with; `None` if the run does not end within `limit`, or has ended by a panic.
     pub(super) fn move_away(&self, limit: Duration) -> Option<MovedRun> {
-        if !self.hold.move_away(limit) {
+        if !self.suspension.move_away(limit) {
             return None;
         }
         let moved = self.moved.lock().take();
@@ -336,7 +336,7 @@ impl CheckpointJob {
         // An upgrade takes the clients' connections along.
         let has_client = self.clients.load(Ordering::SeqCst) > 0;
         let ends = self.request.attached && !has_client && !self.is_over();
-        if ends && !self.hold.is_wanted() {
+        if ends && !self.suspension.is_requested() {
             tracing::warn!(job = self.number, "the run ends because its client has disconnected");
             self.cancel();
         }
@@ -463,6 +463,6 @@ struct CheckpointEndGuard<'j>(&'j CheckpointJob);
 impl Drop for CheckpointEndGuard<'_> {
     fn drop(&mut self) {
         self.0.news.send_modify(|news| news.1 = true);
-        self.0.hold.end();
+        self.0.suspension.end();
     }
 }

@@ -49,7 +49,7 @@ pub enum JobError {
         /// Its store.
         store: PathBuf,
     },
-    /// A checkpoint run does not come to rest.
+    /// A checkpoint run cannot be suspended in time.
     #[error(
         "the checkpoint in progress (job {job}) is not stored within {limit:?}; try again, or end \
          the run first"

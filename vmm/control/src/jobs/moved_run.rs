@@ -3,8 +3,8 @@
 //! ```text
 //! the guest's process            the next process
 //! OfferedRun ----------------->  FollowingFactory: follows the guest's writes before it runs
-//! lets the run rest
-//! RestedRun ------------------>
+//! suspends the run
+//! RunPosition ---------------->
 //! hands the guest over
 //! MovedRun ------------------->  Jobs::continue_run
 //! ```
@@ -40,9 +40,10 @@ pub struct OfferedRun {
     pub(super) request: CheckpointRequest,
 }
 
-/// Where a run is that rests. The next process begins there if the [`MovedRun`] does not come.
+/// The position of a suspended run. The next process continues there if the [`MovedRun`] does not
+/// come.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub(crate) struct RestedRun {
+pub(crate) struct RunPosition {
     /// Number of reports so far.
     pub(super) made: u64,
     /// Number of checkpoints that are left; `None` continues until the run is stopped.
@@ -54,7 +55,7 @@ pub(crate) struct RestedRun {
 /// What the next process continues a run with.
 #[derive(Serialize, Deserialize)]
 pub struct MovedRun {
-    /// As in [`RestedRun`].
+    /// As in [`RunPosition`].
     pub(super) left: Option<u64>,
     pub(super) log: ReportLog,
     /// `None` if the next checkpoint is a full one, because the chain has not come along.
@@ -64,14 +65,14 @@ pub struct MovedRun {
 }
 
 impl OfferedRun {
-    /// Returns where the run begins if nothing of it has come.
-    pub(crate) fn begin(&self) -> RestedRun {
+    /// Returns the position at which the run begins if nothing of it has come.
+    pub(crate) fn begin(&self) -> RunPosition {
         let left = self.request.count.or(self.request.every_ms.is_none().then_some(1));
-        RestedRun { made: 0, left, is_over: false }
+        RunPosition { made: 0, left, is_over: false }
     }
 }
 
-impl RestedRun {
+impl RunPosition {
     /// Returns the run as it continues if its [`MovedRun`] has not come.
     pub(crate) fn without_chain(self) -> MovedRun {
         let log = ReportLog::after(self.made);

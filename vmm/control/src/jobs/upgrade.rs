@@ -11,7 +11,7 @@ use driftline_migrate::SendReport;
 use super::checkpoints::CheckpointJob;
 use super::error::JobError;
 use super::moved_run::{JobNumbers, MovedRun, OfferedRun};
-use super::resting_run::Upgrade;
+use super::suspended_run::Upgrade;
 use super::{Jobs, find_job};
 use crate::model::{MigrationFailure, MigrationRequest};
 
@@ -20,9 +20,12 @@ const START_LIMIT: Duration = Duration::from_secs(1);
 /// Interval at which an upgrade looks whether its hand-over is in doubt.
 const DOUBT_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Jobs of one kind that may begin in this process after the next one has got their numbers: those
-/// of some milliseconds, and the hand-over.
+/// Upper bound on the jobs that begin in this process after the next one has got their numbers, the
+/// hand-over included. They begin within some seconds, and a checkpoint run among them ends the
+/// upgrade.
 const LATER_JOBS: u64 = 16;
+/// The same for watches, of which a client can begin many. Users do not see their numbers.
+const LATER_WATCHES: u64 = 1 << 20;
 
 impl Jobs {
     /// Keeps other upgrades away until the result is dropped, if another process of this host can
@@ -102,7 +105,7 @@ impl Jobs {
     /// Returns the numbers of the jobs so far, and of those that may begin until requests are held.
     pub(crate) fn numbers(&self) -> JobNumbers {
         let jobs = self.last_number.load(Ordering::Relaxed).saturating_add(LATER_JOBS);
-        let watches = self.watches.open.lock().last_number.saturating_add(LATER_JOBS);
+        let watches = self.watches.open.lock().last_number.saturating_add(LATER_WATCHES);
         JobNumbers { jobs, watches }
     }
 

@@ -8,7 +8,7 @@
 //!                            offer: arguments, descriptors -> reads them as its own command line,
 //!                                                            enters its sandbox
 //!                                                       <--  ready, or why not
-//!                            lets a checkpoint run rest
+//!                            suspends a checkpoint run
 //!                            holds the API's requests
 //!                            hands the guest over (as by `send-migration --local`)
 //!                            moves the API's connections --> answers them, once

@@ -1,7 +1,7 @@
 //! A checkpoint run on its way to the next process:
 //!
 //! ```text
-//! u32 length, little-endian | JSON of RestedRun     before the guest moves
+//! u32 length, little-endian | JSON of RunPosition     before the guest moves
 //! u32 length, little-endian | JSON of MovedRun      after that
 //! ```
 
@@ -15,7 +15,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::offer::{OfferError, read, write};
-use crate::jobs::{MovedRun, OfferedRun, RestedRun, RestingRun};
+use crate::jobs::{MovedRun, OfferedRun, RunPosition, SuspendedRun};
 
 /// Upper bound on one write.
 const WRITE_LIMIT: Duration = Duration::from_secs(3);
@@ -24,16 +24,16 @@ const RECEIVE_LIMIT: Duration = Duration::from_secs(6);
 /// Upper bound on one message, in bytes: each run of pages that have changed takes some 35.
 const MAX_BYTES: u32 = 256 << 20;
 
-/// Tells the next process where `run` is, in case this process ends before it sends more.
-pub(super) fn note_rest(to: &UnixStream, run: &RestingRun) {
-    if let Err(e) = send_json(to, &run.rested()) {
-        tracing::debug!("the next process does not take the run's place: {e}");
+/// Sends the position of `run` to the next process, in case this process ends before it sends more.
+pub(super) fn send_position(to: &UnixStream, run: &SuspendedRun) {
+    if let Err(e) = send_json(to, &run.position()) {
+        tracing::debug!("the position of the checkpoint run was not sent: {e}");
     }
 }
 
 /// Sends `run` to the next process, which has the guest. If that fails, the run continues there
 /// with a full checkpoint.
-pub(super) fn send(to: &UnixStream, run: &RestingRun) {
+pub(super) fn send(to: &UnixStream, run: &SuspendedRun) {
     let sent = run.move_away().map_err(io::Error::other).and_then(|run| send_json(to, &run));
     if let Err(e) = sent {
         tracing::warn!("the checkpoint run continues with a full checkpoint: {e}");
@@ -55,7 +55,7 @@ fn send_json(to: &UnixStream, value: &impl Serialize) -> io::Result<()> {
 /// continues without.
 pub fn receive_run(from: OwnedFd, offered: &OfferedRun) -> MovedRun {
     let mut from = TimedStream { stream: from.into(), end: Instant::now() + RECEIVE_LIMIT };
-    let rested = receive_json(&mut from).unwrap_or_else(|e| {
+    let position = receive_json(&mut from).unwrap_or_else(|e| {
         tracing::warn!("nothing of the checkpoint run has come, and it begins anew: {e}");
         offered.begin()
     });
@@ -66,7 +66,7 @@ pub fn receive_run(from: OwnedFd, offered: &OfferedRun) -> MovedRun {
         })
         .unwrap_or_else(|e| {
             tracing::warn!("the checkpoint run continues with a full checkpoint: {e}");
-            RestedRun::without_chain(rested)
+            RunPosition::without_chain(position)
         })
 }
 

@@ -69,10 +69,10 @@ pub(super) fn upgrade(
         socket: socket.display().to_string(),
         cause,
     })?;
-    let resting = upgrade.rest_run()?;
-    let run = next.run.as_ref().zip(resting.as_ref());
+    let suspended = upgrade.suspend_run()?;
+    let run = next.run.as_ref().zip(suspended.as_ref());
     if let Some((to, run)) = run {
-        run::note_rest(to, run);
+        run::send_position(to, run);
     }
     let held = HeldRequests::hold(app.relay());
     let to = format!("unix:{}", socket.display());

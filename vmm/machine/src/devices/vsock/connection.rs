@@ -24,7 +24,7 @@ const CREDIT_UPDATE_BYTES: u32 = ROOM / 4;
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Ports that identify a connection.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub(super) struct Ports {
     pub(super) guest: u32,
     pub(super) host: u32,
@@ -65,12 +65,10 @@ impl DuePackets {
 /// One stream. See the module documentation.
 #[derive(Debug)]
 pub(super) struct Connection {
-    pub(super) ports: Ports,
     guest_cid: u64,
     /// Shared with the thread that sends it to the next process.
     stream: Arc<UnixStream>,
-    phase: ConnectionPhase,
-    due: DuePackets,
+    state: ConnectionState,
     /// Whether the connection is in the device's send order.
     pub(super) queued: bool,
     /// Deadline that the device has queued.
@@ -79,9 +77,18 @@ pub(super) struct Connection {
     deadline: Option<Instant>,
     /// Whether the stream may be readable.
     readable: bool,
+}
+
+/// The state of a connection that another process can continue with. Its bytes are hostile there.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct ConnectionState {
+    ports: Ports,
+    phase: ConnectionPhase,
+    due: DuePackets,
     /// Whether the peer has closed the stream in both directions.
     hung_up: bool,
     /// Bytes from the guest that the stream has not taken yet, at most [`ROOM`].
+    #[serde(serialize_with = "write_backlog", deserialize_with = "read_backlog")]
     backlog: VecDeque<u8>,
     /// Bytes that the stream has taken in total, and the value last reported to the guest.
     forwarded: u32,
@@ -98,23 +105,10 @@ pub(super) struct Connection {
     host_shut: u32,
 }
 
-/// State of a connection that continues in another process. Its bytes are hostile there.
+/// A connection on its way to another process, without its stream.
 #[derive(Clone, Serialize, Deserialize)]
 pub(super) struct MovedConnection {
-    ports: (u32, u32),
-    phase: ConnectionPhase,
-    due: DuePackets,
-    hung_up: bool,
-    #[serde(serialize_with = "write_backlog", deserialize_with = "read_backlog")]
-    backlog: VecDeque<u8>,
-    forwarded: u32,
-    reported: u32,
-    guest_room: u32,
-    guest_forwarded: u32,
-    sent: u32,
-    credit_asked: bool,
-    guest_shut: u32,
-    host_shut: u32,
+    state: ConnectionState,
     /// Whether the device waits for the guest's answer.
     awaits_guest: bool,
 }
@@ -139,8 +133,9 @@ pub(super) fn close(stream: &UnixStream) {
 }
 
 impl MovedConnection {
+    /// Returns the connection's ports.
     pub(super) fn ports(&self) -> Ports {
-        Ports { guest: self.ports.0, host: self.ports.1 }
+        self.state.ports
     }
 }
 
@@ -162,16 +157,10 @@ impl Connection {
         phase: ConnectionPhase,
         due: DuePackets,
     ) -> Self {
-        Self {
+        let state = ConnectionState {
             ports,
-            guest_cid: guest_cid.into(),
-            stream: stream.into(),
             phase,
             due,
-            queued: false,
-            queued_deadline: None,
-            deadline: None,
-            readable: true,
             hung_up: false,
             backlog: VecDeque::new(),
             forwarded: 0,
@@ -182,7 +171,25 @@ impl Connection {
             credit_asked: false,
             guest_shut: 0,
             host_shut: 0,
+        };
+        Self::with_state(guest_cid, stream.into(), state)
+    }
+
+    fn with_state(guest_cid: u32, stream: Arc<UnixStream>, state: ConnectionState) -> Self {
+        Self {
+            guest_cid: guest_cid.into(),
+            stream,
+            state,
+            queued: false,
+            queued_deadline: None,
+            deadline: None,
+            readable: true,
         }
+    }
+
+    /// Returns the ports that identify the connection.
+    pub(super) fn ports(&self) -> Ports {
+        self.state.ports
     }
 
     /// Returns a connection that a program of the host requests over `stream`.
@@ -205,25 +212,10 @@ impl Connection {
         new
     }
 
-    /// Returns the state with which another process continues, and the stream.
+    /// Returns what another process continues with, and the stream.
     pub(super) fn moved(&self) -> (MovedConnection, Arc<UnixStream>) {
-        let moved = MovedConnection {
-            ports: (self.ports.guest, self.ports.host),
-            phase: self.phase,
-            due: self.due,
-            hung_up: self.hung_up,
-            backlog: self.backlog.clone(),
-            forwarded: self.forwarded,
-            reported: self.reported,
-            guest_room: self.guest_room,
-            guest_forwarded: self.guest_forwarded,
-            sent: self.sent,
-            credit_asked: self.credit_asked,
-            guest_shut: self.guest_shut,
-            host_shut: self.host_shut,
-            awaits_guest: self.deadline.is_some(),
-        };
-        (moved, self.stream.clone())
+        let (state, awaits_guest) = (self.state.clone(), self.deadline.is_some());
+        (MovedConnection { state, awaits_guest }, self.stream.clone())
     }
 
     /// Returns a connection of another process, which continues here. `None` if there can be no
@@ -233,25 +225,12 @@ impl Connection {
         guest_cid: u32,
         stream: Arc<UnixStream>,
     ) -> Option<Self> {
-        let shut = moved.guest_shut | moved.host_shut;
-        if shut & !(NO_RECEIVE | NO_SEND) != 0 {
+        let MovedConnection { state, awaits_guest } = moved;
+        if (state.guest_shut | state.host_shut) & !(NO_RECEIVE | NO_SEND) != 0 {
             return None;
         }
-        let ports = moved.ports();
-        Some(Self {
-            deadline: moved.awaits_guest.then(|| Instant::now() + ANSWER_TIMEOUT),
-            hung_up: moved.hung_up,
-            backlog: moved.backlog,
-            forwarded: moved.forwarded,
-            reported: moved.reported,
-            guest_room: moved.guest_room,
-            guest_forwarded: moved.guest_forwarded,
-            sent: moved.sent,
-            credit_asked: moved.credit_asked,
-            guest_shut: moved.guest_shut,
-            host_shut: moved.host_shut,
-            ..Self::new(ports, guest_cid, stream, moved.phase, moved.due)
-        })
+        let deadline = awaits_guest.then(|| Instant::now() + ANSWER_TIMEOUT);
+        Some(Self { deadline, ..Self::with_state(guest_cid, stream, state) })
     }
 
     /// Closes the stream, also for another process that may have it.
@@ -260,27 +239,29 @@ impl Connection {
     }
 
     fn note_credit(&mut self, header: &PacketHeader) {
-        self.guest_room = header.buf_alloc.get();
-        self.guest_forwarded = header.fwd_cnt.get();
+        self.state.guest_room = header.buf_alloc.get();
+        self.state.guest_forwarded = header.fwd_cnt.get();
     }
 
     /// Returns the number of bytes that the guest has room for.
     fn credit(&self) -> u32 {
-        self.guest_room.saturating_sub(self.sent.wrapping_sub(self.guest_forwarded))
+        self.state
+            .guest_room
+            .saturating_sub(self.state.sent.wrapping_sub(self.state.guest_forwarded))
     }
 
     /// Handles a packet of the guest, whose data is `data`.
     pub(super) fn take(&mut self, header: &PacketHeader, data: &[u8]) -> ConnectionOutcome {
         self.note_credit(header);
         if self.credit() > 0 {
-            self.credit_asked = false;
+            self.state.credit_asked = false;
         }
-        match (header.op.get(), self.phase) {
+        match (header.op.get(), self.state.phase) {
             (op::RST, _) => return ConnectionOutcome::Closed,
             (op::RESPONSE, ConnectionPhase::Requested) => {
-                self.phase = ConnectionPhase::Open;
+                self.state.phase = ConnectionPhase::Open;
                 self.deadline = None;
-                let greeting = format!("OK {}\n", self.ports.host);
+                let greeting = format!("OK {}\n", self.state.ports.host);
                 // A new stream has room for one line.
                 if (&*self.stream).write_all(greeting.as_bytes()).is_err() {
                     return ConnectionOutcome::Reset;
@@ -288,17 +269,17 @@ impl Connection {
             }
             (_, ConnectionPhase::Requested) => return ConnectionOutcome::Reset,
             (op::RW, _) => {
-                let full = self.backlog.len() + data.len() > ROOM as usize;
-                if full || self.guest_shut & NO_SEND != 0 {
+                let full = self.state.backlog.len() + data.len() > ROOM as usize;
+                if full || self.state.guest_shut & NO_SEND != 0 {
                     return ConnectionOutcome::Reset;
                 }
                 self.forward(data);
             }
             (op::SHUTDOWN, _) => {
-                self.guest_shut |= header.flags.get() & (NO_RECEIVE | NO_SEND);
+                self.state.guest_shut |= header.flags.get() & (NO_RECEIVE | NO_SEND);
                 self.shut_stream();
             }
-            (op::CREDIT_REQUEST, _) => self.due.credit = true,
+            (op::CREDIT_REQUEST, _) => self.state.due.credit = true,
             (op::CREDIT_UPDATE, _) => {}
             _ => return ConnectionOutcome::Reset,
         }
@@ -307,7 +288,7 @@ impl Connection {
 
     fn outcome(&self) -> ConnectionOutcome {
         let both = NO_RECEIVE | NO_SEND;
-        match self.guest_shut == both && self.backlog.is_empty() {
+        match self.state.guest_shut == both && self.state.backlog.is_empty() {
             true => ConnectionOutcome::Reset,
             false => ConnectionOutcome::Continues,
         }
@@ -315,29 +296,30 @@ impl Connection {
 
     /// Writes `data` to the stream and keeps the bytes that the stream does not take.
     fn forward(&mut self, data: &[u8]) {
-        self.backlog.extend(data);
+        self.state.backlog.extend(data);
         self.flush();
     }
 
     fn flush(&mut self) {
-        while !self.backlog.is_empty() {
-            match (&*self.stream).write(self.backlog.as_slices().0) {
+        while !self.state.backlog.is_empty() {
+            match (&*self.stream).write(self.state.backlog.as_slices().0) {
                 Ok(written) => {
-                    self.backlog.drain(..written);
-                    self.forwarded = self.forwarded.wrapping_add(written as u32);
+                    self.state.backlog.drain(..written);
+                    self.state.forwarded = self.state.forwarded.wrapping_add(written as u32);
                 }
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => break,
                 Err(_) => {
                     // The program no longer reads the stream.
-                    self.forwarded = self.forwarded.wrapping_add(self.backlog.len() as u32);
-                    self.backlog.clear();
+                    self.state.forwarded =
+                        self.state.forwarded.wrapping_add(self.state.backlog.len() as u32);
+                    self.state.backlog.clear();
                     self.shut(NO_RECEIVE);
                 }
             }
         }
-        if self.forwarded.wrapping_sub(self.reported) >= CREDIT_UPDATE_BYTES {
-            self.due.credit = true;
+        if self.state.forwarded.wrapping_sub(self.state.reported) >= CREDIT_UPDATE_BYTES {
+            self.state.due.credit = true;
         }
         self.shut_stream();
     }
@@ -345,20 +327,20 @@ impl Connection {
     /// Passes the guest's shutdown on to the stream. The write direction waits until all of the
     /// guest's data has been written. It is not an error if the stream is already closed.
     fn shut_stream(&self) {
-        if self.guest_shut & NO_SEND != 0 && self.backlog.is_empty() {
+        if self.state.guest_shut & NO_SEND != 0 && self.state.backlog.is_empty() {
             let _ = self.stream.shutdown(Shutdown::Write);
         }
-        if self.guest_shut & NO_RECEIVE != 0 {
+        if self.state.guest_shut & NO_RECEIVE != 0 {
             let _ = self.stream.shutdown(Shutdown::Read);
         }
     }
 
     /// Tells the guest which directions the host's program has shut down.
     fn shut(&mut self, flags: u32) {
-        if self.host_shut | flags != self.host_shut {
-            self.host_shut |= flags;
-            self.due.shutdown = true;
-            if self.host_shut == NO_SEND | NO_RECEIVE {
+        if self.state.host_shut | flags != self.state.host_shut {
+            self.state.host_shut |= flags;
+            self.state.due.shutdown = true;
+            if self.state.host_shut == NO_SEND | NO_RECEIVE {
                 self.deadline = Some(Instant::now() + ANSWER_TIMEOUT);
             }
         }
@@ -367,12 +349,13 @@ impl Connection {
     /// Handles a stream that is ready for reading or writing.
     pub(super) fn stream_ready(&mut self, hung_up: bool) -> ConnectionOutcome {
         self.readable = true;
-        self.hung_up |= hung_up;
-        if self.phase == ConnectionPhase::Open {
+        self.state.hung_up |= hung_up;
+        if self.state.phase == ConnectionPhase::Open {
             self.flush();
             // No later read will detect the end of the stream.
-            let all_read = self.host_shut & NO_SEND != 0 || self.guest_shut & NO_RECEIVE != 0;
-            if self.hung_up && all_read {
+            let all_read =
+                self.state.host_shut & NO_SEND != 0 || self.state.guest_shut & NO_RECEIVE != 0;
+            if self.state.hung_up && all_read {
                 self.shut(NO_SEND | NO_RECEIVE);
             }
         }
@@ -399,50 +382,52 @@ impl Connection {
 
     /// Returns whether there may be a packet for the guest.
     pub(super) fn wants_to_send(&self) -> bool {
-        let DuePackets { request, response, credit, ask_credit, shutdown } = self.due;
+        let DuePackets { request, response, credit, ask_credit, shutdown } = self.state.due;
         let control = request || response || credit || ask_credit || shutdown;
-        control || self.may_read() && (self.credit() > 0 || !self.credit_asked)
+        control || self.may_read() && (self.credit() > 0 || !self.state.credit_asked)
     }
 
     fn may_read(&self) -> bool {
         self.readable
-            && self.phase == ConnectionPhase::Open
-            && self.host_shut & NO_SEND == 0
-            && self.guest_shut & NO_RECEIVE == 0
+            && self.state.phase == ConnectionPhase::Open
+            && self.state.host_shut & NO_SEND == 0
+            && self.state.guest_shut & NO_RECEIVE == 0
     }
 
     /// Returns the next packet for the guest, if there is one, and puts its data into `data`.
     pub(super) fn next_packet(&mut self, data: &mut [u8]) -> Option<PacketHeader> {
-        if let Some(op) = self.due.take() {
+        if let Some(op) = self.state.due.take() {
             return Some(self.header(op, 0));
         }
         if self.may_read() {
             match self.read(data) {
                 Some(len) if len > 0 => return Some(self.header(op::RW, len)),
-                _ if std::mem::take(&mut self.due.ask_credit) => {
+                _ if std::mem::take(&mut self.state.due.ask_credit) => {
                     return Some(self.header(op::CREDIT_REQUEST, 0));
                 }
                 _ => {}
             }
         }
         // The shutdown follows all data that the program has sent.
-        let shutdown = std::mem::take(&mut self.due.shutdown);
-        shutdown
-            .then(|| PacketHeader { flags: self.host_shut.into(), ..self.header(op::SHUTDOWN, 0) })
+        let shutdown = std::mem::take(&mut self.state.due.shutdown);
+        shutdown.then(|| PacketHeader {
+            flags: self.state.host_shut.into(),
+            ..self.header(op::SHUTDOWN, 0)
+        })
     }
 
     /// Reads from the stream as many bytes as the guest has room for.
     fn read(&mut self, data: &mut [u8]) -> Option<u32> {
         let most = data.len().min(self.credit() as usize);
         if most == 0 {
-            self.due.ask_credit = !std::mem::replace(&mut self.credit_asked, true);
+            self.state.due.ask_credit = !std::mem::replace(&mut self.state.credit_asked, true);
             return None;
         }
         loop {
             match (&*self.stream).read(&mut data[..most]) {
                 Ok(0) => {}
                 Ok(len) => {
-                    self.sent = self.sent.wrapping_add(len as u32);
+                    self.state.sent = self.state.sent.wrapping_add(len as u32);
                     return Some(len as u32);
                 }
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
@@ -450,26 +435,26 @@ impl Connection {
                     self.readable = false;
                     return None;
                 }
-                Err(_) => self.hung_up = true,
+                Err(_) => self.state.hung_up = true,
             }
-            self.shut(if self.hung_up { NO_SEND | NO_RECEIVE } else { NO_SEND });
+            self.shut(if self.state.hung_up { NO_SEND | NO_RECEIVE } else { NO_SEND });
             return None;
         }
     }
 
     fn header(&mut self, op: u16, len: u32) -> PacketHeader {
-        self.reported = self.forwarded;
+        self.state.reported = self.state.forwarded;
         PacketHeader {
             src_cid: HOST_CID.into(),
             dst_cid: self.guest_cid.into(),
-            src_port: self.ports.host.into(),
-            dst_port: self.ports.guest.into(),
+            src_port: self.state.ports.host.into(),
+            dst_port: self.state.ports.guest.into(),
             len: len.into(),
             kind: STREAM.into(),
             op: op.into(),
             flags: 0.into(),
             buf_alloc: ROOM.into(),
-            fwd_cnt: self.forwarded.into(),
+            fwd_cnt: self.state.forwarded.into(),
         }
     }
 }

@@ -221,7 +221,7 @@ impl Vsock {
 
     fn insert(&mut self, token: u32, connection: Connection) {
         self.counters.connections_begun.add(1);
-        self.tokens.insert(connection.ports, token);
+        self.tokens.insert(connection.ports(), token);
         self.connections.insert(token, connection);
         self.queue_for_sending(token);
     }
@@ -256,7 +256,7 @@ impl Vsock {
         let Some(connection) = self.connections.remove(&token) else { return };
         connection.close();
         self.counters.connections_ended.add(1);
-        self.tokens.remove(&connection.ports);
+        self.tokens.remove(&connection.ports());
         // Remove its entries now, because a guest that takes no packets would never use them up.
         if connection.queued {
             self.send_order.retain(|of| *of != token);
@@ -265,7 +265,7 @@ impl Vsock {
             self.deadlines.retain(|(_, of)| *of != token);
         }
         if outcome == ConnectionOutcome::Reset {
-            self.refuse(connection.ports);
+            self.refuse(connection.ports());
         }
     }
 

@@ -1,4 +1,4 @@
-//! An upgrade under way, and the checkpoint run that rests meanwhile.
+//! An upgrade under way, and the checkpoint run that is suspended meanwhile.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,12 +7,12 @@ use parking_lot::MutexGuard;
 
 use super::checkpoints::CheckpointJob;
 use super::error::JobError;
-use super::moved_run::{MovedRun, OfferedRun, RestedRun};
+use super::moved_run::{MovedRun, OfferedRun, RunPosition};
 use super::pause_control::PauseControl;
-use super::run_hold::RunRest;
+use super::run_suspension::SuspendOutcome;
 
 /// Limit on the checkpoint in progress at the begin of an upgrade.
-const REST_LIMIT: Duration = Duration::from_secs(10);
+const SUSPEND_LIMIT: Duration = Duration::from_secs(10);
 /// Limit on closing the store after that, which requests wait for.
 const STORE_CLOSE_LIMIT: Duration = Duration::from_secs(2);
 
@@ -32,21 +32,21 @@ impl Upgrade<'_> {
         Some(OfferedRun { number: run.number(), request: run.request().clone() })
     }
 
-    /// Lets the checkpoint run rest, if there is one. Waits for the checkpoint in progress.
+    /// Suspends the checkpoint run, if there is one. Waits for the checkpoint in progress.
     ///
     /// # Errors
     ///
-    /// That takes long. The run goes on here.
-    pub(crate) fn rest_run(&self) -> Result<Option<RestingRun>, JobError> {
+    /// The checkpoint in progress takes longer than 10 s. The run continues here.
+    pub(crate) fn suspend_run(&self) -> Result<Option<SuspendedRun>, JobError> {
         let Some(job) = self.run.clone() else { return Ok(None) };
         self.pauses.collect_in_pause(true);
         // Before the wait, because clients that leave meanwhile do not end the run.
-        let resting = RestingRun { job, pauses: self.pauses.clone() };
-        match resting.job.rest(REST_LIMIT) {
-            RunRest::Rests | RunRest::Over => Ok(Some(resting)),
-            RunRest::Busy => {
-                let job = resting.job.number();
-                Err(JobError::CheckpointTakesLong { job, limit: REST_LIMIT })
+        let suspended = SuspendedRun { job, pauses: self.pauses.clone() };
+        match suspended.job.suspend(SUSPEND_LIMIT) {
+            SuspendOutcome::Suspended | SuspendOutcome::Over => Ok(Some(suspended)),
+            SuspendOutcome::Busy => {
+                let job = suspended.job.number();
+                Err(JobError::CheckpointTakesLong { job, limit: SUSPEND_LIMIT })
             }
         }
     }
@@ -57,17 +57,17 @@ impl Upgrade<'_> {
     }
 }
 
-/// A checkpoint run that rests, or has ended, during an upgrade. Dropping it lets the run go on
-/// here, unless it has moved.
-pub(crate) struct RestingRun {
+/// A checkpoint run that is suspended, or has ended, during an upgrade. Dropping it continues the
+/// run here, unless it has moved.
+pub(crate) struct SuspendedRun {
     job: Arc<CheckpointJob>,
     pauses: Arc<PauseControl>,
 }
 
-impl RestingRun {
-    /// Returns where the run is.
-    pub(crate) fn rested(&self) -> RestedRun {
-        self.job.rested()
+impl SuspendedRun {
+    /// Returns the run's position.
+    pub(crate) fn position(&self) -> RunPosition {
+        self.job.position()
     }
 
     /// Ends the run here, because the guest has moved. Returns what the next process continues
@@ -82,10 +82,10 @@ impl RestingRun {
     }
 }
 
-impl Drop for RestingRun {
+impl Drop for SuspendedRun {
     fn drop(&mut self) {
         self.pauses.collect_in_pause(false);
-        self.job.release();
+        self.job.resume();
         if let Ok(runtime) = tokio::runtime::Handle::try_current() {
             let job = self.job.clone();
             runtime.spawn(async move { job.expect_client().await });
