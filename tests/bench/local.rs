@@ -4,16 +4,21 @@
 //! | figure | of |
 //! | --- | --- |
 //! | downtime | from the source's request to pause until the destination has resumed the guest |
-//! | longest gap | the longest time between two ticks of a vCPU's loop, in its first 0.1 s at the destination; the pause is in it |
+//! | longest gap | the longest time between two ticks of a vCPU's loop, in its first 0.1 s at the destination, and for `upgrade` in the whole command; the pause is in it |
 //! | both | the most memory that both processes had together, above what one had before |
 //!
-//! The guests have 2 vCPUs, which write 32 MiB/s. The figures are medians of 50 hand-overs in a
-//! row, and their maximum; a number as an argument is the number of hand-overs.
+//! The guests have 2 vCPUs, which write 32 MiB/s, and Linux has checkers that use its disk and its
+//! network all the time. The figures are medians of 50 hand-overs in a row, and their maximum; a
+//! number as an argument is the number of hand-overs. The Linux guest needs what
+//! `images/linux/README.md` describes.
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a bench")]
 
 use driftline_images::PayloadReport;
 use driftline_machine::testing::{most_together, share_kib};
-use tests::{Driftline, SOON, ScratchDir, json_of};
+use tests::{
+    CheckerProgress, Driftline, EchoClient, LinuxImage, Network, SOON, ScratchDir, StopsLatest,
+    json_of,
+};
 
 /// Default number of hand-overs of each guest.
 const COUNT: usize = 50;
@@ -21,6 +26,10 @@ const COUNT: usize = 50;
 const MEMORY_COUNT: usize = 5;
 const VCPUS: u32 = 2;
 const SPEC: &str = "payload,ws=16M,rate=32M";
+const CHECKERS: &str = "driftline.check=mem,disk,tcp,clock driftline.mem=every=2s \
+     driftline.disk=path=/dev/vda,pause=5ms,every=2s driftline.tcp=every=2s \
+     driftline.clock=every=2s";
+const DISK_BYTES: u64 = 32 << 20;
 
 /// A guest, and how its memory reaches the next process.
 struct HandOverRow {
@@ -69,16 +78,22 @@ fn main() {
     println!("| guest | hand-overs | downtime, ms | longest gap, ms | both, MiB more |");
     println!("| --- | --- | --- | --- | --- |");
     for row in &ROWS {
-        let samples = hand_over(row, count.div_ceil(row.of));
-        println!(
-            "| {} | {} | {} | {} | {} |",
-            row.name,
-            samples.downtime_ms.len(),
-            figure(samples.downtime_ms),
-            figure(samples.gap_ms),
-            figure(samples.more_mib),
-        );
+        print_row(row.name, hand_over(row, count.div_ceil(row.of)));
     }
+    print_row("1 GiB, populated, `upgrade`", upgrade_payload(count));
+    if let Some(samples) = upgrade_linux(count) {
+        print_row("Linux, 1 GiB, populated, `upgrade`", samples);
+    }
+}
+
+fn print_row(name: &str, samples: HandOverFigures) {
+    println!(
+        "| {name} | {} | {} | {} | {} |",
+        samples.downtime_ms.len(),
+        figure(samples.downtime_ms),
+        figure(samples.gap_ms),
+        figure(samples.more_mib),
+    );
 }
 
 /// Returns the median and the maximum.
@@ -127,6 +142,55 @@ fn hand_over(row: &HandOverRow, count: usize) -> HandOverFigures {
         vm = next;
     }
     samples
+}
+
+/// Replaces the process of a guest `count` times.
+fn upgrade_payload(count: usize) -> HandOverFigures {
+    let scratch = ScratchDir::new();
+    let args = [ROWS[0].guest, &["--vcpus", "2"]].concat();
+    let vm = Driftline::run(&scratch, "0", SPEC, &args);
+    let _stops = StopsLatest(vm.socket().to_owned());
+    vm.console().wait_reports(VCPUS, 3, SOON);
+    let mut samples = HandOverFigures::default();
+    for _ in 0..count {
+        let before = vm.console().reports().len();
+        samples.downtime_ms.push(upgrade(&vm));
+        vm.console().wait_reports(VCPUS, 2, SOON);
+        let gap_us = vm.console().reports()[before..].iter().map(|report| report.gap_us).max();
+        samples.gap_ms.push(gap_us.unwrap_or(0) as f64 / 1e3);
+    }
+    samples
+}
+
+/// Replaces the process of a Linux guest `count` times while it uses its disk and its tap.
+fn upgrade_linux(count: usize) -> Option<HandOverFigures> {
+    let linux = LinuxImage::or_skip("Linux")?;
+    let network = Network::new().inspect_err(|why| println!("Linux: not measured: {why}")).ok()?;
+    let scratch = ScratchDir::new();
+    let disk = scratch.path("disk");
+    std::fs::File::create(&disk).unwrap().set_len(DISK_BYTES).unwrap();
+    let disk = format!("path={}", disk.display());
+    let devices = ["--vcpus", "2", "--disk", &disk, "--net", "tap=tap0"];
+    let args = [ROWS[0].guest, &devices].concat();
+    let mut vm = linux.boot("vmlinux", &network.hosts[0], &scratch, "0", CHECKERS, &args);
+    let _stops = StopsLatest(vm.socket().to_owned());
+    CheckerProgress::wait(&mut vm, false);
+    let mut echo = EchoClient::start(&linux, &network.peer, &scratch, "echo");
+    let mut samples = HandOverFigures::default();
+    for _ in 0..count {
+        samples.downtime_ms.push(upgrade(&vm));
+        echo.wait_answers(10);
+    }
+    echo.finish();
+    tests::assert_clean(&vm.console());
+    Some(samples)
+}
+
+/// Replaces the process of a guest. Returns the downtime, ms.
+fn upgrade(vm: &Driftline) -> f64 {
+    let replaced = vm.cli("upgrade", &["--json"]);
+    assert!(replaced.status.success(), "{}", String::from_utf8_lossy(&replaced.stderr));
+    json_of(&replaced)["downtime_ms"].as_f64().expect("a time")
 }
 
 /// Returns the gap in the first report of each vCPU.

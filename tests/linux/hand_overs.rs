@@ -2,19 +2,11 @@
 //! are.
 
 use tests::{
-    CheckerProgress, Driftline, EchoClient, SOON, ScratchDir, json_of, repeats, run_cli, wait_for,
+    CheckerProgress, Driftline, EchoClient, SOON, ScratchDir, StopsLatest, json_of, repeats,
+    wait_for,
 };
 
 use super::{CHECKERS, CheckedGuest, linux_and_network, text};
-
-/// Ends the latest process of a guest, which is not a child of the test.
-struct EndsLatest(String);
-
-impl Drop for EndsLatest {
-    fn drop(&mut self) {
-        run_cli(&["stop", "--api-sock", &self.0]);
-    }
-}
 
 /// The next processes are given no file of a device: those that are open come along. Every third
 /// one is started by hand, the others by `driftline upgrade`.
@@ -38,7 +30,7 @@ fn linux_outlives_its_processes() {
     let through = format!("vsock={uds}");
     let options = ["interval=50ms", "window=8", &through];
     let mut local = EchoClient::start_with(&options, &linux, &network.peer, &scratch, "over-vsock");
-    let mut latest = EndsLatest(guest.process.socket().to_owned());
+    let mut latest = StopsLatest(guest.process.socket().to_owned());
     let (mut silences, mut downtimes) = (Vec::new(), Vec::new());
     for i in 0..repeats(7, 100) {
         let mark = echo.mark();
@@ -59,7 +51,7 @@ fn linux_outlives_its_processes() {
         downtimes.push(report["downtime_ms"].as_f64());
         tests::assert_clean(&guest.process.console());
         if let Some(next) = next {
-            latest = EndsLatest(next.socket().to_owned());
+            latest = StopsLatest(next.socket().to_owned());
             guest.process = next;
         }
         echo.wait_answers(20);

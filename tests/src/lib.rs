@@ -26,7 +26,7 @@ pub use load::GuestLoad;
 pub use network::{GUEST, Namespace, Network, PEER};
 pub use openapi::{ApiDocument, DocumentedOperation, examples};
 pub use page_handler::{HandlerCounts, HandlerProcess};
-pub use process::{Driftline, ScratchDir, driftline, json_of, run_cli};
+pub use process::{Driftline, ScratchDir, StopsLatest, driftline, json_of, run_cli};
 pub use proxy::{CutAction, Direction, LaterConnections, MigrationProxy};
 pub use raw_http::{RawConnection, RawReply};
 pub use serving::ServingProcess;

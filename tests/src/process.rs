@@ -327,6 +327,16 @@ impl Drop for Driftline {
     }
 }
 
+/// Stops the guest at an API socket when dropped: its latest process is no child of this one.
+#[derive(Debug)]
+pub struct StopsLatest(pub String);
+
+impl Drop for StopsLatest {
+    fn drop(&mut self) {
+        run_cli(&["stop", "--api-sock", &self.0]);
+    }
+}
+
 /// Runs `driftline ARGS` to its end.
 pub fn run_cli(args: &[&str]) -> Output {
     Command::new(driftline()).args(args).stdin(Stdio::null()).output().expect("driftline starts")

@@ -1,5 +1,5 @@
-//! Measures what huge pages gain a guest, how tracking affects them, and which pages prefault
-//! memory fastest: `cargo bench -p driftline-backends --bench huge_pages`.
+//! Measures what huge pages gain a guest, what memory files cost it, how tracking affects both, and
+//! which pages prefault memory fastest: `cargo bench -p driftline-backends --bench huge_pages`.
 //!
 //! First 512 MiB are prefaulted as in a migration's destination, in ranges of 2 MiB: with the pages
 //! that the machine chooses, with huge pages alone and with small pages alone.
@@ -21,7 +21,7 @@ use driftline_machine::config::{
     BackendKind, Boot, CpuConfig, DEFAULT_RING_ENTRIES, HostConfig, MachineConfig, SerialSink,
 };
 use driftline_machine::machine::KvmMachine;
-use driftline_machine::memory::{HugePages, Memory, MemoryOptions};
+use driftline_machine::memory::{Backing, HugePages, Memory, MemoryOptions};
 use driftline_machine::tracking::TrackingMode;
 
 const ROUNDS: usize = 3;
@@ -30,6 +30,15 @@ const EPOCH: Duration = Duration::from_millis(100);
 /// Number of 4 KiB pages in the working set.
 const PAGES: u64 = 512 << 8;
 const LONG: Duration = Duration::from_secs(60);
+
+/// Kinds of memory that a guest is measured with.
+const KINDS: [(Backing, HugePages); 5] = [
+    (Backing::Anon, HugePages::None),
+    (Backing::Memfd, HugePages::None),
+    (Backing::Anon, HugePages::Thp),
+    (Backing::Memfd, HugePages::Thp),
+    (Backing::Anon, HugePages::Hugetlbfs),
+];
 
 const COLUMNS: [&str; 5] = [
     "first 512 MiB, ms",
@@ -45,11 +54,10 @@ fn main() {
         println!("not measured: {why}");
         return;
     }
-    let kinds = [HugePages::None, HugePages::Thp, HugePages::Hugetlbfs];
-    let mut samples = vec![vec![Vec::new(); COLUMNS.len()]; kinds.len() * 2];
+    let mut samples = vec![vec![Vec::new(); COLUMNS.len()]; KINDS.len() * 2];
     let mut why_not = Vec::new();
     for _ in 0..ROUNDS {
-        for (k, kind) in kinds.into_iter().enumerate() {
+        for (k, kind) in KINDS.into_iter().enumerate() {
             for (t, tracking) in
                 [TrackingMode::DirtyRing, TrackingMode::DirtyBitmap].into_iter().enumerate()
             {
@@ -63,12 +71,13 @@ fn main() {
             }
         }
     }
-    println!("\n| huge pages, tracking | {} |", COLUMNS.join(" | "));
+    println!("\n| memory, huge pages, tracking | {} |", COLUMNS.join(" | "));
     println!("|{}", " --- |".repeat(COLUMNS.len() + 1));
     for (row, cells) in samples.iter_mut().enumerate().filter(|(_, c)| !c[0].is_empty()) {
         let tracking = if row % 2 == 0 { "dirty-ring" } else { "dirty-bitmap" };
         let cells: Vec<String> = cells.iter_mut().map(|c| format!("{:.0}", median(c))).collect();
-        println!("| {}, {tracking} | {} |", kinds[row / 2], cells.join(" | "));
+        let (backing, huge_pages) = KINDS[row / 2];
+        println!("| {backing}, {huge_pages}, {tracking} | {} |", cells.join(" | "));
     }
     why_not.iter().for_each(|why| println!("not measured: {why}"));
 }
@@ -102,10 +111,13 @@ fn median(values: &mut [f64]) -> f64 {
     values[values.len() / 2]
 }
 
-fn measure(huge_pages: HugePages, tracking: TrackingMode) -> Result<Vec<f64>, String> {
+fn measure(
+    (backing, huge_pages): (Backing, HugePages),
+    tracking: TrackingMode,
+) -> Result<Vec<f64>, String> {
     let dir = tempfile::tempdir().unwrap();
     let serial = dir.path().join("serial");
-    let memory = MemoryOptions { huge_pages: Some(huge_pages), ..MemoryOptions::default() };
+    let memory = MemoryOptions { backing, huge_pages: Some(huge_pages), prefault: false };
     let host =
         HostConfig { serial: SerialSink::File(serial.clone()), memory, ..Default::default() };
     let config = MachineConfig {
@@ -121,7 +133,8 @@ fn measure(huge_pages: HugePages, tracking: TrackingMode) -> Result<Vec<f64>, St
     };
     let image = driftline_backends::image(&config).unwrap();
     let host = HostConfig { image, ..host };
-    let machine = KvmMachine::launch(config, &host).map_err(|e| format!("{huge_pages}: {e}"))?;
+    let machine =
+        KvmMachine::launch(config, &host).map_err(|e| format!("{backing}, {huge_pages}: {e}"))?;
     let start = Instant::now();
     machine.resume().unwrap();
     while reports(&serial).iter().all(|r| r.passes == 0) {

@@ -1,6 +1,6 @@
 //! Migrations to other hosts need TLS, or `--insecure`.
 
-use crate::common::{TestDir, Vmm, fail, receiver};
+use crate::common::{TestDir, Vmm, fail, receiver, wait_for};
 use certificates::{NOW, TestCa};
 
 #[allow(dead_code, reason = "only `migrate` tests dates")]
@@ -25,8 +25,9 @@ fn other_hosts_are_refused_without_protection() {
     assert!(stderr.contains(why) && stderr.contains("the guest continues here"), "{stderr}");
     let mut receiver = Vmm::start(&tmp, "b", &["receive-migration", "tcp:0.0.0.0:0", "--insecure"]);
     receiver.await_api();
-    let warnings = receiver.stderr().matches("insecure: every host that reaches").count();
-    assert_eq!(warnings, 1, "{}", receiver.stderr());
+    let warning = "insecure: every host that reaches";
+    wait_for("the warning", || receiver.stderr().contains(warning).then_some(()));
+    assert_eq!(receiver.stderr().matches(warning).count(), 1, "{}", receiver.stderr());
     assert_eq!(guest.state(), "running");
 }
 

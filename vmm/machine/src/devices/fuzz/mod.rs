@@ -182,6 +182,20 @@ mod tests {
         super::balloon_statistics(&[&start[..], &round.repeat(16)].concat());
     }
 
+    /// To shut a stream down once more makes it ready once more.
+    #[test]
+    fn half_closed_connection_rests() {
+        // Memory; a start with all features and 3 queues of 8 entries; packets of the guest to the
+        // port at which a program listens.
+        let start = [0, 0, 0, 3, 3, 3];
+        let packet = |op, flags| [1, 0, 0, 0, 1, 0, 0, 0, 0, op, flags, 1, 0, 0, 255];
+        let (request, shutdown) = (1, 4);
+        for directions in 1..4 {
+            let packets = [packet(request, 0), packet(shutdown, directions)].concat();
+            super::vsock_transmit(&[&start[..], &packets].concat());
+        }
+    }
+
     proptest! {
         #![proptest_config(ProptestConfig {
             cases: 24,

@@ -77,6 +77,8 @@ pub(super) struct Connection {
     deadline: Option<Instant>,
     /// Whether the stream may be readable.
     readable: bool,
+    /// Directions of the guest that the stream is shut down in: `NO_RECEIVE`, `NO_SEND`.
+    stream_shut: u32,
 }
 
 /// The state of a connection that another process can continue with. Its bytes are hostile there.
@@ -184,6 +186,7 @@ impl Connection {
             queued_deadline: None,
             deadline: None,
             readable: true,
+            stream_shut: 0,
         }
     }
 
@@ -324,14 +327,18 @@ impl Connection {
         self.shut_stream();
     }
 
-    /// Passes the guest's shutdown on to the stream. The write direction waits until all of the
-    /// guest's data has been written. It is not an error if the stream is already closed.
-    fn shut_stream(&self) {
-        if self.state.guest_shut & NO_SEND != 0 && self.state.backlog.is_empty() {
-            let _ = self.stream.shutdown(Shutdown::Write);
-        }
-        if self.state.guest_shut & NO_RECEIVE != 0 {
-            let _ = self.stream.shutdown(Shutdown::Read);
+    /// Passes the guest's shutdown on to the stream, each direction once: every call of the system
+    /// makes the stream ready again. The write direction waits until all of the guest's data has
+    /// been written.
+    fn shut_stream(&mut self) {
+        let unsent = if self.state.backlog.is_empty() { 0 } else { NO_SEND };
+        let due = self.state.guest_shut & !unsent & !self.stream_shut;
+        self.stream_shut |= due;
+        for (direction, how) in [(NO_SEND, Shutdown::Write), (NO_RECEIVE, Shutdown::Read)] {
+            if due & direction != 0 {
+                // It is not an error if the stream is already closed.
+                let _ = self.stream.shutdown(how);
+            }
         }
     }
 
