@@ -293,7 +293,6 @@ fn broken_rules_stop_the_device(tested: &TestedDevice<'_>) {
         (tested.request)(&mut driver, 50 + i);
         break_rule(&mut driver);
         driver.wait_stopped(what);
-        assert_ne!(driver.read(VIRTIO_MMIO_INTERRUPT_STATUS) & VIRTIO_MMIO_INT_CONFIG, 0, "{what}");
         // A stopped device does nothing. It can be paused and saved.
         driver.kick(q);
         check_move(&driver, tested, what);

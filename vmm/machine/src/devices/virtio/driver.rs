@@ -315,11 +315,12 @@ impl Driver {
         self.read(VIRTIO_MMIO_STATUS) & VIRTIO_CONFIG_S_NEEDS_RESET != 0
     }
 
-    /// Waits until the device asks for a reset because of `what`.
+    /// Waits until the device asks for a reset because of `what`, and has interrupted the driver.
     #[track_caller]
     pub(crate) fn wait_stopped(&self, what: &str) {
         let end = Instant::now() + TIMEOUT;
-        while !self.is_stopped() {
+        let is_told = || self.read(VIRTIO_MMIO_INTERRUPT_STATUS) & VIRTIO_MMIO_INT_CONFIG != 0;
+        while !(self.is_stopped() && is_told()) {
             assert!(Instant::now() < end, "{what}: the device works on");
             std::thread::sleep(Duration::from_micros(200));
         }
