@@ -53,4 +53,5 @@ mod stuck;
 mod terminal;
 mod top;
 mod upgrade;
+mod upgrade_kills;
 mod waiting;

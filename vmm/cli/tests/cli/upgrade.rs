@@ -9,11 +9,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{scope, sleep};
 use std::time::Duration;
 
-use crate::common::{
-    TIMEOUT, TestDir, Vmm, driftline, output, status_field, succeed, text, wait_for,
-};
+use crate::common::latest_process::LatestProcess;
+use crate::common::{TIMEOUT, TestDir, Vmm, driftline, output, succeed, text, wait_for};
 use driftline_machine::testing::{full, kvm_or_skip};
-use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 const THREADS: &[&str] = &["--backend", "threads", "--mem", "64M", "--vcpus", "2"];
@@ -24,53 +22,6 @@ const GUEST: &[&str] =
 /// not have what that one has missed.
 const SLOW_GUEST: &[&str] =
     &["--memory-backing", "memfd", "--guest", "payload,ws=2M,rate=2M,report=100"];
-
-/// Threads and descriptors that the clients of a test may have in its guest's process.
-const CLIENTS: usize = 4;
-
-/// The latest process of a guest, which is not a child of the test. Killed when dropped.
-struct LatestProcess<'p>(&'p Vmm<'p>);
-
-impl LatestProcess<'_> {
-    fn pid(&self) -> u32 {
-        self.0.info().unwrap()["pid"].as_u64().unwrap() as u32
-    }
-
-    /// Replaces the process. Returns the report.
-    fn upgrade(&self) -> Value {
-        let before = self.pid();
-        let report: Value = serde_json::from_str(&self.0.tell(&["upgrade", "--json"])).unwrap();
-        assert_eq!(report["status"], "completed", "{report}");
-        let now = self.pid();
-        assert!(now != before && report["pid"] == now, "{report}: {before}, {now}");
-        report
-    }
-
-    /// Returns how many threads and descriptors the process has.
-    fn resources(&self) -> (usize, usize) {
-        let proc = format!("/proc/{}", self.pid());
-        let status = fs::read_to_string(format!("{proc}/status")).unwrap();
-        let files = fs::read_dir(format!("{proc}/fd")).unwrap().count();
-        (status_field(&status, "Threads:").unwrap().parse().unwrap(), files)
-    }
-
-    /// Waits until the process has about the threads and descriptors of `before`. Clients' requests
-    /// and connections have some, too.
-    fn await_resources(&self, before: (usize, usize)) {
-        wait_for("the resources before", || {
-            let now = self.resources();
-            (now.0 <= before.0 + CLIENTS && now.1 <= before.1 + CLIENTS).then_some(())
-        });
-    }
-}
-
-impl Drop for LatestProcess<'_> {
-    fn drop(&mut self) {
-        let pid = self.0.info().and_then(|info| info["pid"].as_i64());
-        let pid = pid.and_then(|pid| Pid::from_raw(pid as i32));
-        let _ = pid.map(|pid| kill_process(pid, Signal::KILL));
-    }
-}
 
 /// A client that keeps its connection.
 struct KeptConnection(BufReader<UnixStream>);
@@ -111,7 +62,7 @@ impl KeptConnection {
 fn upgrades(machine: &[&str], times: u32) {
     let tmp = TestDir::new();
     let vmm = Vmm::run(&tmp, "first", &[machine, GUEST].concat());
-    let latest = LatestProcess(&vmm);
+    let latest = LatestProcess::of(&vmm);
     let id = vmm.info().unwrap()["vm_id"].clone();
     let before = vmm.await_progress(2, &[]);
     let mut idle = KeptConnection::open(&vmm.socket());
@@ -168,7 +119,7 @@ fn checkpoints_continue(machine: &[&str], times: u32) {
     let run = ["checkpoint", "--every", "20ms", "--json", "--store", &store, "--api-sock"];
     let mut run = driftline(&[&run[..], &[&vmm.socket()]].concat());
     let run = run.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    let latest = LatestProcess(&vmm);
+    let latest = LatestProcess::of(&vmm);
     let before = vmm.await_progress(2, &[]);
     let taken = || {
         let page: Value =
@@ -268,7 +219,7 @@ fn later_state_is_refused_before_the_pause() {
     }
     let tmp = TestDir::new();
     let vmm = Vmm::run(&tmp, "first", &[KVM, GUEST].concat());
-    let latest = LatestProcess(&vmm);
+    let latest = LatestProcess::of(&vmm);
     let upgrade = |later: Option<&str>| {
         let mut upgrade = driftline(&["upgrade", "--json", "--api-sock", &vmm.socket()]);
         upgrade.envs(later.map(|kind| ("DRIFTLINE_TEST_LATER_STATE", kind)));
@@ -324,7 +275,7 @@ fn guest_stays_if_the_next_process_fails() {
     }
     assert_eq!(vmm.info().unwrap()["pid"], vmm.pid());
     vmm.await_progress(2, &vmm.reports());
-    let latest = LatestProcess(&vmm);
+    let latest = LatestProcess::of(&vmm);
     latest.upgrade();
 }
 
@@ -361,7 +312,7 @@ fn service_manager_follows_the_next_process() {
     let mut upgrade = driftline(&["upgrade", "--api-sock", &vmm.socket()]);
     let upgraded = upgrade.env("NOTIFY_SOCKET", &address).output().unwrap();
     assert!(upgraded.status.success(), "{}", text(&upgraded.stderr));
-    let latest = LatestProcess(&vmm);
+    let latest = LatestProcess::of(&vmm);
     let main = format!("MAINPID={}\nREADY=1\n", latest.pid());
     assert!(receive().starts_with(&main));
     wait_for("the first process's end", || {
