@@ -42,7 +42,7 @@ const CODE: [u8; 26] = [
     0xeb, 0xe6, // jmp to the first
 ];
 
-/// A VM with its memory, whose writes by the VMM mark the trees.
+/// A KVM guest and its memory, in which writes by the VMM mark the trees.
 struct ExampleVm {
     fd: VmFd,
     vcpu: VcpuFd,

@@ -1,17 +1,17 @@
 //! A set of frames as runs: ascending, disjoint, and never touching.
 //!
 //! For sets of few runs with many frames: a guest's memory map, frames that are still to be fetched
-//! or sent, frames that have arrived. The frames that vCPUs write are scattered and belong into a
+//! or sent, frames that have arrived. The frames that vCPUs write are scattered and belong in a
 //! [`Tree`](crate::Tree), which many threads can mark and whose cost does not depend on how the
 //! frames are distributed.
 //!
 //! [`FrameSet::insert_all`] inserts in one pass: it grows only where room ends, and continues from
 //! there. This was proposed on linux-mm for `memblock_add_range()` ("delayed allocation",
-//! <https://mail.spinics.net/lists/linux-mm/msg422526.html>). In the first of two passes the kernel
-//! counts what an insertion needs, grows, and inserts in the second. The proposal inserts one range
-//! at a time, splits it where it overlaps existing ranges, and joins the parts afterwards. Here an
-//! entire list is inserted, and joined as it is written. `cargo bench -p driftline-dirty-tracker --
-//! frameset` measures both.
+//! <https://mail.spinics.net/lists/linux-mm/msg422526.html>). The kernel makes two passes: the
+//! first counts what an insertion needs, then the array grows, and the second pass inserts. The
+//! proposal inserts one range at a time, splits it where it overlaps existing ranges, and joins the
+//! parts afterwards. Here an entire list is inserted, and joined as it is written. `cargo bench -p
+//! driftline-dirty-tracker -- frameset` measures both.
 
 use std::fmt;
 use std::iter::Copied;
@@ -62,8 +62,8 @@ const fn between(start: u64, end: u64) -> FrameRun {
 }
 
 /// Returns how many of the ascending `runs` end before `frame` with a gap of at least one frame:
-/// they neither overlap nor touch a run that starts there. Fast for few runs: it probes at doubling
-/// distances.
+/// they neither overlap nor touch a run that starts there. Costs O(log of the result), because it
+/// probes at doubling distances.
 fn leading(runs: &[FrameRun], frame: u64) -> usize {
     let (mut low, mut step) = (0, 1);
     while runs.get(low + step - 1).is_some_and(|r| end(*r) < frame) {
@@ -343,7 +343,7 @@ impl FrameSet {
         self.frames -= run.count;
         if first.count == 0 {
             self.taken += 1;
-            // Each run moved here is paid for by one that was taken before.
+            // Fewer runs are moved than were taken before, so a run costs O(1) amortized.
             if self.taken > self.runs.len() / 2 {
                 self.runs.drain(..self.taken);
                 self.taken = 0;

@@ -1,9 +1,9 @@
 //! Finds which guest frames changed, at a cost proportional to the number of dirty frames.
 //!
-//! A virtual machine monitor that migrates or checkpoints a running guest must know which of its 4
-//! KiB frames changed since its last look. This crate provides that and nothing else. It makes no
-//! KVM calls and does no I/O. Its only unsafe code calls vector instructions and writes to the
-//! spare capacity of lists. A dirty frame passes through these stages:
+//! A virtual machine monitor that migrates or checkpoints a running guest must know which of the
+//! guest's 4 KiB frames changed since it last asked. This crate provides that and nothing else. It
+//! makes no KVM calls and does no I/O. Its only unsafe code calls vector instructions and writes to
+//! the spare capacity of lists. A dirty frame passes through these stages:
 //!
 //! ```text
 //! ring      KVM's per-vCPU dirty ring: take DIRTY entries in order, mark them RESET   Harvester

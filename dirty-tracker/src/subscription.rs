@@ -82,9 +82,9 @@ impl Subscription {
     ///
     /// Costs a [`Tree::drain`], O(dirty words). Allocates nothing once the buffers of earlier dirty
     /// sets are long enough. With the feature `parallel`, several threads share the drain of a
-    /// guest of at least 32 GiB if so many words are dirty that it takes longer than to wake a
-    /// thread (`cargo bench -- parallel` prints what that gains). Such a drain allocates: a list of
-    /// the non-empty subtrees, and scratch memory for each thread.
+    /// guest of at least 32 GiB if so many words are dirty that draining them takes longer than
+    /// waking a thread (`cargo bench -- parallel` prints the gain). Such a drain allocates: a list
+    /// of the non-empty subtrees, and scratch memory for each thread.
     pub fn drain(&mut self) -> DirtySet {
         self.tracker.flush();
         let mut lists = self.subscriber.buffer();
@@ -99,9 +99,9 @@ impl Subscription {
         DirtySet::new(self.subscriber.clone(), lists)
     }
 
-    /// Marks a run of frames for this subscriber alone, which must lie in one slot. A subscriber
-    /// that continues the work of another, for example in another process, marks what that one had
-    /// not drained. Costs a [`Tree::mark`].
+    /// Marks a run of frames, which must lie in one slot, for this subscriber alone. A subscriber
+    /// that continues the work of another, for example in another process, marks the frames that
+    /// the other had not drained. Costs a [`Tree::mark`].
     ///
     /// # Errors
     ///

@@ -6,7 +6,7 @@
 //! # The cost of a mark
 //! Devices mark one frame at a time, so such a mark must cost little. Without a subscriber it costs
 //! a fence and two loads. With subscribers it takes a lock, if that is free, and adds a bit to a
-//! batch of up to 64 words. A full batch is inserted into all trees in one call. Every look at a
+//! batch of up to 64 words. A full batch is inserted into all trees in one call. Every read of a
 //! tree inserts the batch first. The lock also orders the write before the mark and the read after
 //! the drain, so that no fence is needed. A mark that finds the lock taken, and one of more than a
 //! few words, goes to the trees directly. `cargo bench -p driftline-dirty-tracker --all-features --
@@ -283,7 +283,7 @@ impl Tracker {
         self.mark_watched(run)
     }
 
-    /// Gathers the mark of a frame, if that takes neither the layout nor the trees. Returns whether
+    /// Gathers the mark of a frame, if that needs neither the layout nor the trees. Returns whether
     /// it did.
     fn gather(&self, gfn: Gfn) -> bool {
         sync::try_lock_brief(&self.gathered).is_some_and(|mut gathered| gathered.gather(gfn))
@@ -334,7 +334,7 @@ impl Tracker {
         if self.is_watched() {
             let state = sync::read(&self.state);
             for slot in state.layout.slots() {
-                // Every slot lies in itself.
+                // Cannot fail: the run is that of a slot.
                 let _ = self.mark_now(&state, slot.run());
             }
         }

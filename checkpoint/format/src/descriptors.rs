@@ -25,7 +25,7 @@ pub struct ReceivedDescriptors {
 /// # Errors
 ///
 /// The system's error, or [`io::ErrorKind::InvalidInput`] if there is no room. On a socket that
-/// does not block, it may be that the socket takes nothing now.
+/// does not block, that is [`io::ErrorKind::WouldBlock`] if the socket cannot take the byte now.
 pub fn send(
     socket: impl AsFd,
     descriptors: &[BorrowedFd<'_>],
@@ -46,7 +46,8 @@ pub fn send(
 ///
 /// # Errors
 ///
-/// The system's error. On a socket that does not block, it may be that nothing has arrived.
+/// The system's error. On a socket that does not block, that is [`io::ErrorKind::WouldBlock`] if
+/// nothing has arrived.
 pub fn receive(
     socket: impl AsFd,
     room: &mut [MaybeUninit<u8>],

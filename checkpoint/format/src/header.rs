@@ -127,7 +127,7 @@ impl Header {
         self.version.get()
     }
 
-    /// Returns `Layout::hash` of the guest's memory.
+    /// Returns the checksum of the guest's memory layout that `layout_hash` computes.
     pub fn layout_hash(&self) -> u32 {
         self.layout.get()
     }

@@ -1,5 +1,6 @@
-//! Writes to ranges of a file that the standard library does not have: of guest memory, which the
-//! guest may change meanwhile, and of what the kernel is to write back soon.
+//! Two operations on a range of a file that the standard library does not have: writing guest
+//! memory to it, which the guest may change meanwhile, and asking the kernel to begin its
+//! writeback.
 //!
 //! This module makes the system calls itself, because `rustix` writes slices only, which nothing
 //! else may change, and does not have `sync_file_range`.
@@ -13,7 +14,7 @@ use driftline_guest::GuestRam;
 use vm_memory::{GuestAddress, GuestMemoryBackend};
 
 /// Writes the frames of `run` at `offset` of the file, without a copy in between. A frame that the
-/// guest changes meanwhile is written in parts of both contents.
+/// guest changes meanwhile is written as a mixture of its old and new content.
 ///
 /// # Errors
 ///

@@ -1,4 +1,4 @@
-//! The contents of a copy of a guest besides its state: memory and drives.
+//! The parts of a guest that are copied besides its state: memory and drives.
 
 use driftline_dirty_tracker::{FrameRun, TrackedBitmap};
 
@@ -21,7 +21,7 @@ pub trait GuestContents: Send + Sync {
     fn ram(&self) -> &GuestRam;
 
     /// Returns this process's right to run the guest in its memory. A copy of memory is that of
-    /// this guest if the right [is there](MemoryRight::check) when the copy is complete.
+    /// this guest if [`MemoryRight::check`] succeeds after the copy is complete.
     fn memory_right(&self) -> &MemoryRight;
 
     /// Returns the runs of frames, ascending, that a copy of all memory must include. Other frames
@@ -46,8 +46,8 @@ pub trait GuestContents: Send + Sync {
     fn resident(&self) -> Result<Vec<FrameRun>, GuestError>;
 
     /// Waits until `frames` can be read without waiting for another process, which might never
-    /// answer. This is for a copy of some frames: what copies all memory gets it by
-    /// [`populated`](Self::populated) or [`resident`](Self::resident).
+    /// answer. This is for a copy of some frames. A copy of all memory does not need it, because
+    /// [`populated`](Self::populated) and [`resident`](Self::resident) fetch all memory.
     ///
     /// # Errors
     ///
@@ -64,7 +64,7 @@ pub trait GuestContents: Send + Sync {
     /// The host refuses, although it supports this.
     fn write_protection(&self) -> Result<Option<Box<dyn WriteProtection>>, GuestError>;
 
-    /// Returns the guest's drives, for copying; a guest without drives has none.
+    /// Returns the guest's drives, for copying.
     fn drives(&self) -> Vec<Box<dyn GuestDrive>>;
 }
 

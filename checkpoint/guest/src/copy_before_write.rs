@@ -111,7 +111,7 @@ struct ActiveFreeze {
     saved_ahead: BTreeSet<u64>,
     /// Runs that the copy thread is reading at the moment, without the lock.
     reading: Vec<FrameRun>,
-    /// Saved blocks, by number, with their position in the room.
+    /// Saved blocks, by number, with their position in the buffer.
     saved: BTreeMap<u64, usize>,
     free: Vec<usize>,
     waits: WriteWaits,
@@ -374,8 +374,9 @@ pub struct FrozenBlocks {
 }
 
 impl FrozenBlocks {
-    /// Copies as many blocks as `contents` has room for, at least one, replaces `runs` with their
-    /// runs, and ends copy-before-write for them. Returns their number; 0 if none is left.
+    /// Copies as many blocks as `contents` has room for, replaces `runs` with their runs, and ends
+    /// copy-before-write for them. `contents` must have room for at least one block. Returns the
+    /// number of blocks; 0 if none is left.
     ///
     /// # Errors
     ///

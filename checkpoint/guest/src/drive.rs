@@ -41,9 +41,9 @@ impl fmt::Display for DriveHead {
 /// A drive of a guest on this host, to be copied while the guest uses it.
 ///
 /// The device marks a write after it is done and before it reports completion to the guest. A
-/// caller that misses no write does three things: it subscribes first, then reads the drive, and
-/// from then on reads the blocks of each epoch *after* the drain. A write that was done before the
-/// drain is in the epoch and in what is read. A write still in progress is in the next epoch,
+/// caller that must not miss a write does three things: it subscribes first, then reads the drive,
+/// and from then on reads the blocks of each epoch *after* the drain. A write that was done before
+/// the drain is in the epoch and in what is read. A write still in progress is in the next epoch,
 /// whatever part of it was read. While the guest is paused its devices are, too, so no write is in
 /// progress.
 pub trait GuestDrive: Send + Sync {
@@ -97,7 +97,7 @@ pub trait DriveCopy: Send + Sync {
     /// A write could not be made durable: all writes since the last success count as lost.
     fn make_durable(&self) -> io::Result<()>;
 
-    /// Gives up what kept others from the drive, so that
+    /// Releases the lock that kept others from the drive, so that
     /// [`HandOver::acquire`](crate::HandOver::acquire) can take it.
     ///
     /// # Errors

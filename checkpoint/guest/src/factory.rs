@@ -41,14 +41,14 @@ pub trait GuestFactory: Send + Sync {
         drives: &[DriveHead],
     ) -> Result<GuestWithCopies<Self::Guest>, GuestError>;
 
-    /// Builds a guest on the memory and the open files of `shared`, which another process of this
-    /// host has and whose guest may still be running with them. A device without files in it opens
-    /// its own. Until the guest is resumed, nothing is written to memory or files: not by building
-    /// the guest, by restoring its state, or by ending it.
+    /// Builds a guest on the memory and the open files of `shared`. Another process of this host
+    /// has them too, and its guest may still be running with them. A device without files in
+    /// `shared` opens its own. Until the guest is resumed, nothing is written to memory or files:
+    /// not by building the guest, by restoring its state, or by ending it.
     ///
     /// # Errors
     ///
-    /// As [`create`](Self::create), or `shared` is not that of such a guest ([`SharedGuest::of`]).
+    /// As [`create`](Self::create), or `shared` does not fit the guest ([`SharedGuest::of`]).
     fn create_on(
         &self,
         vm_id: VmId,

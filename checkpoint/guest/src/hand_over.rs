@@ -10,7 +10,7 @@ use crate::shared_guest::SharedGuest;
 /// and the guest's peers decide how many arrive.
 pub const MAX_QUEUED_PACKETS: usize = 256 << 10;
 
-/// Where a guest continues that is released.
+/// Where a released guest continues.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum NextHost {
     /// On another host, or in a process of this host that has none of its open files.
@@ -26,10 +26,10 @@ pub trait HandOver: Send + Sync {
     /// states, because threads wait for each other during the downtime. A hint.
     fn stay_awake(&self);
 
-    /// Returns the files that hold the guest's memory, and the open files of its devices, for
-    /// another process of this host that continues with them
-    /// ([`GuestFactory::create_on`](crate::GuestFactory::create_on)), and offers it the guest
-    /// ([`MemoryRight::offer`](crate::MemoryRight::offer)). The guest may run.
+    /// Returns the files that hold the guest's memory, and the open files of its devices. Another
+    /// process of this host continues the guest on them
+    /// ([`GuestFactory::create_on`](crate::GuestFactory::create_on)). Also offers the guest to that
+    /// process ([`MemoryRight::offer`](crate::MemoryRight::offer)). The guest may run.
     ///
     /// # Errors
     ///
@@ -72,9 +72,10 @@ pub trait HandOver: Send + Sync {
     /// The guest is not paused, or a device does not answer.
     fn detach(&self, next: NextHost) -> Result<Vec<u8>, GuestError>;
 
-    /// Makes peers reach the guest on the next host, and takes what [`detach`](Self::detach)
-    /// returned, which is hostile input. Call it when the guest has its state and no other host is
-    /// reached in its name. Peers that could not be notified are notified when the guest resumes.
+    /// Makes peers reach the guest on this host, and takes what [`detach`](Self::detach) returned
+    /// on the last one, which is hostile input. Call it when the guest has its state and peers no
+    /// longer reach it on another host. Peers that could not be notified are notified when the
+    /// guest resumes.
     ///
     /// # Errors
     ///
@@ -82,7 +83,7 @@ pub trait HandOver: Send + Sync {
     fn attach(&self, packets: &[u8]) -> Result<(), GuestError>;
 
     /// Takes back what [`release`](Self::release) and [`detach`](Self::detach) released, or takes
-    /// it first on a new host. Withdraws an offer of memory first
+    /// it for the first time on a new host. Before that, withdraws an offer of memory
     /// ([`MemoryRight::keep`](crate::MemoryRight::keep)).
     ///
     /// # Errors

@@ -11,8 +11,8 @@ pub trait GuestIdentity: Send + Sync {
     /// Returns the guest's identity.
     fn vm_id(&self) -> VmId;
 
-    /// Returns the guest's line, which decides which checkpoints in a store its own may follow. The
-    /// line moves with the guest.
+    /// Returns the guest's line. It decides which checkpoints of a store the guest's own may
+    /// follow, and moves with the guest.
     fn line(&self) -> Line;
 
     /// Returns what a [`GuestFactory`](crate::GuestFactory) needs to build the same machine

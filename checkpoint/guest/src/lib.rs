@@ -1,4 +1,4 @@
-//! The guest as the engines that checkpoint, migrate and restore it see it.
+//! A guest, as seen by the engines that checkpoint, migrate and restore it.
 //!
 //! The engines know a guest only through the traits here, and each asks for the parts that it
 //! needs. The VMM implements them over KVM; the feature `testing` has an implementation over host

@@ -32,7 +32,7 @@ pub trait Lifecycle: Send + Sync {
     /// As [`pause`](Self::pause).
     fn pause_and_save(&self) -> Result<(RunState, SavedState), GuestError>;
 
-    /// Resumes a paused guest. Returns when its vCPUs have resumed, where they report that, so that
+    /// Resumes a paused guest. Returns when its vCPUs have resumed, if they report that, so that
     /// the caller's next work does not take a processor from a woken vCPU. Does not wait for any
     /// write to guest memory, and makes none: frames that are
     /// [write-protected](crate::GuestContents::write_protection) are unprotected only after it has
@@ -93,8 +93,8 @@ pub struct VcpuPauses {
 /// paused; only [`keep_paused`](Self::keep_paused) ends the pause without that.
 ///
 /// Pauses of one guest do not nest: the one that began first resumes the guest, even if another has
-/// not ended. If one guest is checkpointed and migrated, each does so through its own [`Lifecycle`]
-/// that counts pauses, as the machine's jobs do.
+/// not ended. If one guest is checkpointed and migrated at the same time, each engine has its own
+/// [`Lifecycle`], and these count the pauses, as the machine's jobs do.
 #[must_use = "dropping this resumes the guest"]
 pub struct Paused<'g, G: Lifecycle + GuestIdentity + ?Sized> {
     guest: &'g G,

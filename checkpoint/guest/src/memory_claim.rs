@@ -57,8 +57,8 @@ pub enum ClaimState {
 }
 
 impl ClaimState {
-    /// A word that no process of this program writes is one of the other process: this one then
-    /// never runs the guest.
+    /// Returns the state of a word. A word that this program never writes counts as
+    /// [`Starting`](Self::Starting), so that the process that offered the guest never runs it.
     fn of(word: u32) -> Self {
         match word {
             OFFERED => Self::Offered,
@@ -144,19 +144,21 @@ fn is_closed(alive: &PipeReader) -> bool {
 }
 
 impl MemoryRight {
-    /// Returns the right of a process to which memory was offered, with the claim in `file`: none,
-    /// until it [takes](Self::take) the guest.
+    /// Returns the right of a process to which memory was offered with `claim`: none, until it
+    /// [takes](Self::take) the guest. The caller has checked that the claim's file has a page,
+    /// which cannot vanish.
     ///
     /// # Errors
     ///
-    /// The file cannot be mapped. It must have been checked: it has a page, which cannot vanish.
+    /// The file cannot be mapped.
     pub(crate) fn received(claim: OfferedClaim) -> io::Result<Self> {
         let OfferedClaim { file, alive } = claim;
         Ok(Self(Mutex::new(Side::Receives { claim: MemoryClaim::map(file)?, _alive: alive })))
     }
 
-    /// Offers the guest to another process. Returns what that process needs, of which this one
-    /// keeps nothing. An earlier offer is withdrawn.
+    /// Offers the guest to another process. Returns what that process needs. The caller drops it
+    /// once it is sent, or [`receiver_has_ended`](Self::receiver_has_ended) cannot see the end of
+    /// that process. An earlier offer is withdrawn.
     ///
     /// # Errors
     ///

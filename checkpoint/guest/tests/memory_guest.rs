@@ -62,7 +62,7 @@ fn lost_torn_and_stray_frames_are_detected() {
     }
     guest.pause().unwrap();
     guest.verify().unwrap();
-    let hurt = |at: u64, bytes: &[u8]| {
+    let corrupt = |at: u64, bytes: &[u8]| {
         let mut before = vec![0; bytes.len()];
         guest.ram().read_slice(&mut before, GuestAddress(at)).unwrap();
         guest.ram().write_slice(bytes, GuestAddress(at)).unwrap();
@@ -73,13 +73,13 @@ fn lost_torn_and_stray_frames_are_detected() {
         guest.verify().unwrap();
     };
     let full = guest.populated().unwrap()[0].start.gpa();
-    hurt(full, &[0; 4096]);
-    hurt(full + 4095, &{
+    corrupt(full, &[0; 4096]);
+    corrupt(full + 4095, &{
         let mut last = [0];
         guest.ram().read_slice(&mut last, GuestAddress(full + 4095)).unwrap();
         [last[0] ^ 1]
     });
-    hurt(0x400_000 + 700 * 4096 + 5, &[1]);
+    corrupt(0x400_000 + 700 * 4096 + 5, &[1]);
 }
 
 #[test]

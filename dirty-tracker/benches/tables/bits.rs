@@ -32,9 +32,9 @@ impl BitPageList {
     }
 
     fn test(&self, frame: u64) -> bool {
-        let block = self.0.iter().find(|block| block.frames.contains(&frame));
+        let page = self.0.iter().find(|page| page.frames.contains(&frame));
         let bit = frame % PER_PAGE;
-        block.is_some_and(|b| b.bits[(bit / 64) as usize] >> (bit % 64) & 1 == 1)
+        page.is_some_and(|p| p.bits[(bit / 64) as usize] >> (bit % 64) & 1 == 1)
     }
 }
 

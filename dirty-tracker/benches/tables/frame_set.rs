@@ -2,9 +2,9 @@
 //!
 //! Callgrind counts instructions: it runs this bench again and counts while it is in
 //! [`frame_set_under_count`]. The count is exact and the same in every run, also on hosts without
-//! hardware counters. Callgrind counts every repetition of a large move (`rep movsb`), so columns
-//! that move much look much worse than by their ns. Without valgrind (`apt-get install valgrind`)
-//! only the ns are measured.
+//! hardware counters. Callgrind counts every repetition of a large move (`rep movsb`), so sets that
+//! move many ranges look much worse in instructions than in ns. Without valgrind (`apt-get install
+//! valgrind`) only the ns are measured.
 
 use std::hint::black_box;
 use std::path::Path;
@@ -169,7 +169,7 @@ fn instructions(cell: usize) -> Result<f64, String> {
     total.ok_or_else(|| format!("{} has no count", out.display()))
 }
 
-/// Prints the table.
+/// Measures all cases, or counts one cell if callgrind runs this.
 pub fn frame_set(c: &mut Criterion) {
     let cases = cases();
     if let Some(cell) = std::env::var(COUNTING).ok().and_then(|cell| cell.parse::<usize>().ok()) {

@@ -1,5 +1,5 @@
 //! Marks of one page through vm-memory's `Bitmap`, as a device's write makes them: the bitmap is
-//! sliced, then marked. `AtomicBitmap` is the measure, in the same run.
+//! sliced, then marked. `AtomicBitmap` is the reference, measured in the same run.
 
 use std::hint::black_box;
 use std::num::NonZeroUsize;

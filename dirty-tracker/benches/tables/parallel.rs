@@ -1,5 +1,5 @@
 //! Operations on entire trees by one thread and by two: 4 TiB of guest memory, 2^30 frames, 128 MiB
-//! of leaves, and drains of smaller guests, which show from where on two threads are faster.
+//! of leaves, and drains of smaller guests, which show from what size on two threads are faster.
 //!
 //! A plain read, write and copy of as many bytes are measured beside them, shared in halves. Where
 //! memory itself is not twice as fast with two threads, no operation on it can be. Samples of one
@@ -55,7 +55,8 @@ fn measure<T>(
     }
 }
 
-/// One frame in `1 / density`, isolated, among the first `words` words.
+/// Returns a bitmap with the share `density` of all frames, chosen at random among the frames of
+/// the first `words` words.
 fn random_bitmap(words: usize, density: f64) -> Vec<u64> {
     let mut random = SplitMix64(7);
     let mut bitmap = vec![0; WORDS];
@@ -66,7 +67,7 @@ fn random_bitmap(words: usize, density: f64) -> Vec<u64> {
     bitmap
 }
 
-/// The bandwidth of memory with as many threads as the pool has.
+/// Measures the bandwidth of memory with as many threads as each pool has.
 fn bandwidth(pools: &[ThreadPool; 2], from: &[u64]) {
     let mut to = vec![1u64; WORDS];
     let halves = |each: &(dyn Fn(&mut [u64], &[u64]) + Sync), to: &mut Vec<u64>| {

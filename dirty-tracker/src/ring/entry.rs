@@ -1,4 +1,5 @@
-//! What a ring shares: its entries with the kernel, and the count of full rings with a vCPU.
+//! The shared parts of a ring: its entries, shared with the kernel, and the count of its full
+//! exits, shared with its vCPU's thread.
 
 use crate::sync::{Arc, AtomicU32, AtomicU64, Ordering};
 

@@ -5,9 +5,9 @@ use super::entry::{RingEntry, RingFull};
 use super::list::DirtyList;
 use crate::{SlotId, Tracker};
 
-/// The consumer sides of all rings of a VM, and the dirty list of each vCPU. A harvester must live
-/// as long as the rings, because the kernel does not disclose its position in a ring that is in
-/// use.
+/// The consumer sides of all rings of a guest, and the dirty list of each vCPU. A harvester must
+/// live as long as the rings, because the kernel does not disclose its position in a ring that is
+/// in use.
 ///
 /// ```
 /// # use driftline_dirty_tracker::{*, ring::*};

@@ -1,8 +1,8 @@
 //! KVM's dirty rings: harvest, reprotect, insert, in this order (I2, I3).
 //!
-//! A [`Harvester`] is the consumer of all rings of a VM. It gives a [`Harvest`], which the kernel
-//! reprotects, which gives a [`Readable`], whose frames enter the trees. `consumer` has the words
-//! of the protocol, and what happens when a ring is overrun (I6).
+//! A [`Harvester`] is the consumer of all rings of a guest. It gives a [`Harvest`]. Once the kernel
+//! has reprotected these entries, the harvest becomes a [`Readable`], whose frames enter the trees.
+//! `consumer` describes the protocol, and what happens when a ring is overrun (I6).
 
 mod consumer;
 mod entry;

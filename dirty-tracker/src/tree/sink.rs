@@ -38,8 +38,8 @@ impl<'a> SlotPosition<'a> {
         self.base = p.slot.base.0;
     }
 
-    /// Splits off the first of the words `base` plus each offset that lie in one slot and within 32
-    /// bits.
+    /// Splits off the leading words that lie in one slot and within 32 bits of each other. The
+    /// words are `base` plus each offset.
     #[inline(always)]
     fn split<'o>(&mut self, base: u64, offsets: &'o [u32]) -> Option<(WordSegment<'o>, &'o [u32])> {
         let (first, last) = (*offsets.first()?, *offsets.last()?);
@@ -356,7 +356,7 @@ impl RunList<'_> {
 }
 
 impl<'a> RunWriter<'a> {
-    /// Creates a sink that sets `frames` to the number of frames in all runs.
+    /// Creates a sink that adds the number of frames in all runs to `frames`.
     pub(super) fn new(
         layout: &'a Layout,
         runs: &'a mut Vec<FrameRun>,

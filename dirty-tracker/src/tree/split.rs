@@ -12,7 +12,7 @@ use pool::{on_threads, threads};
 
 /// The grain of a tree in leaf words: the bitmap of 16 GiB of guest memory, 512 KiB. The cheapest
 /// pass over a grain takes 50 us, as long as it takes to wake a second thread. Work of less than
-/// two grains therefore stays on one thread. Small under a model checker, whose trees are.
+/// two grains therefore stays on one thread. Smaller under a model checker, whose trees are small.
 pub(super) const GRAIN: usize = if cfg!(driftline_shuttle) { 64 } else { 16 << (2 * SHIFT) };
 
 /// Whether there can be several threads.
@@ -23,9 +23,9 @@ pub(super) const CAN_SHARE: bool =
 /// than a 64th of its time, unless one piece is much denser than the others.
 const PIECES: usize = 64;
 
-/// Smallest piece, as a fraction of a grain: an entire subtree of level 2, 32 KiB of leaves. Large
-/// work has pieces of up to a grain, since passes over memory are a tenth slower in such short
-/// rows.
+/// Number of smallest pieces in a grain. Such a piece is an entire subtree of level 2, 32 KiB of
+/// leaves. Large work has pieces of up to a grain, since passes over memory are a tenth slower in
+/// pieces that short.
 const FINEST: usize = 16;
 
 /// The way in which some work is split.

@@ -26,8 +26,8 @@ pub struct NoMemory {
     pub bytes: u64,
 }
 
-/// A set of frames of a [`Layout`], in one allocation of packed levels: see the [front
-/// page](crate#the-structure).
+/// A set of frames of a [`Layout`], in one allocation of packed levels: see the [documentation of
+/// the crate](crate#the-structure).
 ///
 /// All methods take `&self` and may be called from many threads at the same time. The only owner of
 /// a tree marks and drains it without atomic operations through [`exclusive`](Self::exclusive).

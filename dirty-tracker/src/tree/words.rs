@@ -17,7 +17,7 @@ pub(super) trait Words {
         None
     }
 
-    /// Announces that the word will be taken soon.
+    /// Prefetches a word that will be taken soon. A hint.
     fn prefetch(&self, simd: impl Simd, index: usize);
 }
 

@@ -73,7 +73,8 @@ impl KernelRing {
     }
 }
 
-/// A VM: its rings, its memory, and which frames can be written without a fault.
+/// The kernel's side of a guest: its rings, its memory, and which frames can be written without a
+/// fault.
 pub struct Kernel {
     pub rings: Vec<KernelRing>,
     pub memory: RefCell<Vec<u64>>,
@@ -82,7 +83,7 @@ pub struct Kernel {
 }
 
 impl Kernel {
-    /// Creates a VM with `vcpus` rings of `size` entries and a reserve of `reserve`, all memory
+    /// Creates a guest with `vcpus` rings of `size` entries and a reserve of `reserve`, all memory
     /// protected.
     pub fn new(vcpus: usize, size: usize, reserve: usize, frames: usize) -> Self {
         Self {

@@ -282,7 +282,7 @@ impl MachineBench {
         Ok(EpochResult { times, drain_cpu, marked_all: collected.marked_all })
     }
 
-    /// Runs one epoch after another while the guest runs, with a check at its pages before and
+    /// Runs one epoch after another while the guest runs, with a check of its pages before and
     /// after. Time, processor time and writes all refer to the interval between the two pauses.
     fn window(&mut self, settings: &CompareSettings) -> Result<(), CellError> {
         self.machine.pause()?;

@@ -54,8 +54,8 @@ impl ComparisonReport {
         format!(
             "Medians of {} run{} (least..greatest); * the least figure, and those not clearly \
              behind it. Epochs every {} ms, at all points of a guest's round; working sets were \
-             resident before; dirty: pages in an epoch; CPU/write: of the vCPUs, for a page visit; \
-             ring full: time lost in a second.{} {}, {} processors, {}, {}; driftline {}.",
+             resident before; dirty: pages in an epoch; CPU/write: vCPU time per page visit; ring \
+             full: time lost per second.{} {}, {} processors, {}, {}; driftline {}.",
             s.repeat,
             if s.repeat == 1 { "" } else { "s" },
             s.interval.as_secs_f64() * 1e3,

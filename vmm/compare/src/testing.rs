@@ -1,4 +1,4 @@
-//! Rows and a report for tests. The report's figures grow as expected, and one row is missing.
+//! Rows and a report for tests. The report's figures grow as expected, and one row has none.
 
 use super::answer;
 use super::host::HostDescription;

@@ -1,5 +1,5 @@
-//! Determines the pages that a payload guest has written from its memory while it is paused: each
-//! page of the working set counts its writes.
+//! Determines which pages a payload guest has written, by reading its memory while it is paused:
+//! each page of the working set counts its writes.
 
 use std::num::TryFromIntError;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -1,6 +1,6 @@
 //! Formats figures for people: times, sizes, percentages.
 
-/// Formats a time.
+/// Formats a time, given in microseconds.
 pub(super) fn us(us: f64) -> String {
     match us {
         us if us >= 99_950.0 => format!("{:.0} ms", us / 1e3),

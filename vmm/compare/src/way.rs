@@ -128,10 +128,10 @@ pub enum WayUnavailable {
         /// Number of entries that KVM allows.
         most: u32,
     },
-    /// KVM cannot protect pages again when it is told to.
+    /// KVM cannot reprotect pages on request, but only while it reads the bitmap.
     #[error("this host's KVM reprotects while it reads (no KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2)")]
     NoManualProtection,
-    /// The kernel does not note writes without a fault.
+    /// The kernel cannot record writes without reporting each fault.
     #[error("this host has no asynchronous write protection of userfaultfd: {0}")]
     NoWriteWatch(io::Error),
 }

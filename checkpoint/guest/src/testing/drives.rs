@@ -141,7 +141,7 @@ impl TestDisk {
         self.unreadable.store(fail, SeqCst);
     }
 
-    /// Makes it fail to open, as a drive that has another file than at first.
+    /// Makes it fail to open, as a drive whose file was replaced.
     pub fn exchange(&self) {
         self.exchanged.store(true, SeqCst);
     }

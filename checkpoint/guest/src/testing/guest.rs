@@ -461,7 +461,7 @@ impl Lifecycle for MemoryGuest {
     }
 
     fn stop(&self, why: &str) {
-        assert!(!self.filling.load(SeqCst), "its memory would not answer");
+        assert!(!self.filling.load(SeqCst), "its memory is still being filled");
         tracing::debug!(vm = %self.vm_id, why, "stopped");
         if self.gate.set(RunState::Stopped) == RunState::Running {
             self.drive.guest_paused();

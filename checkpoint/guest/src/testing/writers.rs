@@ -70,7 +70,7 @@ impl WriterGate {
     }
 
     /// Notifies the writers of a change and waits until those that must park have parked.
-    fn settle(&self, mut control: MutexGuard<'_, WriterControl>) {
+    fn apply(&self, mut control: MutexGuard<'_, WriterControl>) {
         let halt = control.want != RunState::Running || control.parkers > 0;
         self.halt.store(halt, Ordering::SeqCst);
         self.changed.notify_all();
@@ -86,7 +86,7 @@ impl WriterGate {
         let before = control.want;
         if before != RunState::Stopped {
             control.want = want;
-            self.settle(control);
+            self.apply(control);
         }
         before
     }
@@ -95,11 +95,11 @@ impl WriterGate {
     pub(super) fn while_parked<T>(&self, act: impl FnOnce() -> T) -> T {
         let mut control = self.lock();
         control.parkers += 1;
-        self.settle(control);
+        self.apply(control);
         let result = act();
         let mut control = self.lock();
         control.parkers -= 1;
-        self.settle(control);
+        self.apply(control);
         result
     }
 
@@ -147,7 +147,7 @@ pub(super) struct PageWriter {
 const BATCH: u64 = 8;
 
 impl PageWriter {
-    /// The thread's body: writes until the gate says stop.
+    /// The thread's body: writes until the gate is stopped.
     pub(super) fn run(
         &self,
         gate: &WriterGate,

@@ -71,15 +71,15 @@ fn bitmaps(layout: &Layout) -> impl Strategy<Value = Bitmaps> + use<> {
 /// A layout, two bitmaps for each of its slots, and a grain: trees are cut at the leaves, at level
 /// 1, at level 2 or, like most small trees, not at all.
 fn cases() -> impl Strategy<Value = (Layout, [Bitmaps; 2], usize)> {
-    let share = prop_oneof![Just(1usize), Just(64), Just(200), Just(4096), Just(32_768)];
-    (layout(), share).prop_flat_map(|(layout, share)| {
+    let grain = prop_oneof![Just(1usize), Just(64), Just(200), Just(4096), Just(32_768)];
+    (layout(), grain).prop_flat_map(|(layout, grain)| {
         let bitmaps = [bitmaps(&layout), bitmaps(&layout)];
-        (Just(layout), bitmaps, Just(share))
+        (Just(layout), bitmaps, Just(grain))
     })
 }
 
-fn tree(layout: &Layout, share: usize) -> Tree {
-    Tree { grain: share, ..Tree::new(layout.clone()).unwrap() }
+fn tree(layout: &Layout, grain: usize) -> Tree {
+    Tree { grain, ..Tree::new(layout.clone()).unwrap() }
 }
 
 /// Runs `work` in a pool of more threads than most test hosts have. Not under miri, which reports
@@ -115,9 +115,9 @@ proptest! {
     #![proptest_config(config())]
 
     #[test]
-    fn absorbing_equals_marking_each_frame((layout, [first, second], share) in cases()) {
+    fn absorbing_equals_marking_each_frame((layout, [first, second], grain) in cases()) {
         in_pool(|| {
-            let [absorbed, marked] = [(); 2].map(|()| tree(&layout, share));
+            let [absorbed, marked] = [(); 2].map(|()| tree(&layout, grain));
             for (slot, bitmap) in first.iter().chain(&second) {
                 let ones = bitmap.iter().map(|w| u64::from(w.count_ones())).sum::<u64>();
                 prop_assert_eq!(absorbed.absorb_bitmap(slot.id, bitmap), Ok(ones));
@@ -137,9 +137,9 @@ proptest! {
     }
 
     #[test]
-    fn parallel_drain_equals_sequential_drain((layout, bitmaps, share) in cases()) {
+    fn parallel_drain_equals_sequential_drain((layout, bitmaps, grain) in cases()) {
         in_pool(|| {
-            let [many, one] = [(); 2].map(|()| tree(&layout, share));
+            let [many, one] = [(); 2].map(|()| tree(&layout, grain));
             let mut runs = RunLists::default();
             for (slot, bitmap) in bitmaps.iter().flatten() {
                 many.absorb_bitmap(slot.id, bitmap).unwrap();
@@ -160,8 +160,8 @@ proptest! {
     }
 
     #[test]
-    fn bits_past_the_slot_are_refused((layout, [bitmaps, _], share) in cases(), past in 0..130u64) {
-        let tree = tree(&layout, share);
+    fn bits_past_the_slot_are_refused((layout, [bitmaps, _], grain) in cases(), past in 0..130u64) {
+        let tree = tree(&layout, grain);
         for (slot, bitmap) in &bitmaps {
             tree.absorb_bitmap(slot.id, bitmap).unwrap();
         }

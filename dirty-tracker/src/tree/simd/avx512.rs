@@ -181,8 +181,8 @@ struct SparseWords {
     mask: u16,
 }
 
-/// Takes eight words, or none if one has more than two bits. The numbers of a word's bits begin at
-/// 64 times its offset minus `first`.
+/// Takes eight words, or none if one has more than two bits. The number of a word's first bit is
+/// `64 * (offset - first)`.
 #[cfg(not(any(driftline_loom, driftline_shuttle)))]
 #[inline]
 #[target_feature(enable = "bmi2,avx512f,avx512vl,avx512vpopcntdq")]

@@ -25,9 +25,9 @@ pub(in super::super) trait Simd: Copy {
     fn write(self, bits: u64, base: u64, room: &mut WordFrames) -> usize;
 
     /// Takes the words `base` plus each offset and leaves zeros. Writes the number of each of their
-    /// bits, ascending, as [`expand`](Self::expand) does; the number of a word's first bit is 64
-    /// times its offset minus `first`. Returns how many it wrote. Returns `None` and changes
-    /// nothing if a word has more than two bits, or if the CPU lacks fast instructions for this.
+    /// bits, ascending, as [`expand`](Self::expand) does; the number of a word's first bit is `64 *
+    /// (offset - first)`. Returns how many it wrote. Returns `None` and changes nothing if a word
+    /// has more than two bits, or if the CPU lacks fast instructions for this.
     fn expand_eight(
         self,
         _words: &mut [AtomicU64],
@@ -39,8 +39,8 @@ pub(in super::super) trait Simd: Copy {
         None
     }
 
-    /// As [`expand_eight`](Self::expand_eight), but writes frames. `base` is the frame at offset
-    /// `first`.
+    /// As [`expand_eight`](Self::expand_eight), but writes frames. `first` is an offset, and the
+    /// first frame of the word at that offset.
     fn write_eight(
         self,
         _words: &mut [AtomicU64],

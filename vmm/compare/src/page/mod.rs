@@ -189,7 +189,7 @@ const TERMS: [(&str, &str); 12] = [
             the more frequent case.",
     ),
     ("Pause", "From the request to pause until the set is complete and the guest has resumed."),
-    ("Slow-down", "Page visits fewer than without tracking, in the same round."),
+    ("Slow-down", "How many fewer pages the guest visits than without tracking in the same round."),
     (
         "vCPU time a visit",
         "Processor time of the vCPU threads for each page that the guest visits.",

@@ -111,14 +111,14 @@ fn step(range: f64) -> f64 {
         }
 }
 
-/// Returns the next lower 1, 2 or 5 times a power of ten.
+/// Returns the largest 1, 2 or 5 times a power of ten that is at most `value`.
 fn round_down(value: f64) -> f64 {
     let decade = 10f64.powi(value.log10().floor() as i32);
     let digits = [5.0, 2.0, 1.0];
     digits.into_iter().map(|d| d * decade).find(|v| *v <= value).unwrap_or(decade)
 }
 
-/// Returns the next higher one.
+/// Returns the smallest 1, 2 or 5 times a power of ten that is at least `value`.
 fn round_up(value: f64) -> f64 {
     let decade = 10f64.powi(value.log10().floor() as i32);
     let digits = [1.0, 2.0, 5.0, 10.0];

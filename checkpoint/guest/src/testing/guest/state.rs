@@ -27,7 +27,7 @@ impl Stateful for MemoryGuest {
     }
 
     fn restore_state(&self, sections: &[Section], _clock: Clock) -> Result<(), GuestError> {
-        assert!(!self.filling.load(SeqCst), "its memory would not answer");
+        assert!(!self.filling.load(SeqCst), "its memory is still being filled");
         self.must_be_paused("restore")?;
         self.faults.check(Op::Restore, "restoring the state")?;
         let malformed = |why: String| GuestError::malformed("the state", why);
