@@ -69,7 +69,7 @@ pub struct CadenceTotals {
     pub write: Percentiles,
 }
 
-/// Accumulates the totals of a series. Serialized, it changes its process with the series.
+/// Accumulates the totals of a series. It is serialized when the series moves to another process.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Tally {
     achieved: CadenceTotals,

@@ -38,8 +38,8 @@ use crate::staging::{Staging, StagingLimits};
 ///
 /// - The checkpointer is new and the store already has epochs: nothing tracked the guest's writes
 ///   in between.
-/// - The store's files or its lock were taken away. The epoch that notices this fails; the next one
-///   takes the lock again, unless another writer has it.
+/// - The store's files or its lock were removed or replaced. The epoch that notices this fails; the
+///   next one takes the lock again, unless another writer has it.
 /// - A sync failed: what reached the disk is unknown.
 ///
 /// ```

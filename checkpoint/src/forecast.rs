@@ -34,8 +34,7 @@ pub struct CadenceForecast {
     pub write_ms: f64,
     /// Data written to the store, bytes/s.
     pub store_bytes_per_s: u64,
-    /// Whether pauses take at most 5 % of the time and each checkpoint is durable before
-    /// the next.
+    /// Whether pauses take at most 5 % of the time and each checkpoint is durable before the next.
     pub bearable: bool,
 }
 

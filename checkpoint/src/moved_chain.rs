@@ -1,4 +1,4 @@
-//! A chain that changes its process, because its guest does: the next process continues it.
+//! A chain whose guest moves to another process, which continues the chain.
 //!
 //! ```text
 //! the guest's process                         the next process

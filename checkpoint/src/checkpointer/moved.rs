@@ -12,9 +12,12 @@ use crate::moved_chain::{DirtyDrive, DirtySince, FollowedWrites, MovedChain};
 enum ChainEnd {
     #[error("the guest's writes were not followed")]
     NotFollowed,
-    #[error("its last checkpoint is {expected}, and the store's is {}", or_none(*found))]
+    #[error(
+        "the last checkpoint before the move is {expected}, and the store's is {}",
+        or_none(*found)
+    )]
     StoreChanged { expected: u64, found: Option<u64> },
-    #[error("the guest has other disks than the chain")]
+    #[error("the guest has other disks than its last checkpoint")]
     Drives,
     #[error(transparent)]
     OutOfSlot(#[from] OutOfSlot),
@@ -26,7 +29,8 @@ fn or_none(epoch: Option<u64>) -> String {
 
 impl Checkpointer {
     /// Ends, after the guest has moved to another process. Returns what that process needs to
-    /// continue the chain. On return, the store is closed.
+    /// continue the chain. The guest's writes must have been collected in its last pause here,
+    /// because this does not collect them. On return, the store is closed.
     pub fn into_moved(mut self) -> MovedChain {
         let chain = self.chain.take().filter(|_| !self.lock_lost);
         let dirty = chain.and_then(|mut chain| {

@@ -17,8 +17,8 @@ use crate::guest::Checkpointable;
 /// tracked for snapshots, is a subscription that is kept since before the guest was booted or
 /// loaded; it is empty afterwards. Without it, a [`Diff`](super::SnapshotKind::Diff) is a
 /// [`Full`](super::SnapshotKind::Full) one: it has all pages that the host has memory for, and
-/// replaces any file. Rebased, it leaves those pages as they were that the guest has given back to
-/// the host since.
+/// replaces any file. If its data are written over an earlier memory file, pages that the guest has
+/// given back to the host since keep their earlier content.
 ///
 /// On return the snapshot is durable. Drives are not in it: the caller makes the guest's writes to
 /// them durable. Memory is written from where it is, without a copy of it.
@@ -26,9 +26,9 @@ use crate::guest::Checkpointable;
 /// # Errors
 ///
 /// The guest is paused as before, and `changes` has all its frames again. No incomplete snapshot is
-/// ever at the names in `request`, not even after a crash of the host: either no file was changed;
-/// or the memory file was and there is no state file, which may mean that an earlier snapshot is
-/// gone. The latter is so only if the error came after the new memory file had become durable, or
+/// ever at the names in `request`, not even after a crash of the host. Either no file was changed,
+/// or the memory file was changed and there is no state file, so that an earlier snapshot may be
+/// lost. The latter happens only if the error came after the new memory file had become durable, or
 /// while a memory file was being changed in place.
 pub fn create_snapshot<G: Checkpointable + ?Sized>(
     guest: &G,

@@ -2,7 +2,7 @@
 //! and the pause is that of a checkpoint.
 //!
 //! ```text
-//! this thread   copy; copy again what changed   PAUSE: save, drain, copy   write ...  sync, publish
+//! this thread   copy; copy again what changed   PAUSE: save, drain, copy   write ... sync, publish
 //! guest         runs ........................                              runs ...............
 //! ```
 
@@ -222,7 +222,7 @@ impl<'o> FlatOutput<'o> {
         Self { file, writeback, request, layout, frames: 0, sections }
     }
 
-    /// Writes whole frames to `offset`, and lets the disk begin.
+    /// Writes whole frames to `offset`, and begins their writeback when there are enough.
     fn put(&mut self, contents: &[u8], offset: u64) -> Result<(), StoreError> {
         let written = self.file.write_all_at(contents, offset);
         written.map_err(|e| self.request.memory.io("writing", e))?;

@@ -88,7 +88,7 @@ impl<'o> MemoryOutput<'o, '_> {
             return self.replace(MemoryExtent::All, writer);
         }
         if *since_boot {
-            // All that the guest has. A file that is there is of another guest.
+            // The changes are all memory that the guest has. An existing file is another guest's.
             return self.replace(MemoryExtent::Changes, writer);
         }
         let Some(file) = memory.open()? else {
@@ -116,7 +116,13 @@ impl<'o> MemoryOutput<'o, '_> {
         match file.lock_range(0..self.layout.bytes(), RangeLock::Exclusive) {
             Ok(true) => {}
             Ok(false) => return Err(SnapshotError::InUse(self.request.memory.path())),
-            Err(e) => tracing::warn!("loaded guests are not looked for: no locks on files: {e}"),
+            Err(e) => {
+                let path = self.request.memory.path();
+                tracing::warn!(
+                    "{} is not locked, so guests that are loaded from it are not detected: {e}",
+                    path.display()
+                );
+            }
         }
         // Before anything is withdrawn: it may fail.
         writer.prepare(MemoryExtent::Changes)?;
@@ -141,7 +147,7 @@ impl<'o> MemoryOutput<'o, '_> {
         new.file.truncate(self.layout.bytes()).map_err(|e| memory.io("growing", e))?;
         let (frames, write) = self.fill(extent, writer, &*new.file)?;
         let sync = self.sync(&*new.file)?;
-        // No moment has the new memory file beside an earlier snapshot's state.
+        // The new memory file is never beside an earlier snapshot's state file.
         let earlier = WithdrawnFile::new(state)?;
         match new.publish() {
             Ok(()) => Ok(WrittenMemory { frames, merged: false, write, sync, earlier }),

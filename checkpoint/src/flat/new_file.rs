@@ -181,7 +181,7 @@ impl<'t> WithdrawnFile<'t> {
         match self.target.backend.rename(&name, &self.target.name) {
             Err(e) if e.kind() != io::ErrorKind::NotFound => {
                 let path = self.target.path();
-                tracing::error!(name, "{} has lost its name: {e}", path.display());
+                tracing::error!("renaming {name} back to {} failed: {e}", path.display());
             }
             _ => {}
         }

@@ -25,9 +25,8 @@ pub struct SnapshotRequest {
     pub kind: SnapshotKind,
     /// The memory file. With [`SnapshotKind::Diff`] of a tracked guest, unless it is the first
     /// [since boot](Self::since_boot), a file that has the length of the guest's memory is changed
-    /// in place, so an earlier snapshot that has the same memory
-    /// file is lost. It is refused if another guest is loaded from it. Any other file is replaced;
-    /// the disk needs room for both.
+    /// in place, so an earlier snapshot that has the same memory file is lost. It is refused if
+    /// another guest is loaded from it. Any other file is replaced; the disk needs room for both.
     pub memory: SnapshotFile,
     /// The state file, which is replaced.
     pub state: SnapshotFile,

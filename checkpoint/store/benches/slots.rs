@@ -1,5 +1,5 @@
-//! Cost of allocating and freeing slots: the table of the percpu allocator's bitmap of 2017,
-//! for slots of a page file.
+//! Cost of allocating and freeing slots of a page file. Repeats the measurements of the patches
+//! that gave Linux's percpu allocator its bitmap in 2017.
 //!
 //! `cargo bench -p driftline-store --bench slots`. A million runs of each size are allocated, and
 //! freed in order, alternating (every other, then the rest) and in reverse; *aligned* runs begin at
@@ -131,7 +131,7 @@ fn main() {
     let mut worst = 0.0f64;
     for aligned in [false, true] {
         worst = worst.max(row::<Slots>("bitmap", aligned));
-        // Aligned, it would walk over all the gaps that it has left: hours.
+        // If aligned, it would walk over all gaps that it has left, which takes hours.
         if !aligned {
             row::<SortedRuns>("sorted list", aligned);
         }

@@ -86,7 +86,7 @@ impl Committer {
     fn lock(&self, epoch: u64) -> Result<bool, StoreError> {
         let locked = self.pages.file().lock_range(epoch..epoch + 1, RangeLock::Exclusive);
         let name = || pages_name(self.files.pages);
-        locked.map_err(|e| self.store.io("locking an epoch in", &name(), e))
+        locked.map_err(|e| self.store.io("locking a checkpoint in", &name(), e))
     }
 
     /// Locks `epoch`, so that no reader pins it before it is durable, and the epochs to be dropped

@@ -281,14 +281,14 @@ impl<'l> EpochReader<'l> {
         let records = c.sequence.wrapping_sub(self.first.sequence);
         let sectors = c.sector + 1 - self.first.sector;
         let mut fields = vec![
-            ("the epoch's number at its end", commit.epoch, self.front.epoch),
+            ("the checkpoint's number at its end", commit.epoch, self.front.epoch),
             ("the number of records", commit.records.into(), records.into()),
         ];
         if !self.front.rebased {
             let bytes = self.frames * PAGE_SIZE + sectors * SECTOR as u64;
             fields.extend([
-                ("the number of frames", commit.frames, self.frames),
-                ("the number of zero frames", commit.zero_frames, self.zero_frames),
+                ("the number of pages", commit.frames, self.frames),
+                ("the number of zero pages", commit.zero_frames, self.zero_frames),
                 ("the number of bytes", commit.bytes, bytes),
             ]);
         }
@@ -299,7 +299,8 @@ impl<'l> EpochReader<'l> {
         let rest_at = c.offset();
         c.read(&mut rest)?;
         if !is_zero(&rest) {
-            let damage = Damage::Mismatch { what: "what follows an epoch", found: 1, expected: 0 };
+            let what = "what follows a checkpoint";
+            let damage = Damage::Mismatch { what, found: 1, expected: 0 };
             return Err(c.sectors.damaged(rest_at, damage).into());
         }
         let next = LogPosition { sector: c.sector + 1, sequence: c.sequence, digest: c.digest };

@@ -114,9 +114,9 @@ pub enum StoreError {
     },
     /// A file that the manifest names is missing, and other files of a store are there.
     #[error(
-        "the manifest of the store {} names {file}, which is not there, and other logs or page \
-         files are: nothing was changed. Look for sound checkpoints in those with: driftline store \
-         repair {}",
+        "the manifest of the store {} names {file}, which is not there, but there are other logs \
+         or page files. Nothing was changed. Look for sound checkpoints in those files with: \
+         driftline store repair {}",
         dir.display(),
         dir.display()
     )]

@@ -68,8 +68,8 @@ impl FrameChunk {
     }
 }
 
-/// All frames of an epoch that are not zeros. Takes 8 bytes for each, and some dozens for each
-/// chunk that has one.
+/// All frames of an epoch that are not zeros. Takes 8 bytes for each, and some dozens of bytes for
+/// each chunk that has one.
 #[derive(Debug, Default)]
 pub(crate) struct FrameMap {
     chunks: BTreeMap<u64, FrameChunk>,

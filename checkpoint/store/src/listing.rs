@@ -105,7 +105,7 @@ impl Store {
                 // A writer has just begun another log.
                 Err(e) if is_not_found(&e) => {
                     if self.manifest()? == Some(manifest) {
-                        return Err(self.log_is_gone(log_name(manifest.files.log))?);
+                        return Err(self.missing_log(log_name(manifest.files.log))?);
                     }
                 }
                 Err(e) => return Err(e),
@@ -118,7 +118,7 @@ impl Store {
     }
 
     /// Returns the error for a log that the manifest names and that is missing.
-    fn log_is_gone(&self, name: String) -> Result<StoreError, StoreError> {
+    fn missing_log(&self, name: String) -> Result<StoreError, StoreError> {
         let (dir, names) = (self.dir(), self.names()?);
         Ok(match names.iter().any(|name| matches!(parse_name(name), Named::Log(_))) {
             true => StoreError::NotThere { dir, file: name },

@@ -406,7 +406,8 @@ impl LogFile {
         if fresh {
             let last = self.epochs.last().map_or(0, |g| g.info.epoch);
             if reader.front.epoch <= last {
-                let (what, found, expected) = ("an epoch's number", reader.front.epoch, last + 1);
+                let (what, found) = ("a checkpoint's number", reader.front.epoch);
+                let expected = last + 1;
                 return Err(reader.cursor.damaged(Damage::Mismatch { what, found, expected }));
             }
         } else if let Err(damage) = follows(&reader.front, drives, before.as_ref(), after) {
@@ -426,7 +427,7 @@ impl LogFile {
             is_behind && self.epochs.first().map_or(epoch, |g| g.info.epoch) > commit.oldest;
         let lenient = lenient && commit.oldest <= epoch;
         if commit.oldest < oldest || !(known(commit.oldest) || beyond || lenient) {
-            let (what, found) = ("the oldest retained epoch", commit.oldest);
+            let (what, found) = ("the oldest retained checkpoint", commit.oldest);
             let at = place.offset();
             let e = self.sectors.damaged(at, Damage::Mismatch { what, found, expected: oldest });
             return Err(e.into());

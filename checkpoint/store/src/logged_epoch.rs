@@ -28,21 +28,22 @@ pub(crate) fn follows(
 ) -> Result<(), Damage> {
     let Some(before) = before else {
         if let Some(last) = after.filter(|last| front.epoch <= *last) {
-            let (what, found) = ("an epoch's number", front.epoch);
+            let (what, found) = ("a checkpoint's number", front.epoch);
             return Err(Damage::Mismatch { what, found, expected: last.saturating_add(1) });
         }
         // Nothing is known of what it builds on.
         let Some(parent) = front.parent.filter(|_| !front.is_whole()) else { return Ok(()) };
-        let what = "the parent of the first epoch in a log";
+        let what = "the parent of the first checkpoint in a log";
         return Err(Damage::Mismatch { what, found: parent, expected: 0 });
     };
     let last = before.info.epoch;
     if front.epoch <= last {
-        let (what, found) = ("an epoch's number", front.epoch);
+        let (what, found) = ("a checkpoint's number", front.epoch);
         return Err(Damage::Mismatch { what, found, expected: last.saturating_add(1) });
     }
     if front.rebased {
-        return Err(Damage::Mismatch { what: "an epoch's flags", found: 1, expected: 0 });
+        let what = "the flag that a checkpoint is rebased";
+        return Err(Damage::Mismatch { what, found: 1, expected: 0 });
     }
     let Some(parent) = front.parent else { return Ok(()) };
     let fields = [

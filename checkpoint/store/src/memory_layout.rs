@@ -7,7 +7,7 @@ use driftline_dirty_tracker::{FrameRun, Gfn, Layout, PAGE_SIZE, Slot};
 pub struct SlotPlace {
     /// The slot.
     pub slot: Slot,
-    /// Offset of its first byte in the file.
+    /// Offset of its first byte in the file, in bytes.
     pub offset: u64,
 }
 

@@ -212,7 +212,7 @@ impl PageFile {
     }
 
     /// Grows the file by an eighth. If there is no room for that, grows it by less, down to `least`
-    /// slots, or by what the file system has left to it.
+    /// slots, or by what the file system allocated before it failed.
     fn grow(&self, slots: &mut Slots, least: u32) -> Result<(), StoreError> {
         let old = slots.total();
         let mut more = (old / 8).clamp(MIN_GROWTH, MAX_GROWTH).max(least);
@@ -227,7 +227,7 @@ impl PageFile {
                     return Ok(());
                 }
                 Err(e) => {
-                    // Some file systems leave the file with the room that they had.
+                    // Some file systems leave the file with the space that they had.
                     let there = self.reader.slots()?.min(total);
                     if there > old {
                         slots.grow_to(there);

@@ -28,7 +28,7 @@ use crate::read::{Sink, fetch};
 use crate::retention::{apply, apply_last};
 use crate::store::Store;
 
-/// Limit of the time for which a writer may take to make an epoch durable, and for which chosen
+/// Upper bound on the time until an epoch is pinned: a writer may be making it durable, and chosen
 /// epochs may be dropped before they are pinned.
 const PIN_LIMIT: Duration = Duration::from_secs(30);
 /// Interval between two attempts.
@@ -276,7 +276,7 @@ impl Store {
             };
             let lock = |epoch: u64, lock: RangeLock| {
                 let locked = pages.file().lock_range(epoch..epoch + 1, lock);
-                locked.map_err(|e| self.io("locking an epoch in", &name, e))
+                locked.map_err(|e| self.io("locking a checkpoint in", &name, e))
             };
             let pinned = loop {
                 let epoch = choose(&mut log)?;
@@ -290,7 +290,8 @@ impl Store {
                     break Some((epoch, durable));
                 }
                 if Instant::now() >= until {
-                    return Err(self.io("locking an epoch in", &name, ErrorKind::TimedOut.into()));
+                    let cause = ErrorKind::TimedOut.into();
+                    return Err(self.io("locking a checkpoint in", &name, cause));
                 }
                 if locked {
                     lock(epoch, RangeLock::Free)?;

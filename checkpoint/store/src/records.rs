@@ -204,12 +204,13 @@ impl Front {
 
     pub(crate) fn decode(payload: &[u8]) -> Result<Self, Damage> {
         let raw = RawFront::read_from_bytes(payload).map_err(|_| {
-            wrong_size("the length of an epoch's front", payload.len(), size_of::<RawFront>())
+            let what = "the length of a checkpoint's first record";
+            wrong_size(what, payload.len(), size_of::<RawFront>())
         })?;
         let (epoch, parent) = (raw.epoch.get(), raw.parent.get());
         if !(1..=MAX_EPOCH).contains(&epoch) {
             return Err(Damage::Mismatch {
-                what: "an epoch's number",
+                what: "a checkpoint's number",
                 found: epoch,
                 expected: MAX_EPOCH,
             });
@@ -219,7 +220,7 @@ impl Front {
             return Err(Damage::Mismatch { what, found: parent, expected });
         }
         all_zero([(
-            "the undefined part of an epoch's flags",
+            "the undefined part of a checkpoint's flags",
             (raw.flags.get() & !(REBASED | DRIVES)).into(),
         )])?;
         Ok(Self {
@@ -268,8 +269,9 @@ impl Commit {
     }
 
     pub(crate) fn decode(payload: &[u8]) -> Result<Self, Damage> {
+        let what = "the length of a checkpoint's end";
         let raw = RawCommit::read_from_bytes(payload)
-            .map_err(|_| wrong_size("the length of an epoch's end", payload.len(), COMMIT_LEN))?;
+            .map_err(|_| wrong_size(what, payload.len(), COMMIT_LEN))?;
         Ok(Self {
             epoch: raw.epoch.get(),
             oldest: raw.oldest.get(),
@@ -449,10 +451,10 @@ pub(crate) fn decode_frames(
         frames += count;
         runs.push(StoredRun { frames: run, slot: slots.start });
     }
-    at_most("the number of frames in a record", frames, MAX_RECORD_FRAMES)?;
+    at_most("the number of pages in a record", frames, MAX_RECORD_FRAMES)?;
     if rest.len() as u64 != frames * 4 {
         let (found, expected) = (rest.len() as u64, frames * 4);
-        return Err(Damage::Mismatch { what: "the length of frames' checksums", found, expected });
+        return Err(Damage::Mismatch { what: "the length of pages' checksums", found, expected });
     }
     crcs.extend(rest.chunks_exact(4).map(|c| u32::from_le_bytes([c[0], c[1], c[2], c[3]])));
     Ok(frames)
@@ -476,7 +478,7 @@ pub(crate) fn decode_zeros(
         runs.push(run);
     }
     if !rest.is_empty() {
-        let (what, found) = ("the bytes after a table of zero frames", rest.len() as u64);
+        let (what, found) = ("the bytes after a table of zero pages", rest.len() as u64);
         return Err(Damage::Mismatch { what, found, expected: 0 });
     }
     Ok(frames)

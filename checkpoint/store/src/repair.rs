@@ -8,7 +8,7 @@
 //!
 //! A crash leaves either the new store, or the old one and files that belong to no store. The
 //! replaced files keep their second names until an operator removes them. If a checkpoint is given
-//! up, page files are copied, so that everything left of it stays.
+//! up, the frames of the sound ones are copied to a new page file, and the old one stays as it is.
 //!
 //! On a file system without hard links, the manifest is copied, and the other files are renamed at
 //! the end instead of removed. None of them is read, since a failing disk may be unable to read it.

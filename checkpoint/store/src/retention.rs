@@ -81,7 +81,7 @@ impl Space {
         Ok((space, slots))
     }
 
-    /// Begins to track when each slot becomes free; `log` has that of the retained epochs.
+    /// Begins to track when each slot becomes free, with the retained epochs in `log`.
     pub(crate) fn track(&mut self, log: &mut LogFile) -> Result<(), StoreError> {
         self.superseded.clear();
         self.walk(log, |_, _, _| Ok(()))?;

@@ -363,7 +363,8 @@ impl Store {
                 entries.extend(map_of(log, index)?.all());
             }
             before = Some(index);
-            // Frames of an epoch that stands alone may have been copied for an earlier one.
+            // If the epoch is copied without its predecessor, some of its frames may have been
+            // copied for an earlier one.
             entries.retain(|(_, location)| {
                 let Vacant(slot) = slots.entry(location.slot) else { return false };
                 slot.insert(next);

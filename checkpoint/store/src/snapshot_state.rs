@@ -80,12 +80,12 @@ impl SnapshotState {
         }
         let (header, mut walk) = walk.header(MAGIC_SNAPSHOT)?;
         let payload = walk.expect(TAG_SNAPSHOT)?;
-        let what = "the length of a snapshot's front";
+        let what = "the length of a snapshot's first record";
         let raw = RawSnapshot::read_from_bytes(&payload)
             .map_err(|_| walk.damaged(wrong_size(what, payload.len(), SNAPSHOT_LEN)))?;
         let flags = raw.flags.get();
         all_zero([
-            ("the epoch in the header of a snapshot", header.epoch()),
+            ("the checkpoint's number in the header of a snapshot", header.epoch()),
             ("the undefined part of a snapshot's flags", (flags & !TRACKED).into()),
         ])
         .map_err(|e| walk.damaged(e))?;
@@ -105,8 +105,8 @@ impl SnapshotState {
             return Err(walk.damaged(Damage::Misplaced { tag: next.head.tag }));
         };
         all_zero([
-            ("the epoch at the end of a snapshot", end.epoch),
-            ("the number of frames in a snapshot's state", end.frames),
+            ("the checkpoint's number at the end of a snapshot", end.epoch),
+            ("the number of pages in a snapshot's state", end.frames),
         ])
         .map_err(|e| walk.damaged(e))?;
         Ok(Self {
@@ -297,7 +297,7 @@ mod tests {
         refused(0, b"DRIFTARC", "not a Driftline snapshot");
         refused(8, &[2], "format version 2 is not the version 1");
         refused(16, &[1], "it requires feature bits 0x1");
-        refused(48, &[1], "the epoch in the header of a snapshot is 1");
+        refused(48, &[1], "the checkpoint's number in the header of a snapshot is 1");
         refused(56, &[!sound[56]], "the layout in the header is ");
         refused(HEADER_LEN, &[0x11], "a record of tag 0x8011 has no place here");
         refused(HEADER_LEN + 4, &[1], "the instance of a record that has none");
@@ -308,7 +308,7 @@ mod tests {
         let last = sound.len() - RECORD_HEAD_LEN - 24;
         refused(last, &[0x20], "a record of tag 0x8020 has no place here");
         refused(last, &[0x15], "a record of tag 0x8015 has no place here");
-        refused(last + RECORD_HEAD_LEN, &[1], "the epoch at the end of a snapshot is 1");
+        refused(last + RECORD_HEAD_LEN, &[1], "number at the end of a snapshot is 1");
     }
 
     #[test]

@@ -1,5 +1,5 @@
-//! Between the append of an epoch and its durability, no reader reads it. Its writer does not take
-//! it back once the store may belong to another writer.
+//! Between the append of an epoch and its durability, no reader reads it. Its writer does not cut
+//! it off once the store may belong to another writer.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -128,7 +128,7 @@ fn reader_sees_only_durable_epochs() {
             assert_eq!(
                 latest_after_a_wait(&disk),
                 (before + 1, 2),
-                "what is taken back was never there"
+                "what is cut off was never visible"
             );
         })
         .unwrap_err();

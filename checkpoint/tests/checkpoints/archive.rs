@@ -248,11 +248,11 @@ fn every_field_that_the_format_fixes_is_checked() {
     refused(8, &[2], "format version 2 is not the version 1");
     refused(12, &[0, 0x20], "its page size is 8192 bytes");
     refused(16, &[1], "it requires feature bits 0x1");
-    refused(48, &[9], "the epoch in the header is 9 and should be 3");
+    refused(48, &[9], "the checkpoint's number in the header is 9 and should be 3");
     refused(56, &[!sound[56]], "the layout in the header is ");
     refused(epoch + 2, &[3], "the undefined part of a record's head");
     refused(epoch + 4, &[1], "the instance of a record that has none");
-    refused(epoch + 24 + 28, &[0], "whether the epoch is all of memory is 0");
+    refused(epoch + 24 + 28, &[0], "the flag that the checkpoint has all of memory is 0");
     // The header announces drives, and there are none.
     refused(epoch + 24 + 28, &[3], "has no place here");
     refused(epoch, &[0x12], "a record of tag 0x8012 has no place here");
@@ -265,8 +265,8 @@ fn every_field_that_the_format_fixes_is_checked() {
     refused(contents + 24 + 8 + 8, &[0xff; 8], "are not in guest memory");
     refused(contents + 24 + 8 + 16, &[1, 0], "the runs of a record ascend");
     refused(packed, &[0], "cannot be decompressed");
-    refused(end + 24, &[2], "the epoch's number at its end is 2");
-    refused(end + 24, &[0xff; 8], "an epoch's number is 18446744073709551615");
+    refused(end + 24, &[2], "the checkpoint's number at its end is 2");
+    refused(end + 24, &[0xff; 8], "a checkpoint's number is 18446744073709551615");
     refused(end, &[0xff], "a record of tag 0x80ff has no place here");
     // Lengths are checked against the limit of their record before the file's length.
     for (at, limit) in [(config, 64 << 10), (contents, 2_123_784), (end, 24)] {

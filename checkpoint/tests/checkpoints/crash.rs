@@ -341,7 +341,7 @@ enum CrashAct {
     Restart(Option<u64>),
     /// The store is compacted in between.
     Compact,
-    /// Power is lost; the guest survives (a test's privilege) with a new process.
+    /// Power is lost. The guest survives, as is possible in a test only, and gets a new process.
     Crash(u64),
 }
 

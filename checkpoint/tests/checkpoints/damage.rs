@@ -384,17 +384,17 @@ fn every_field_that_the_format_fixes_is_checked() {
         (8, 2, "format version 2 is not the version 1 that this program reads"),
         (56, 1, "the layout in the header of a log is 1 and should be 0"),
         (70, 1, "what follows the header is 1 and should be 0"),
-        (epoch + 24, 0, "an epoch's number is 0 and should be"),
+        (epoch + 24, 0, "a checkpoint's number is 0 and should be"),
         (epoch + 24 + 8, 9, "the parent's number is 9 and should be 0"),
-        (epoch + 24 + 28, 4, "the undefined part of an epoch's flags is 4 and should be 0"),
+        (epoch + 24 + 28, 4, "the undefined part of a checkpoint's flags is 4 and should be 0"),
         (layout + 24 + 4, 1, "the unused field of a memory slot is 1 and should be 0"),
         (layout + 24 + 10, 9, "a memory slot at page 0x100 follows one at 0x90000"),
         (frames + 24, 0, "a record of pages has no runs"),
         (frames + 24 + 8, 77, "are not in guest memory"),
         (frames + 24 + 20, 0, "slots 0..1 cannot hold pages"),
         (frames + 4, 3, "it has pages of object 3, which the checkpoint does not have"),
-        (commit + 24 + 8, 3, "the oldest retained epoch is 3 and should be 3"),
-        (second + 24 + 28, 1, "an epoch's flags is 1 and should be 0"),
+        (commit + 24 + 8, 3, "the oldest retained checkpoint is 3 and should be 3"),
+        (second + 24 + 28, 1, "the flag that a checkpoint is rebased is 1 and should be 0"),
     ];
     for record in [epoch, layout, config, commit] {
         cases.extend([

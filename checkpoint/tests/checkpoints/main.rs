@@ -1,4 +1,4 @@
-//! Checkpoints of a guest without a hypervisor: on disks that fail, crash and lie. One binary,
+//! Checkpoints of a guest without a hypervisor, on disks that fail and lose power. One binary,
 //! because many of its tests use one processor or wait.
 //!
 //! | module | shows |

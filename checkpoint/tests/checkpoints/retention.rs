@@ -100,7 +100,7 @@ fn warm_store_does_not_grow() {
     };
     let (mut warm, mut longest) = ((0, 0), 0);
     for round in 0..400u64 {
-        // Everywhere at first, then at 100 places that move.
+        // All frames at first, then 100 in each round, at other places.
         let count = if round == 0 { 1024 } else { 100 };
         (0..count).for_each(|n| write(&guest, (round * 97 + n * 13) % 1024, round + 1));
         checkpointer.take().unwrap();

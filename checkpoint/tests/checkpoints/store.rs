@@ -277,7 +277,7 @@ fn epoch_comes_early_when_the_buffer_fills() {
     let limits = StagingLimits { first_bytes: 256 * 4096, most_bytes: 256 * 4096 };
     let mut checkpointer = Checkpointer::with_staging(guest, store, limits).unwrap();
     let max_pause = Some(Duration::from_secs(1));
-    // Its writers have been everywhere long before each epoch is due.
+    // Its writers have written their whole working set long before each epoch is due.
     let cadence = Cadence { max_pause, ..every(4_000, Some(4)) };
     let mut taken = Vec::new();
     checkpointer.run(&cadence, &AtomicBool::new(false), |t| {
@@ -370,21 +370,21 @@ fn lost_lock_stays_with_its_new_holder() {
     checkpointer.take().unwrap();
     std::fs::remove_file(dir.path().join("lock")).unwrap();
     // The page file is still the first writer's: its slots are not reused until it has noticed.
-    let thief = Store::create_or_open(dir.path()).unwrap();
-    let e = thief.compact().unwrap_err();
+    let second = Store::create_or_open(dir.path()).unwrap();
+    let e = second.compact().unwrap_err();
     assert!(matches!(e, StoreError::InUse { pid: None, .. }), "{e}");
-    let e = Checkpointer::new(guest.clone(), thief).unwrap_err();
+    let e = Checkpointer::new(guest.clone(), second).unwrap_err();
     assert!(matches!(e, StoreError::InUse { pid: None, .. }), "{e}");
-    let thief = Store::create_or_open(dir.path()).unwrap();
+    let second = Store::create_or_open(dir.path()).unwrap();
     let e = checkpointer.take().unwrap_err().to_string();
     assert!(e.contains("was removed or replaced while this process held"), "{e}");
-    let mut thief = Checkpointer::new(guest.clone(), thief).unwrap();
-    let theirs = [thief.take().unwrap().epoch, thief.take().unwrap().epoch];
+    let mut second = Checkpointer::new(guest.clone(), second).unwrap();
+    let theirs = [second.take().unwrap().epoch, second.take().unwrap().epoch];
     for _ in 0..2 {
         let e = checkpointer.take().unwrap_err().to_string();
         assert!(e.contains(&format!("is in use by process {}", std::process::id())), "{e}");
     }
-    drop(thief);
+    drop(second);
     // Numbers that the other writer has used are not reused.
     let mine = checkpointer.take().unwrap().epoch;
     assert!(theirs.iter().all(|n| *n < mine), "{theirs:?} {mine}");

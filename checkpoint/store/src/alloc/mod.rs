@@ -84,8 +84,8 @@ pub enum SlotError {
 /// The free and the used slots of one file.
 ///
 /// Allocating and freeing take O(log blocks) steps and read a block or two of 512 bytes each. Scans
-/// of stale blocks come on top: at most one for each run that was freed or taken. Takes one bit and
-/// some hundredths for each slot.
+/// of stale blocks come on top: at most one for each run that was freed or taken. Takes one bit for
+/// each slot, and some hundredths of a bit for the hints.
 ///
 /// ```
 /// use driftline_store::SlotRun;
@@ -105,7 +105,7 @@ pub struct Slots {
     blocks: Vec<Block>,
     /// For each block, the longest run that is known to begin in it.
     fits: MaxTree,
-    /// Blocks whose hints may promise less than there is, each once.
+    /// Blocks whose hints may be below the true values, each once.
     stale: Vec<u32>,
     free: u64,
     total: u32,

@@ -52,10 +52,10 @@ enum SlotAct {
         from: prop::sample::Index,
         count: u32,
     },
-    /// Frees every other one of this many slots.
-    Comb {
+    /// Frees this many slots, every other one from a slot on, if they are used.
+    FreeAlternate {
         from: prop::sample::Index,
-        teeth: u32,
+        count: u32,
     },
     Mark {
         start: u32,
@@ -79,7 +79,8 @@ fn act() -> impl Strategy<Value = SlotAct> {
         3 => counts().prop_map(|count| SlotAct::UpTo { count }),
         8 => (index(), index(), counts())
             .prop_map(|(which, from, count)| SlotAct::Free { which, from, count }),
-        1 => (index(), 1u32..400).prop_map(|(from, teeth)| SlotAct::Comb { from, teeth }),
+        1 => (index(), 1u32..400)
+            .prop_map(|(from, count)| SlotAct::FreeAlternate { from, count }),
         1 => (0u32..20_000, counts()).prop_map(|(start, count)| SlotAct::Mark { start, count }),
         1 => (1u32..5000).prop_map(|by| SlotAct::Grow { by }),
     ]
@@ -113,7 +114,7 @@ impl SlotsPair {
                 }
             }
             SlotAct::Free { which, from, count } => self.free(which, from, count)?,
-            SlotAct::Comb { from, teeth } => self.comb(from, teeth),
+            SlotAct::FreeAlternate { from, count } => self.free_alternate(from, count),
             SlotAct::Mark { start, count } => {
                 let run = SlotRun { start, count };
                 let marked = slots.mark(run);
@@ -154,11 +155,11 @@ impl SlotsPair {
         Ok(())
     }
 
-    /// Frees every other slot from `from` on, if it is used.
-    fn comb(&mut self, from: prop::sample::Index, teeth: u32) {
+    /// Frees `count` slots, every other one from `from` on, if they are used.
+    fn free_alternate(&mut self, from: prop::sample::Index, count: u32) {
         let from = from.index(self.plain.0.len()) as u32;
-        for tooth in 0..teeth {
-            let run = SlotRun { start: from + 2 * tooth, count: 1 };
+        for n in 0..count {
+            let run = SlotRun { start: from + 2 * n, count: 1 };
             let is_there = run.end() <= self.plain.0.len() as u64;
             if is_there && !self.plain.is_free(run.start, 1) {
                 self.slots.free(run).unwrap();

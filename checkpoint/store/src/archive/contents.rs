@@ -79,14 +79,14 @@ pub(super) fn decode_contents<'p>(
         *before = Some(run);
         frames = frames.saturating_add(run.count);
         if frames > most {
-            let what = "the number of frames in a record";
+            let what = "the number of pages in a record";
             return Err(Damage::Mismatch { what, found: frames, expected: most });
         }
         runs.push(run);
     }
     let frames = frames as usize;
     let Some((crcs, packed)) = rest.split_at_checked(frames * 4) else {
-        return Err(wrong_size("the length of frames' checksums", rest.len(), frames * 4));
+        return Err(wrong_size("the length of pages' checksums", rest.len(), frames * 4));
     };
     Ok(Contents { frames, crcs, packed })
 }

@@ -90,7 +90,7 @@ impl Archive {
             }
         };
         if end.epoch != front.epoch {
-            let (what, found) = ("the epoch's number at its end", end.epoch);
+            let (what, found) = ("the checkpoint's number at its end", end.epoch);
             return Err(walk.damaged(Damage::Mismatch { what, found, expected: front.epoch }));
         }
         let info = EpochInfo {
@@ -194,9 +194,9 @@ impl Archive {
 fn read_front(walk: &mut RecordWalk<'_>, header: &Header) -> Result<(Front, Machine), StoreError> {
     let front = Front::decode(&walk.expect(TAG_EPOCH)?).map_err(|e| walk.damaged(e))?;
     let fields = [
-        ("the epoch in the header", header.epoch(), front.epoch),
+        ("the checkpoint's number in the header", header.epoch(), front.epoch),
         ("the layout in the header", header.layout_hash().into(), front.layout.into()),
-        ("whether the epoch is all of memory", front.is_whole().into(), 1),
+        ("the flag that the checkpoint has all of memory", front.is_whole().into(), 1),
     ];
     if let Some((what, found, expected)) = fields.into_iter().find(|(_, a, b)| a != b) {
         return Err(walk.damaged(Damage::Mismatch { what, found, expected }));
@@ -260,7 +260,7 @@ impl<E> UnpackState<'_, E> {
         let (head, end) = walk.head(&mut piece.payload)?;
         piece.at = walk.record_at();
         if let Some(end) = end {
-            let (what, found) = ("the number of frames", end.frames);
+            let (what, found) = ("the number of pages", end.frames);
             return match found == self.frames {
                 true => Ok(false),
                 false => Err(walk.damaged(Damage::Mismatch { what, found, expected: self.frames })),

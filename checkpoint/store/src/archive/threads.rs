@@ -4,12 +4,12 @@ use std::thread;
 
 use crate::archive::contents::MAX_FRAMES;
 
-/// Maximum number of threads that pack or unpack. 8, chosen: each has a record of 2 MiB and its
-/// packed form in work, so all have at most 32 MiB.
+/// Maximum number of threads that pack or unpack. 8, chosen: a thread that packs has some 10 MiB of
+/// buffers, and one that unpacks 5 MiB, so all have at most some 80 MiB.
 const THREADS: usize = 8;
 
-/// Runs `work` on as many threads as there are processors, but no more than this number of frames
-/// needs.
+/// Runs `work` on one thread for each processor, but on at most [`THREADS`], and on no more than
+/// this number of frames needs.
 pub(crate) fn side_by_side(name: &str, frames: u64, work: impl Fn() + Sync) {
     let cores = thread::available_parallelism().map_or(1, usize::from);
     let pieces = usize::try_from(frames.div_ceil(MAX_FRAMES as u64)).unwrap_or(usize::MAX);

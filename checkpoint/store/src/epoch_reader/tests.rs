@@ -111,7 +111,7 @@ fn damage_is_named_where_its_record_begins() {
     reader.next().unwrap();
     match reader.next().map(drop).map_err(StoreError::from) {
         Err(StoreError::Damaged { offset, damage: Damage::Mismatch { what, .. }, .. }) => {
-            assert_eq!((what, offset), ("the number of frames", 2 * SECTOR as u64));
+            assert_eq!((what, offset), ("the number of pages", 2 * SECTOR as u64));
         }
         other => panic!("{other:?}"),
     }
@@ -139,7 +139,7 @@ fn longer_record_is_refused_before_its_allocation() {
 #[test]
 fn short_record_of_too_much_is_refused() {
     let cases = [
-        (runs(1, MAX_RECORD_FRAMES + 1), "the number of frames in a record", MAX_RECORD_FRAMES),
+        (runs(1, MAX_RECORD_FRAMES + 1), "the number of pages in a record", MAX_RECORD_FRAMES),
         (runs(MAX_RUNS + 1, 1), "the number of runs in a record", MAX_RUNS),
     ];
     for (runs, name, most) in cases {

@@ -97,7 +97,7 @@ impl End {
     pub(crate) fn decode(payload: &[u8]) -> Result<Self, Damage> {
         let raw = RawEnd::read_from_bytes(payload)
             .map_err(|_| wrong_size("the length of the end", payload.len(), END_LEN))?;
-        let (what, found) = ("an epoch's number", raw.epoch.get());
+        let (what, found) = ("a checkpoint's number", raw.epoch.get());
         if found > MAX_EPOCH {
             return Err(Damage::Mismatch { what, found, expected: MAX_EPOCH });
         }

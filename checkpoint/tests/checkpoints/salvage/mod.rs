@@ -383,12 +383,12 @@ fn survey_goes_on_without_a_pin() {
     open(&disk, false).survey().unwrap_err();
 }
 
-/// A checkpoint that stands alone copies no frame that was copied for an earlier one.
+/// A checkpoint that is copied without its predecessor copies no frame a second time.
 #[test]
 fn each_frame_is_copied_once() {
     let stored = stored(&[6], 6);
     let begins = begins(&stored.disk.contents("log-1").unwrap());
-    // The state of the third is damaged: the fourth stands alone.
+    // The state of the third is damaged: the fourth is copied without it.
     let damaged = with_bad_sector(&stored.disk, begins[3] - 2, false);
     assert_eq!(open(&damaged, false).survey().unwrap().sound, 5);
     let slots = damaged.contents("pages-1").unwrap().len() as u64 / 4096;
