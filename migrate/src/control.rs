@@ -99,7 +99,7 @@ pub enum ControlError {
     #[error("it is too late to cancel: the guest has been handed over")]
     TooLate,
     /// Only a migration in doubt can be resolved.
-    #[error("there is nothing to resolve: the migration is {phase}")]
+    #[error("there is nothing to resolve: the migration is not in doubt ({phase})")]
     NotInDoubt {
         /// The current phase.
         phase: Phase,

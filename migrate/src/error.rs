@@ -148,18 +148,18 @@ pub enum Cause {
         /// Its limit.
         limit: Duration,
     },
-    /// The destination restored something other than what was sent.
-    #[error("{what} is {theirs:#x} on the destination and {ours:#x} here")]
+    /// The two sides computed different values of what was sent.
+    #[error("{what} is {theirs:#x} at the peer and {ours:#x} here")]
     Differs {
         /// What was compared.
         what: &'static str,
-        /// Value at the source.
+        /// This side's value.
         ours: u64,
-        /// Value at the destination.
+        /// The peer's value.
         theirs: u64,
     },
     /// The guest built here has another memory layout than the source's guest.
-    #[error("the guest built here is not laid out as its source: {0}")]
+    #[error("the guest built here has another memory layout than its source: {0}")]
     LayoutDiffers(LayoutDifference),
     /// A part of the guest is too large for the protocol.
     #[error("{what} has {found} bytes or pieces; a migration carries at most {limit}")]
@@ -328,7 +328,7 @@ impl fmt::Display for ThrottleEffect {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (most, vcpus) = match self {
             Self::Forbidden => {
-                return f.write_str("its vCPUs were not throttled, as asked");
+                return f.write_str("its vCPUs were not throttled (--no-throttle)");
             }
             Self::NotMeasured => {
                 return f.write_str(

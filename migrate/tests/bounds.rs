@@ -246,7 +246,7 @@ fn failed_migrations_leave_nothing_behind() {
     let fail = |nth| {
         hosts.there.fail_next(Op::Restore, 1);
         let sent = Sender::start(&guest, &there.to, &quick_send(&hosts)).result();
-        assert!(sent.unwrap_err().to_string().contains("restor"), "the source hears why");
+        assert!(sent.unwrap_err().to_string().contains("restor"), "the source receives the reason");
         within(LONG, "the receiver waits again", || {
             there.waits_on() && there.control.progress().refused == nth
         });

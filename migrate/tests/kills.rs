@@ -1,5 +1,6 @@
 //! Either process is killed at every message. The other process is this test binary, started again
-//! in a role. A binary of its own, because for a moment a child holds the locks of all records.
+//! in a role. These tests are a binary of their own, because a forked child briefly holds the locks
+//! of all records.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test code")]
 
 #[path = "migrations/common/mod.rs"]
@@ -68,7 +69,7 @@ fn start(role: &str, args: &[(&str, String)]) -> (Child, String) {
         .unwrap();
     let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
     let line = loop {
-        let line = lines.next().expect("the role speaks").unwrap();
+        let line = lines.next().expect("the role prints a line").unwrap();
         if let Some((_, text)) = line.split_once("role: ") {
             break text.to_owned();
         }
@@ -161,7 +162,7 @@ fn killed_destination(messages: &[&str], is_local: bool) {
         let mut sending = options(&hosts);
         sending.local = is_local;
         let sender = Sender::start(&guest, &proxy.to, &sending);
-        // The memory that both had says that the destination has not taken the guest.
+        // In a local hand-over the claim says that the destination has not taken the guest.
         if at == "COMMIT" && !is_local {
             // The destination died prepared, so the source is in doubt until a new process of the
             // site answers.
@@ -181,7 +182,7 @@ fn killed_destination(messages: &[&str], is_local: bool) {
     }
 }
 
-/// The destination has run the guest, and its memory says so. The guest died with it.
+/// The destination has run the guest, and the claim says so. The guest ended with its process.
 #[test]
 fn guest_that_ran_elsewhere_is_not_resumed() {
     let hosts = HostPair::new();

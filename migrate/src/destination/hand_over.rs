@@ -37,7 +37,7 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
         arrival: Arrival<F::Guest>,
         restored: RestoredGuest,
     ) -> Result<(Arc<F::Guest>, ReceiveReport), ReceiveFailed> {
-        let Arrival { mut wire, guest, mut copies, shares_memory, token, came, .. } = arrival;
+        let Arrival { mut wire, guest, mut copies, shares_memory, token, since, .. } = arrival;
         let asks = !shares_memory;
         let was_running = restored.was_running;
         let (_say_prepared, _) = self.session.post(DestinationEvent::Restored);
@@ -80,7 +80,7 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
         let report = ReceiveReport {
             vm_id: guest.vm_id(),
             running: was_running,
-            total_time_ms: ms(came.elapsed()),
+            total_time_ms: ms(since.elapsed()),
             take_over_ms: ms(took),
             taken_over_at_unix_us: unix_us(taken_over_at),
             received_bytes: wire.received_bytes() + figures.joined_bytes,
@@ -183,8 +183,8 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
         }
     }
 
-    /// Sends the source the verdict over this connection, or waits until it `asks`. A source whose
-    /// memory this guest has reads the claim instead.
+    /// Sends the source the verdict over this connection. If the source does not acknowledge it and
+    /// `asks`, waits for its question. A source that shares its memory reads the claim instead.
     fn inform_source(
         &self,
         wire: &mut Wire<Link>,

@@ -60,7 +60,8 @@ pub(super) struct AcceptedSource {
     pub(super) memory: Option<SharedGuest>,
     pub(super) layout: Layout,
     pub(super) config: Vec<u8>,
-    pub(super) came: Instant,
+    /// Time at which the connection was accepted.
+    pub(super) since: Instant,
 }
 
 /// A source's description of its guest.
@@ -173,19 +174,19 @@ fn accept(listener: &Listener, shared: &Arc<ListenerState>) {
 impl ListenerState {
     /// Admits a connection and starts its thread.
     fn receive(self: &Arc<Self>, socket: Socket, server: ServingThread) -> io::Result<()> {
-        let came = Instant::now();
+        let since = Instant::now();
         let mut link = Link::new(socket, self.progress_timeout, self.stop.clone());
-        link.set_deadline(Some(came + self.handshake));
+        link.set_deadline(Some(since + self.handshake));
         let place = self.admission.admit(&link, link.peer_group())?;
         let shared = self.clone();
         std::thread::Builder::new().name("migrate-caller".into()).spawn(move || {
             let _server = server;
-            shared.serve(link, &place, came);
+            shared.serve(link, &place, since);
         })?;
         Ok(())
     }
 
-    fn serve(&self, link: Link, place: &Admitted, came: Instant) {
+    fn serve(&self, link: Link, place: &Admitted, since: Instant) {
         let peer = link.peer();
         let mut stage = Stage::Undecided;
         let link = match security::secure(link, self.tls.as_ref(), place) {
@@ -207,7 +208,7 @@ impl ListenerState {
             place.advance(stage);
             match stage {
                 Stage::Source => {
-                    self.source(wire, header, place, came);
+                    self.source(wire, header, place, since);
                     Ok(())
                 }
                 Stage::Join => self.join(wire, place),
@@ -272,7 +273,7 @@ impl ListenerState {
     }
 
     /// Serves a source: reads its CONFIG, and gives it the session if the session is still free.
-    fn source(&self, mut wire: Wire<Link>, header: Header, place: &Admitted, came: Instant) {
+    fn source(&self, mut wire: Wire<Link>, header: Header, place: &Admitted, since: Instant) {
         let peer = wire.stream().peer();
         let refuse = |mut wire: Wire<Link>, reason: &str| {
             self.refused(Stage::Source, &peer, reason);
@@ -298,7 +299,7 @@ impl ListenerState {
                 wire.stream_mut().set_deadline(None);
                 let GuestDescription { token, drives, memory, layout, config } = described;
                 let caller =
-                    AcceptedSource { wire, header, token, drives, memory, layout, config, came };
+                    AcceptedSource { wire, header, token, drives, memory, layout, config, since };
                 if self.incoming.send(Incoming::Source(Box::new(caller))).is_err() {
                     self.session.vacate();
                 }
@@ -426,7 +427,7 @@ fn warn_limited(limit: &LogLimit, what: std::fmt::Arguments<'_>) {
 pub(super) fn log_refusal(control: &ReceiveControl, stage: Stage, peer: &str, reason: &str) {
     static LIMITS: [LogLimit; 4] = [const { LogLimit::new() }; 4];
     if let Some(unshown) = LIMITS.get(stage as usize).and_then(LogLimit::admit) {
-        tracing::warn!(peer, unshown, "turned away: {reason}");
+        tracing::warn!(peer, unshown, "refused: {reason}");
     }
     note_refusal(control, peer, reason);
 }

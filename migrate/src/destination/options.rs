@@ -19,32 +19,33 @@ pub const YIELD_LIMIT: Duration = DISK_LIMIT.saturating_add(copies::MARGIN);
 pub struct ReceiveOptions {
     /// Directory of this host's hand-over records ([`Records`](crate::Records)).
     pub records: PathBuf,
-    /// Upper bound on a caller's HELLO, and again on the description of its guest. 5 s.
+    /// Upper bound on a caller's HELLO, and again on the description of its guest. Default: 5 s.
     pub handshake_timeout: Duration,
-    /// Longest time without progress of the source. 10 s.
+    /// Longest time without progress of the source. Default: 10 s.
     pub progress_timeout: Duration,
     /// Time in which the source must move at least 256 KiB of memory, disks or state, so that a
-    /// slow peer cannot occupy the receiver. One minute.
+    /// slow peer cannot occupy the receiver. Default: one minute.
     pub pace_window: Duration,
     /// Upper bound on building a guest, including opening disks and making copies, after which the
-    /// source is refused. 25 s, which is less than a source waits for READY, so that it receives
-    /// the reason.
+    /// source is refused. Default: 25 s, which is less than a source waits for READY, so that it
+    /// receives the reason.
     pub build_limit: Duration,
     /// Upper bound on one operation on a copy of a disk, after which the guest is discarded.
-    /// Waiting for several operations may take a second more. 8 s. A source with a shorter progress
-    /// timeout, or in the pause, gives up before it receives the reason.
+    /// Waiting for several operations may take a second more. A source with a shorter progress
+    /// timeout, or in the pause, gives up before it receives the reason. Default: 8 s.
     pub disk_limit: Duration,
-    /// Upper bound on the time from PREPARED to COMMIT, after which the guest is discarded. 10 s.
+    /// Upper bound on the time from PREPARED to COMMIT, after which the guest is discarded.
+    /// Default: 10 s.
     pub commit_deadline: Duration,
     /// Upper bound on the wait for the question of a source in doubt, after a prepared guest was
-    /// discarded. 30 s, or 2 s once the receiver is cancelled.
+    /// discarded; at most 2 s once the receiver is cancelled. Default: 30 s.
     pub answer_timeout: Duration,
-    /// TLS of all connections. `None`, the default: none, and only loopback, unix sockets and
+    /// TLS of all connections. `None`, the default: no TLS, and only loopback, unix sockets and
     /// inherited sockets are accepted, unless [`insecure`](Self::insecure) is set.
     pub tls: Option<ReceiveTls>,
-    /// Whether to wait on an address of other hosts without TLS. False.
+    /// Whether to wait on an address of other hosts without TLS. Default: false.
     pub insecure: bool,
-    /// Whether to accept one source only, and to fail if it fails before PREPARED. False.
+    /// Whether to accept one source only, and to fail if it fails before PREPARED. Default: false.
     /// A receiver at an inherited connection does so in any case.
     pub once: bool,
 }

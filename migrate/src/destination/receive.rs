@@ -390,8 +390,8 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
         Ok(StateRestore::Running(thread))
     }
 
-    /// Returns the bytes moved over all channels. Shares of complete passes count twice, which can
-    /// only hide a pace that is slow after a fast one.
+    /// Returns the bytes moved over all channels. Shares of joined channels count twice once their
+    /// pass is complete, so the source may seem faster than it is, never slower.
     fn moved_bytes(&self) -> u64 {
         self.stream.moved_bytes().saturating_add(self.channels.moved_bytes())
     }

@@ -44,7 +44,7 @@ pub(super) fn secure(
         let mut wire = Wire::new(link);
         refuse(&mut wire, "this receiver uses TLS, and the source does not: give --tls-dir");
     } else if !place.is_displaced() {
-        // Its peer reads the alert of the failure.
+        // Writes the alert of the failure, and waits until the peer has read it.
         link.begin_closing();
         link.hang_up();
     }

@@ -37,7 +37,8 @@ pub(super) struct Arrival<G: Guest + ?Sized> {
     /// Whether the guest is built on the source's memory.
     pub(super) shares_memory: bool,
     pub(super) token: Token,
-    pub(super) came: Instant,
+    /// Time at which the connection was accepted.
+    pub(super) since: Instant,
 }
 
 /// What a guest is built from.
@@ -113,7 +114,7 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
     /// Builds a source's guest, or refuses the source and frees the session. Fails if the source
     /// has left and no other one is accepted.
     fn admit(&self, caller: AcceptedSource) -> Result<Option<Arrival<F::Guest>>, ReceiveFailed> {
-        let AcceptedSource { mut wire, header, token, drives, memory, layout, config, came } =
+        let AcceptedSource { mut wire, header, token, drives, memory, layout, config, since } =
             caller;
         wire.stream_mut().set_stop(self.control.stop.clone());
         let shares_memory = memory.is_some();
@@ -121,7 +122,7 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
         let built = self.build(&mut wire, &header, token, machine);
         let (cause, copies) = match built {
             Ok((guest, copies)) => {
-                let arrival = Arrival { wire, guest, drives, copies, shares_memory, token, came };
+                let arrival = Arrival { wire, guest, drives, copies, shares_memory, token, since };
                 return Ok(Some(arrival));
             }
             Err(RefusedSource { cause, copies }) => (cause, copies),

@@ -10,10 +10,10 @@ use serde::{Deserialize, Serialize};
 use tempfile::NamedTempFile;
 use uuid::Uuid;
 
+use super::boot_and_mount::BootAndMount;
 use super::directory::Records;
 use super::error::{RecordsError, failed};
 use super::file::{VERSION, json, now_unix_ms, read, remove, sync_removed, temporary, unlink};
-use super::life::Life;
 use crate::log_limit::LogLimit;
 use crate::protocol::decision::Decision;
 use crate::protocol::ids::{Secret, Token};
@@ -34,9 +34,9 @@ pub(super) struct PreparedRecord {
     vm_id: VmId,
     /// The secret of the migration, which a question about it must carry.
     secret: Secret,
-    /// The boot of [`Life`]; null on a host that cannot tell its boots apart.
+    /// The boot of [`BootAndMount`]; null on a host without a boot id.
     boot: Option<Uuid>,
-    /// The mount of [`Life`].
+    /// The mount of [`BootAndMount`].
     mount: Option<u64>,
     time_unix_ms: u64,
 }
@@ -45,9 +45,9 @@ impl PreparedRecord {
     /// Whether no decision about this guest can have been lost. Either the record was made in this
     /// boot and on this mount, or it names no boot: then the decision was durable before the guest
     /// ran.
-    pub(super) fn decision_would_stand(&self, present: Option<Life>) -> bool {
-        let life = self.boot.map(|boot| Life { boot, mount: self.mount });
-        life.is_none() || life == present
+    pub(super) fn decision_would_stand(&self, present: Option<BootAndMount>) -> bool {
+        let recorded = self.boot.map(|boot| BootAndMount { boot, mount: self.mount });
+        recorded.is_none() || recorded == present
     }
 }
 
@@ -165,8 +165,8 @@ impl Records {
         vm_id: VmId,
         secret: Secret,
     ) -> Result<PreparedMark, RecordsError> {
-        let life = self.life();
-        let (boot, mount) = (life.map(|life| life.boot), life.and_then(|life| life.mount));
+        let present = self.boot_and_mount();
+        let (boot, mount) = (present.map(|now| now.boot), present.and_then(|now| now.mount));
         let path = self.prepared_path(token);
         let time_unix_ms = now_unix_ms();
         let version = VERSION;
@@ -230,7 +230,7 @@ impl Records {
             }
             return Ok(decision.unwrap_or(Decision::Discarded));
         };
-        if !prepared.decision_would_stand(self.life()) {
+        if !prepared.decision_would_stand(self.boot_and_mount()) {
             static LIMIT: LogLimit = LogLimit::new();
             if let Some(unshown) = LIMIT.admit() {
                 tracing::warn!(
@@ -246,7 +246,7 @@ impl Records {
         self.decide(token, Some(prepared.vm_id), Decision::Discarded)
     }
 
-    /// Returns a linked decision if the directory was `synced`; else removes a `committed`.
+    /// Returns a linked decision if the directory was `synced`; otherwise removes a `committed`.
     pub(super) fn keep_decision(
         &self,
         path: &Path,

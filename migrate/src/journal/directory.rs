@@ -7,9 +7,9 @@ use std::path::PathBuf;
 use driftline_format::durable::create_dir;
 use uuid::Uuid;
 
+use super::boot_and_mount::BootAndMount;
 use super::error::{RecordsError, failed};
 use super::file::{sweep_staged, write_new};
-use super::life::Life;
 use crate::protocol::ids::Token;
 
 /// Suffix of a source record's name, after its token.
@@ -26,9 +26,9 @@ pub(super) const DECISION_SUFFIX: &str = ".destination.json";
 pub struct Records {
     pub(super) dir: PathBuf,
     pub(super) site: Uuid,
-    /// The life to pretend, in tests.
+    /// The boot and the mount to pretend, in tests.
     #[cfg(test)]
-    pub(super) test_life: Option<Option<Life>>,
+    pub(super) test_boot_and_mount: Option<Option<BootAndMount>>,
 }
 
 impl Records {
@@ -61,17 +61,17 @@ impl Records {
             dir,
             site,
             #[cfg(test)]
-            test_life: None,
+            test_boot_and_mount: None,
         })
     }
 
-    /// Returns the current life. Read each time, because a process can outlive a mount.
-    pub(super) fn life(&self) -> Option<Life> {
+    /// Returns the current boot and mount. Read each time, because a process can outlive a mount.
+    pub(super) fn boot_and_mount(&self) -> Option<BootAndMount> {
         #[cfg(test)]
-        if let Some(life) = self.test_life {
-            return life;
+        if let Some(pretended) = self.test_boot_and_mount {
+            return pretended;
         }
-        Life::of(&self.dir)
+        BootAndMount::of(&self.dir)
     }
 
     /// Returns the directory's name, as peers see it.

@@ -54,7 +54,7 @@ pub(super) fn read<T: DeserializeOwned>(
         return Err(invalid(path, why));
     }
     if envelope.token != token {
-        let why = format!("it is of migration {}, not of that in its name", envelope.token);
+        let why = format!("its token is {}, not that in its name", envelope.token);
         return Err(invalid(path, why));
     }
     serde_json::from_slice(&bytes).map(Some).map_err(no_record)

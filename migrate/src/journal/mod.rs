@@ -20,11 +20,11 @@
 //! synced. A decision whose prepared record names a boot is synced after the guest has resumed.
 //! Records that are needed during the pause are *staged* (written without their name) before it.
 
+mod boot_and_mount;
 mod destination;
 mod directory;
 mod error;
 mod file;
-mod life;
 mod source;
 mod sweep;
 

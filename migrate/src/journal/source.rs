@@ -84,7 +84,7 @@ impl Records {
             let path = entry.path();
             let read = match Uuid::parse_str(stem) {
                 Ok(token) => read(&path, Token(token)),
-                Err(_) => Err(invalid(&path, "its name is not that of a migration".to_owned())),
+                Err(_) => Err(invalid(&path, "its name does not begin with a token".to_owned())),
             };
             match read {
                 Ok(record) => pending.records.extend(record),

@@ -5,11 +5,11 @@ use std::fs;
 
 use uuid::Uuid;
 
+use super::boot_and_mount::BootAndMount;
 use super::destination::PreparedRecord;
 use super::directory::{DECISION_SUFFIX, PREPARED_SUFFIX, Records};
 use super::error::RecordsError;
 use super::file::{read, sync_removed, unlink};
-use super::life::Life;
 use crate::protocol::decision::Decision;
 use crate::protocol::ids::Token;
 
@@ -32,14 +32,14 @@ impl Records {
     /// Costs at most two syncs of the directory. The next sweep retries a failed removal, and
     /// removes a decision that has reappeared after a crash.
     pub(crate) fn sweep(&self) {
-        let (life, mut tokens) = (self.life(), HashSet::new());
+        let (now, mut tokens) = (self.boot_and_mount(), HashSet::new());
         for entry in fs::read_dir(&self.dir).into_iter().flatten().flatten() {
             let name = entry.file_name();
             let name = name.to_str().unwrap_or_default();
             let stem = [PREPARED_SUFFIX, DECISION_SUFFIX].iter().find_map(|s| name.strip_suffix(s));
             tokens.extend(stem.and_then(|stem| Uuid::parse_str(stem).ok()).map(Token));
         }
-        let removable = tokens.into_iter().filter_map(|token| self.removable(token, life).ok()?);
+        let removable = tokens.into_iter().filter_map(|token| self.removable(token, now).ok()?);
         let removable: Vec<RemovableRecords> = removable.collect();
         if removable.is_empty() {
             return;
@@ -66,7 +66,7 @@ impl Records {
     fn removable(
         &self,
         token: Token,
-        life: Option<Life>,
+        present: Option<BootAndMount>,
     ) -> Result<Option<RemovableRecords>, RecordsError> {
         let path = self.prepared_path(token);
         let Some(record) = read::<PreparedRecord>(&path, token)? else {
@@ -83,7 +83,7 @@ impl Records {
             return Ok(None);
         }
         let decision = self.decision(token)?;
-        let is_removable = decision.is_some() || record.decision_would_stand(life);
+        let is_removable = decision.is_some() || record.decision_would_stand(present);
         Ok(is_removable.then_some(RemovableRecords { token, decision }))
     }
 }

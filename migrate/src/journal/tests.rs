@@ -8,8 +8,8 @@ use std::time::UNIX_EPOCH;
 use driftline_guest::VmId;
 use uuid::Uuid;
 
+use super::boot_and_mount::BootAndMount;
 use super::file::{SYNCS, read};
-use super::life::Life;
 use super::*;
 use crate::protocol::decision::Decision;
 use crate::protocol::ids::{Secret, Token};
@@ -67,15 +67,15 @@ fn the_first_decision_stands() {
 fn prepared_guest_is_committed_after_a_reboot() {
     let dir = tempfile::tempdir().unwrap();
     let records = Records::open(dir.path()).unwrap();
-    let present = Life::of(dir.path()).expect("this host tells its boots apart");
+    let present = BootAndMount::of(dir.path()).expect("this host has a boot id");
     let kernel = rustix::system::uname();
     let mut version = kernel.release().to_str().unwrap().split('.').map(str::parse);
     let version = (version.next().unwrap().unwrap(), version.next().unwrap().unwrap());
-    assert!(present.mount.is_some() || version < (6u32, 8u32), "and its mounts");
-    let life = |life| Records { test_life: Some(life), ..records.clone() };
-    let later = life(Some(Life { boot: Uuid::new_v4(), ..present }));
-    let remounted = life(Some(Life { mount: Some(u64::MAX), ..present }));
-    let without_boot_id = life(None);
+    assert!(present.mount.is_some() || version < (6u32, 8u32), "and mount ids");
+    let pretend = |pretended| Records { test_boot_and_mount: Some(pretended), ..records.clone() };
+    let later = pretend(Some(BootAndMount { boot: Uuid::new_v4(), ..present }));
+    let remounted = pretend(Some(BootAndMount { mount: Some(u64::MAX), ..present }));
+    let without_boot_id = pretend(None);
     let vm = VmId::random();
     let token = Token::random();
     let prepared = records.prepare(token, vm, secret()).unwrap();
@@ -109,7 +109,7 @@ fn prepared_guest_is_committed_after_a_reboot() {
 fn without_boot_id_decisions_are_durable() {
     let dir = tempfile::tempdir().unwrap();
     let with_boot_id = Records::open(dir.path()).unwrap();
-    let without_boot_id = Records { test_life: Some(None), ..with_boot_id.clone() };
+    let without_boot_id = Records { test_boot_and_mount: Some(None), ..with_boot_id.clone() };
     let (token, vm) = (Token::random(), VmId::random());
     let prepared = without_boot_id.prepare(token, vm, secret()).unwrap();
     assert!(!prepared.names_boot);
@@ -136,8 +136,9 @@ fn question_about_an_unknown_token_stores_nothing() {
 fn sweep_keeps_prepared_records_that_are_needed() {
     let dir = tempfile::tempdir().unwrap();
     let records = Records::open(dir.path()).unwrap();
-    let earlier = Life::of(dir.path()).map(|life| Life { boot: Uuid::new_v4(), ..life });
-    let earlier = Records { test_life: Some(earlier), ..records.clone() };
+    let now = BootAndMount::of(dir.path());
+    let earlier = now.map(|now| BootAndMount { boot: Uuid::new_v4(), ..now });
+    let earlier = Records { test_boot_and_mount: Some(earlier), ..records.clone() };
     let [lives, died, decided, rebooted] = [(); 4].map(|()| Token::random());
     let vm = VmId::random();
     let living = records.prepare(lives, vm, secret()).unwrap();
@@ -164,8 +165,9 @@ fn sweep_keeps_prepared_records_that_are_needed() {
 fn sweep_removes_discarded_of_dead_processes() {
     let dir = tempfile::tempdir().unwrap();
     let records = Records::open(dir.path()).unwrap();
-    let earlier = Life::of(dir.path()).map(|life| Life { boot: Uuid::new_v4(), ..life });
-    let earlier = Records { test_life: Some(earlier), ..records.clone() };
+    let now = BootAndMount::of(dir.path());
+    let earlier = now.map(|now| BootAndMount { boot: Uuid::new_v4(), ..now });
+    let earlier = Records { test_boot_and_mount: Some(earlier), ..records.clone() };
     let [lives, died, rebooted, alone, committed] = [(); 5].map(|()| Token::random());
     let vm = VmId::random();
     let living = records.prepare(lives, vm, secret()).unwrap();
@@ -195,8 +197,9 @@ fn sweep_removes_discarded_of_dead_processes() {
 fn answer_about_a_discarded_guest_survives_a_sweep() {
     let dir = tempfile::tempdir().unwrap();
     let records = Records::open(dir.path()).unwrap();
-    let earlier = Life::of(dir.path()).map(|life| Life { boot: Uuid::new_v4(), ..life });
-    let earlier = Records { test_life: Some(earlier), ..records.clone() };
+    let now = BootAndMount::of(dir.path());
+    let earlier = now.map(|now| BootAndMount { boot: Uuid::new_v4(), ..now });
+    let earlier = Records { test_boot_and_mount: Some(earlier), ..records.clone() };
     for decision in [Decision::Discarded, Decision::Committed] {
         let (token, vm) = (Token::random(), VmId::random());
         drop(earlier.prepare(token, vm, secret()).unwrap());
@@ -211,7 +214,7 @@ fn answer_about_a_discarded_guest_survives_a_sweep() {
 }
 
 #[test]
-fn prepared_record_goes_durably_before_its_decision() {
+fn prepared_record_is_removed_before_its_decision() {
     let dir = tempfile::tempdir().unwrap();
     let records = Records::open(dir.path()).unwrap();
     for removed_by_another in [false, true] {
@@ -332,10 +335,10 @@ fn invalid_records_are_listed_and_hide_no_others() {
         let e = message.remove(at);
         assert!(e.contains(why), "{e}");
     };
-    because(&names[0], &format!("it is of migration {token}, not of that in its name"));
+    because(&names[0], &format!("its token is {token}, not that in its name"));
     because(&names[1], "its version is 2, and this program reads 1");
     because(&names[2], "EOF while parsing");
-    because("mine", "its name is not that of a migration");
+    because("mine", "its name does not begin with a token");
     assert!(message.is_empty(), "{message:?}");
 }
 
@@ -347,7 +350,7 @@ fn decision_under_another_token_is_refused() {
     records.decide(token, None, Decision::Committed).unwrap();
     fs::copy(records.decision_path(token), records.decision_path(other)).unwrap();
     let e = records.decision(other).unwrap_err().to_string();
-    assert!(e.contains(&other.to_string()) && e.contains("not of that in its name"), "{e}");
+    assert!(e.contains(&other.to_string()) && e.contains("not that in its name"), "{e}");
 }
 
 #[test]

@@ -3,7 +3,7 @@
 //!
 //! After each pass the frames that the guest wrote during it are pending.
 //!
-//! | sending them is expected to take | and | verdict |
+//! | sending them is expected to take | and | judgement |
 //! | --- | --- | --- |
 //! | no time: there are none | | switch over |
 //! | at most `short_pause` | | switch over: a pause costs about as much by itself |
@@ -251,8 +251,8 @@ pub(crate) fn shrinks(passes: &[PassMeasurement], pending: u64) -> bool {
 /// be sent; `elapsed` is the time since the first pass began. Allocates nothing.
 ///
 /// Laws (tests below):
-/// - With no pending frames the verdict is always to switch over.
-/// - At a limit the verdict is never `KeepGoing`.
+/// - With no pending frames the judgement is always to switch over.
+/// - At a limit the judgement is never `KeepGoing`.
 /// - Fewer pending frames never turn a switch-over into giving up.
 /// - A rest that fits into the target is never given up, and another pass precedes its pause only
 ///   while passes shrink.
@@ -315,16 +315,16 @@ mod tests {
             ms in 0u64..10_000,
         ) {
             let elapsed = Duration::from_millis(ms);
-            let verdict = judge(&g, &p, pending, elapsed);
+            let judgement = judge(&g, &p, pending, elapsed);
             if p.len() as u32 >= g.max_passes || elapsed >= g.timeout {
-                prop_assert_ne!(verdict, Judgement::KeepGoing);
+                prop_assert_ne!(judgement, Judgement::KeepGoing);
             }
         }
 
         #[test]
         fn nothing_pending_switches_over(g in goals(), p in passes(40), ms in 0u64..10_000) {
-            let verdict = judge(&g, &p, 0, Duration::from_millis(ms));
-            prop_assert_eq!(verdict, Judgement::SwitchOver(Reason::Quiet));
+            let judgement = judge(&g, &p, 0, Duration::from_millis(ms));
+            prop_assert_eq!(judgement, Judgement::SwitchOver(Reason::Quiet));
         }
 
         #[test]

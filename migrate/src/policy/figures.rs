@@ -30,8 +30,9 @@ pub(crate) struct PrecopyFigures {
     pub(crate) least_share: f64,
     /// Share during the approach. A smaller share makes the pause shorter and the guest slower
     /// before it. With 0.6 each pass has 0.6 times the frames of the previous one; with 0.15 the
-    /// second pass takes some milliseconds. 0.15, chosen. The guest "256 MiB, one word a page" of
-    /// `docs/src/performance/migration.md` has such an approach.
+    /// second pass takes some milliseconds. 0.15, chosen. The guest of
+    /// `docs/src/performance/migration.md` that writes one word a page of 256 MiB has such an
+    /// approach.
     pub(crate) approach_share: f64,
     /// Expected pause above which the approach begins. 5 ms, chosen, and longer than
     /// [`short_pause`](Self::short_pause): else the approach would gain nothing.

@@ -30,7 +30,7 @@ use crate::report::ms;
 const SETUP_TIME: Duration = Duration::from_millis(25);
 /// Time from a pass's last byte to the next pass: acknowledgement and drain. Assumed.
 const PASS_OVERHEAD: Duration = Duration::from_millis(1);
-/// Time from the verdict to the pause, in which the hand-over record becomes durable. Assumed.
+/// Time from the judgement to the pause, in which the hand-over record becomes durable. Assumed.
 const RECORD_OVERHEAD: Duration = Duration::from_millis(3);
 /// Part of the downtime that does not depend on the pending frames: pause, state, hand-over,
 /// resume. An upper bound for most guests: the median downtimes in
@@ -146,7 +146,7 @@ pub struct ForecastConditions {
 }
 
 impl ForecastConditions {
-    /// Returns the verdict after a pass, and the throttle from then on.
+    /// Returns the judgement after a pass, and the throttle from then on.
     fn judge(
         &self,
         now: Throttle,
@@ -199,7 +199,7 @@ pub struct ForecastPass {
 /// Costs a few hundred operations for each pass and vCPU; there are at most `goals.max_passes`.
 ///
 /// Laws (tests below):
-/// - The verdict after each pass is that of `judge`, except for the throttle's approach.
+/// - The judgement after each pass is that of `judge`, except for the throttle's approach.
 /// - Without a throttle and without `RECORD_OVERHEAD`, a faster link or fewer writes give no pass
 ///   more frames. A migration that converges still does, and takes longer at most by the passes
 ///   that make the pause shorter.
@@ -366,7 +366,7 @@ mod tests {
         }
 
         #[test]
-        fn forecast_verdict_is_that_of_judge(
+        fn forecast_judgement_is_that_of_judge(
             c in any_conditions(),
             windows in any_windows(),
             throttled in any::<bool>(),
@@ -376,18 +376,17 @@ mod tests {
             for (i, pass) in simulated.measured.iter().enumerate() {
                 // No time limit is near: the time spent decides nothing.
                 let passes = &simulated.measured[..=i];
-                let verdict = judge(&c.goals, passes, pass.dirtied, Duration::ZERO);
+                let judgement = judge(&c.goals, passes, pass.dirtied, Duration::ZERO);
                 if i + 1 < simulated.measured.len() {
                     let approach = matches!(
-                        verdict,
+                        judgement,
                         Judgement::SwitchOver(Reason::Fits { expected, .. })
                             if throttled && expected > FIGURES.long_pause
                     );
-                    prop_assert!(approach || verdict == Judgement::KeepGoing, "{verdict:?}");
+                    prop_assert!(approach || judgement == Judgement::KeepGoing, "{judgement:?}");
                 } else {
-                    let (kind, end) =
-                        (std::mem::discriminant(&verdict), std::mem::discriminant(&simulated.end));
-                    prop_assert_eq!(kind, end);
+                    let kind = std::mem::discriminant(&judgement);
+                    prop_assert_eq!(kind, std::mem::discriminant(&simulated.end));
                     prop_assert_eq!(pass.dirtied, simulated.pending);
                 }
             }

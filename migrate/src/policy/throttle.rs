@@ -99,7 +99,7 @@ pub(crate) fn throttle(
     with_share(now, share, passes, writes)
 }
 
-/// Returns the verdict after a pass, which is that of [`judge`] except for the approach, and the
+/// Returns the judgement after a pass, which is that of [`judge`] except for the approach, and the
 /// throttle from now on. The arguments are those of [`judge`] and [`throttle`].
 pub(crate) fn judge_and_throttle(
     now: Throttle,
@@ -108,18 +108,18 @@ pub(crate) fn judge_and_throttle(
     (pending, elapsed): (u64, Duration),
     writes: PassWrites<'_>,
 ) -> (Judgement, Throttle) {
-    let verdict = judge(goals, passes, pending, elapsed);
-    match verdict {
-        Judgement::KeepGoing => (verdict, throttle(now, goals, passes, pending, writes)),
+    let judgement = judge(goals, passes, pending, elapsed);
+    match judgement {
+        Judgement::KeepGoing => (judgement, throttle(now, goals, passes, pending, writes)),
         Judgement::SwitchOver(Reason::Fits { expected, .. })
             if expected > FIGURES.long_pause && has_room(goals, passes, elapsed, expected) =>
         {
             match approach(now, passes, writes) {
                 Some(next) => (Judgement::KeepGoing, next),
-                None => (verdict, now),
+                None => (judgement, now),
             }
         }
-        _ => (verdict, now),
+        _ => (judgement, now),
     }
 }
 
@@ -419,18 +419,21 @@ mod tests {
         // 700 frames are pending after passes of 1,000: a pause of 287 ms, which fits.
         let passes = [pass(1_000, 1_000, LINK), pass(1_000, 700, LINK)];
         let elapsed = Duration::from_secs(1);
-        let verdict = |goals: Goals| {
+        let judgement = |goals: Goals| {
             let writes = PassWrites { dirtied: &[700], time: passes[1].time };
             judge_and_throttle(Throttle::Off, &goals, &passes, (700, elapsed), writes).0
         };
         let goals = goals(Duration::from_millis(300));
         let expected = expected_downtime(700, LINK).unwrap();
-        assert_eq!(verdict(goals), Judgement::KeepGoing);
+        assert_eq!(judgement(goals), Judgement::KeepGoing);
         let short = Goals { timeout: elapsed + expected * 3 / 2, ..goals };
         let few = Goals { max_passes: 3, ..goals };
         for tight in [short, few] {
-            let verdict = verdict(tight);
-            assert!(matches!(verdict, Judgement::SwitchOver(Reason::Fits { .. })), "{verdict:?}");
+            let judgement = judgement(tight);
+            assert!(
+                matches!(judgement, Judgement::SwitchOver(Reason::Fits { .. })),
+                "{judgement:?}"
+            );
         }
     }
 

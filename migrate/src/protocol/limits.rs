@@ -10,8 +10,8 @@ pub(crate) const MAX_TEXT: usize = 1024;
 pub(crate) const MAX_PAGES: u64 = 256;
 /// Bytes before the content in FRAMES: its run.
 pub(crate) const FRAMES_HEAD: u32 = 16;
-/// Bytes at the end of MEMORY and FILES that carry their descriptors. Another process could not
-/// read them together with other bytes without losing the descriptors.
+/// Bytes at the end of MEMORY and FILES that carry their descriptors. A receiver reads them with a
+/// call of their own, because the kernel closes descriptors that come with any other read.
 pub(crate) const DESCRIPTOR_BYTE: u32 = 1;
 /// Upper bound on the descriptors of MEMORY.
 pub(crate) const MAX_DESCRIPTORS: u32 = 16;

@@ -30,8 +30,8 @@ pub(super) fn announce(
     Ok(())
 }
 
-/// Returns the long populated runs without pieces that begin and end with zeros. The guest has used
-/// and freed such pieces, and the destination need not allocate them.
+/// Returns the long populated runs, without pieces whose first and last frames are zero. The guest
+/// has probably used and freed such pieces, and the destination need not allocate them.
 fn expected(ram: &GuestRam, populated: &[FrameRun]) -> Vec<RawRun> {
     let mut runs = Vec::new();
     for run in populated.iter().filter(|run| run.count >= LEAST) {

@@ -31,8 +31,8 @@ use crate::transport::wire::Wire;
 /// Upper bound on reading the reason of a destination that gives up before COMMIT.
 const REASON_LIMIT: Duration = Duration::from_millis(500);
 
-/// Upper bound on waiting for a destination on this host that has found out that its guest was
-/// kept here: it then releases the disks and taps that it has acquired.
+/// Upper bound on waiting until a destination on this host, which has found that the source keeps
+/// the guest, releases the disks and taps that it has acquired.
 const RELEASE_LIMIT: Duration = Duration::from_secs(5);
 
 /// Upper bound on each step of a question: connecting, HELLO, and the answer.

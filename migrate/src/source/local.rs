@@ -44,7 +44,8 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
             let sent = passes.begin(channels, 0, nothing, 0, &mut drives, limit)?;
             sent.await_end(&mut channels.first)
         })?;
-        // The next process of this host sees what is not durable yet.
+        // A receiver that gets the open files of disks sees writes that are not durable yet. For
+        // any other receiver the disks are flushed.
         if shared_guest::next_host(options, features) == NextHost::Another {
             flush_disks(self.guest, FLUSH_LIMIT);
         }

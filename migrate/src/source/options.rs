@@ -18,57 +18,59 @@ pub const MIN_BANDWIDTH: u64 = 1 << 20;
 pub struct SendOptions {
     /// Directory of this host's hand-over records ([`Records`](crate::Records)).
     pub records: PathBuf,
-    /// Target of the pause. 300 ms.
+    /// Target of the pause. Default: 300 ms.
     pub downtime: Duration,
-    /// Upper bound on passes before the last one. 30; more than 4095 count as 4095.
+    /// Upper bound on passes before the last one; more than 4095 count as 4095. Default: 30.
     pub max_passes: u32,
-    /// Upper bound on pre-copy. One hour.
+    /// Upper bound on pre-copy. Default: one hour.
     pub timeout: Duration,
-    /// Action at either of these two bounds. Cancel.
+    /// Action at either of these two bounds. Default: cancel.
     pub timeout_strategy: TimeoutStrategy,
     /// Bandwidth limit while the guest runs, bytes/s; at least [`MIN_BANDWIDTH`]. `None`, the
     /// default: no limit. The last pass ignores it. The expected pause is computed with it, because
     /// the rate of a link that was never used fully is not known.
     pub max_bandwidth: Option<u64>,
     /// Number of connections that send memory, 1 to [`MAX_CONNECTIONS`](crate::MAX_CONNECTIONS).
-    /// 1. More connections help if one does not fill the link; each costs a thread at either end.
+    /// Default: 1. More connections help if one does not fill the link; each costs a thread at
+    /// either end.
     pub connections: u32,
     /// Compression of contents; a message is sent uncompressed unless it shrinks by at least an
-    /// eighth. None.
+    /// eighth. Default: none.
     pub compression: Compression,
     /// Whether both ends compare a digest of all memory in the pause, which takes the time to read
-    /// all memory. False.
+    /// all memory. Default: false.
     pub verify: bool,
-    /// Disks to copy, because the destination cannot reach them. None.
+    /// Disks to copy, because the destination cannot reach them. Default: none.
     pub copy_drives: CopyDrives,
-    /// Whether vCPUs are throttled if passes do not shrink. True.
+    /// Whether vCPUs are throttled if passes do not shrink. Default: true.
     pub throttle: bool,
-    /// TLS of all connections. `None`, the default: none, and only loopback and unix sockets are
+    /// TLS of all connections. `None`, the default: no TLS, and only loopback and unix sockets are
     /// dialled, unless [`insecure`](Self::insecure) is set.
     pub tls: Option<SendTls>,
-    /// Whether to connect to another host without TLS. False.
+    /// Whether to connect to another host without TLS. Default: false.
     pub insecure: bool,
     /// Whether the guest is handed over to a receiver on this host at a unix socket, with its
-    /// memory as it is: nothing is copied. The guest's memory must be in files. Does not go with
-    /// several connections, compression, `verify`, copied disks, a bandwidth limit or TLS. False.
+    /// memory as it is: nothing is copied. The guest's memory must be in files. Cannot be combined
+    /// with several connections, compression, `verify`, copied disks, a bandwidth limit or TLS.
+    /// Default: false.
     pub local: bool,
-    /// Upper bound on opening a connection, and again on its HELLO and its JOIN. 10 s.
+    /// Upper bound on opening a connection, and again on its HELLO and its JOIN. Default: 10 s.
     pub connect_timeout: Duration,
-    /// Upper bound on building the machine at the destination. 30 s.
+    /// Upper bound on building the machine at the destination. Default: 30 s.
     pub setup_timeout: Duration,
-    /// Longest time without any progress of the destination in any other phase. 10 s.
+    /// Longest time without any progress of the destination in any other phase. Default: 10 s.
     pub progress_timeout: Duration,
-    /// Upper bound on one call that reads a copied disk, after which the migration fails. 8 s,
-    /// which is less than a destination waits for progress, so that it receives the reason.
+    /// Upper bound on one call that reads a copied disk, after which the migration fails. Default:
+    /// 8 s, which is less than a destination waits for progress, so that it receives the reason.
     pub disk_limit: Duration,
-    /// Upper bound on the pause until PREPARED, after which the guest resumes here. `None`: ten
-    /// times the target, or ten times the expected pause if the strategy is to pause in any case;
-    /// at least 5 s.
+    /// Upper bound on the pause until PREPARED, after which the guest resumes here. `None`, the
+    /// default: ten times the target, or ten times the expected pause if the strategy is to pause
+    /// in any case; at least 5 s.
     pub switch_over_limit: Option<Duration>,
-    /// Upper bound on the time from COMMIT to its answer, after which the migration is in doubt. 10
-    /// s.
+    /// Upper bound on the time from COMMIT to its answer, after which the migration is in doubt.
+    /// Default: 10 s.
     pub commit_timeout: Duration,
-    /// Interval between questions to the destination while in doubt. 500 ms.
+    /// Interval between questions to the destination while in doubt. Default: 500 ms.
     pub ask_interval: Duration,
 }
 

@@ -125,7 +125,7 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
             shared_guest::send(wire, shared, features)?;
         }
         wire.send(&WireMessage::Config { token: self.token, layout, config: &config })?;
-        // No bytes arrive while the machine is built. The deadline is for a peer that trickles.
+        // No bytes arrive while the machine is built. The deadline is for a peer that sends slowly.
         wire.stream_mut().set_progress_timeout(self.options.setup_timeout);
         wire.stream_mut().set_deadline(Instant::now().checked_add(self.options.setup_timeout));
         let (site, secret) = match wire.recv()? {

@@ -19,8 +19,8 @@ use crate::error::{Cause, DriveFailure};
 use crate::transport::stop::StopFlag;
 use crate::transport::wait;
 
-/// Wait from which on the storage counts as hung. A shorter one may only be slow: if the phase's
-/// limit comes then, the limit is the failure.
+/// Duration of a call at which its storage counts as hung. If the limit of the phase is reached
+/// during a shorter call, the failure is that of the limit and does not name the storage.
 const HUNG: Duration = Duration::from_secs(1);
 
 type StorageCall = Box<dyn FnOnce() + Send>;

@@ -96,9 +96,9 @@ impl<'g, G: GuestIdentity + WriteThrottle + ?Sized> GuestThrottle<'g, G> {
         }
         let left = (pending, elapsed);
         let writes = PassWrites { dirtied: &self.dirtied, time: self.window };
-        let (verdict, next) = judge_and_throttle(self.now, goals, passes, left, writes);
+        let (judgement, next) = judge_and_throttle(self.now, goals, passes, left, writes);
         self.next = next;
-        verdict
+        judgement
     }
 
     /// Applies the throttle of the last judgement, because pre-copy continues.

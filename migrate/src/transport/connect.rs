@@ -19,7 +19,7 @@ pub(crate) struct ConnectLimits {
     pub(crate) timeout: Duration,
     /// Longest time without progress of the peer, later.
     pub(crate) progress_timeout: Duration,
-    /// Whether only addresses of this host are dialled.
+    /// Whether only loopback addresses are tried.
     pub(crate) only_here: bool,
 }
 

@@ -154,7 +154,7 @@ impl Link {
     /// `torn` after the first byte.
     pub(crate) fn write_all_more(&mut self, mut buf: &[u8], torn: &mut bool) -> io::Result<()> {
         while !buf.is_empty() {
-            let sent = self.wait_until("took", |s| s.write_more(buf))?;
+            let sent = self.wait_until("accepted", |s| s.write_more(buf))?;
             *torn = true;
             buf = buf.get(sent..).unwrap_or_default();
         }
@@ -169,7 +169,7 @@ impl Link {
         let mut done = 0;
         while done < slice.len() {
             let rest = slice.offset(done).map_err(outside)?;
-            done += match self.wait_until("took", |s| s.write_volatile(&rest))? {
+            done += match self.wait_until("accepted", |s| s.write_volatile(&rest))? {
                 0 => return Err(closed()),
                 n => n,
             };
@@ -182,7 +182,7 @@ impl Link {
         if !self.stream.is_pending() {
             return Ok(());
         }
-        let written = self.wait_until("took", |s| s.write_pending());
+        let written = self.wait_until("accepted", |s| s.write_pending());
         self.is_torn |= written.is_err();
         written
     }
@@ -310,7 +310,7 @@ impl Write for Link {
     }
 
     fn write_vectored(&mut self, bufs: &[IoSlice<'_>]) -> io::Result<usize> {
-        let written = self.wait_until("took", |s| s.write_vectored(bufs))?;
+        let written = self.wait_until("accepted", |s| s.write_vectored(bufs))?;
         self.write_pending()?;
         match written {
             0 if bufs.iter().any(|b| !b.is_empty()) => Err(closed()),

@@ -3,7 +3,7 @@
 use std::io;
 use std::net::SocketAddr;
 
-/// An address on another host, over which a migration without TLS is refused.
+/// An address outside loopback, over which a migration without TLS is refused.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[error(
     "{0} is not on this host's loopback, and without TLS every host on the way can read and change \
@@ -17,7 +17,7 @@ impl From<UnprotectedAddress> for io::Error {
     }
 }
 
-/// Fails if `address` is on another host.
+/// Fails unless `address` is on loopback.
 pub(super) fn stays_here(address: SocketAddr) -> Result<(), UnprotectedAddress> {
     match address.ip().to_canonical().is_loopback() {
         true => Ok(()),

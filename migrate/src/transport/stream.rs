@@ -10,8 +10,8 @@ use vm_memory::bitmap::BitmapSlice;
 use super::socket::{PeerGroup, Socket};
 use super::tls::{PeerName, TlsError, TlsSession};
 
-/// A connection's bytes. Every call waits at most a slice; after an error that says to wait, the
-/// same call continues.
+/// A connection's bytes. Every call waits at most [`SLICE`](super::wait::SLICE). After an error for
+/// which [`waits`](super::socket::waits) is true, the caller repeats the call, which continues.
 #[derive(Debug)]
 pub(super) struct Stream {
     socket: Socket,
@@ -23,7 +23,7 @@ impl Stream {
         Self { socket, tls: None }
     }
 
-    /// Makes a session the connection's. Its handshake is next.
+    /// Sets the session, whose handshake is next, or removes it.
     pub(super) fn set_tls(&mut self, session: Option<TlsSession>) {
         self.tls = session.map(Box::new);
     }
@@ -100,7 +100,7 @@ impl Stream {
         self.tls.as_mut().map_or(Ok(()), |tls| tls.refresh_keys())
     }
 
-    /// Ends the session, if there is one; what it has to say waits to be written.
+    /// Ends the session, if there is one; its last message waits to be written.
     pub(super) fn end_session(&mut self) {
         if let Some(tls) = &mut self.tls {
             tls.end();

@@ -161,7 +161,7 @@ fn record_a_stream_with_drives() {
 }
 
 /// Records streams of this version. Run this when the version changes, keep the old files, and set
-/// the constants. `GOLDEN=NAME` records one stream:
+/// the constants. `GOLDEN=record` records all streams, `GOLDEN=NAME` only one:
 /// `GOLDEN=record cargo test -p driftline-migrate --test migrations golden -- --ignored`
 #[test]
 #[ignore = "writes golden files"]

@@ -1,4 +1,4 @@
-//! Hand-overs on one host: the guest's memory changes hands as it is.
+//! Hand-overs on one host: the guest's memory is handed over, not copied.
 
 use std::fs::File;
 use std::io::Read;

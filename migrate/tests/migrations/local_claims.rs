@@ -1,5 +1,5 @@
-//! Which process has a guest whose memory two processes have, if the connection is lost after
-//! COMMIT. The claim in that memory says it, so the source asks no question.
+//! Hand-overs on one host whose connection is lost after COMMIT: the claim says which process has
+//! the guest, so the source asks no question.
 
 use driftline_guest::testing::{MemoryConfig, Op};
 use driftline_guest::{GuestContents, HandOver, Lifecycle, NextHost, RunState};
@@ -92,7 +92,7 @@ fn paused_guest_belongs_to_its_destination() {
     arrived.guest.verify().unwrap();
 }
 
-/// What a failed hand-over leaves is no way around the claim.
+/// After a failed hand-over no operation bypasses the claim.
 #[test]
 fn taken_guest_neither_runs_nor_moves_on() {
     let hosts = HostPair::new();

@@ -8,7 +8,7 @@
 //! | `strangers` | callers that are not a source change nothing |
 //! | `golden` | recorded streams are read |
 //! | `tls` | peers without the right certificates change nothing |
-//! | `local` | memory is handed over on one host, not copied |
+//! | `local`, `local_claims` | memory is handed over on one host, not copied |
 //! | `transports` | every kind of socket carries a migration |
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test code")]
 

@@ -89,7 +89,7 @@ fn silent_caller_delays_no_other_source() {
 }
 
 #[test]
-fn a_silent_caller_is_turned_away_in_time() {
+fn silent_caller_is_refused_in_time() {
     let hosts = HostPair::new();
     let there = receiver_with_short_handshake(&hosts);
     let _silent = TcpStream::connect(&there.to).unwrap();

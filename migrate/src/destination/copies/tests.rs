@@ -72,7 +72,7 @@ fn long_runs_of_zeros_are_written_in_parts() {
 
 /// Returns the error of waiting for copies while no operation ends.
 fn error_while_no_operation_ends(limits: CopyLimits) -> String {
-    let (mut copies, _told, _open) = copies(64 << 10, limits);
+    let (mut copies, _zeroed_ranges, _open) = copies(64 << 10, limits);
     for _ in 0..BUFFERS {
         zero(&mut copies, 1).unwrap();
     }
@@ -98,7 +98,7 @@ fn time_waiting_for_storage_is_returned() {
     let wait = Duration::from_millis(100);
     // On a busy machine the operation may end before the wait begins. Then the test tries again.
     let waited_for_storage = || {
-        let (mut copies, _told, open) = copies(64 << 10, CopyLimits::of(LONG));
+        let (mut copies, _zeroed_ranges, open) = copies(64 << 10, CopyLimits::of(LONG));
         for _ in 0..BUFFERS {
             zero(&mut copies, 1).unwrap();
         }

@@ -94,7 +94,7 @@ fn layouts_of_one_hash() -> (Layout, Layout) {
 fn layouts_with_one_hash_are_distinguished() {
     let dir = tempfile::tempdir().unwrap();
     let (options, control) = (ReceiveOptions::new(dir.path()), ReceiveControl::new());
-    let (_tell, incoming) = std::sync::mpsc::channel();
+    let (_sender, incoming) = std::sync::mpsc::channel();
     let host = host(&options, &control, incoming);
     let (mut wire, _source) = wire();
     let (ours, theirs) = layouts_of_one_hash();
@@ -180,15 +180,15 @@ fn source_with_wrong_layout(wire: Wire<Link>) -> AcceptedSource {
     let layout = Layout::new([Slot { id: SlotId(7), base: Gfn(0), frames: 1 }]).unwrap();
     let header = Header::new(MAGIC_STREAM, guest.vm_id(), 0, layout_hash(&layout));
     let drives = vec![DriveHead { id: "d".into(), bytes: 4096, readonly: false }];
-    let (token, config, came) = (Token::random(), guest.config(), Instant::now());
-    AcceptedSource { wire, header, token, drives, memory: None, layout, config, came }
+    let (token, config, since) = (Token::random(), guest.config(), Instant::now());
+    AcceptedSource { wire, header, token, drives, memory: None, layout, config, since }
 }
 
 #[test]
 fn refusal_does_not_wait_for_hanging_copies() {
     let dir = tempfile::tempdir().unwrap();
     let (options, control) = (ReceiveOptions::new(dir.path()), ReceiveControl::new());
-    let (_tell, incoming) = std::sync::mpsc::channel();
+    let (_sender, incoming) = std::sync::mpsc::channel();
     let released = Arc::new(AtomicBool::new(false));
     let removal = released.clone();
     let until = Instant::now() + Duration::from_secs(60);
@@ -212,7 +212,7 @@ fn refusal_does_not_wait_for_hanging_copies() {
 fn refusal_precedes_removal_of_copies() {
     let dir = tempfile::tempdir().unwrap();
     let (options, control) = (ReceiveOptions::new(dir.path()), ReceiveControl::new());
-    let (_tell, incoming) = std::sync::mpsc::channel();
+    let (_sender, incoming) = std::sync::mpsc::channel();
     let (wire, source) = wire();
     source.shutdown(std::net::Shutdown::Write).unwrap();
     source.set_nonblocking(true).unwrap();

@@ -45,7 +45,7 @@ pub(crate) struct StreamState {
     is_joined: bool,
     /// Whether this side has the source's memory itself, so that no frame may arrive.
     is_shared: bool,
-    /// Whether the heads of the state have come.
+    /// Whether the heads of the state have arrived.
     has_heads: bool,
     /// Whether a digest was requested. That is allowed once, because a digest takes time.
     verified: bool,
@@ -260,8 +260,8 @@ impl StreamState {
         Ok(StreamStep::Prepare { runs })
     }
 
-    /// Begins a pass. After STATE without STATE_WHOLE it is the last one, because the source does
-    /// not send STATE_WHOLE.
+    /// Begins a pass. If STATE has arrived it is the last pass, and if STATE_WHOLE has not, this
+    /// message also marks the end of the state.
     fn begin_pass<'a>(&mut self, pass: u32, frames: u64) -> Result<StreamStep<'a>, WireError> {
         let early = matches!(self.position, StreamPosition::State);
         same("the number of the pass", pass.into(), self.passes.into())?;

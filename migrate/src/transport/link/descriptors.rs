@@ -30,8 +30,8 @@ impl Link {
     /// that process is not visible in this PID namespace.
     pub(crate) fn peer_user(&self) -> io::Result<u32> {
         let socket = self.stream.plain_socket().ok_or(io::ErrorKind::Unsupported)?;
-        // The type of the answer has no room for a process without an id, so the error's number
-        // means nothing then.
+        // The kernel reports pid 0 for a process of another PID namespace. `UCred` cannot represent
+        // that, so the call fails with a meaningless error number.
         let peer = socket_peercred(socket).map_err(|_| {
             io::Error::other("the user of the peer is not known: its process is not visible here")
         })?;
@@ -40,7 +40,7 @@ impl Link {
 
     /// Sends one byte with the descriptors `all`, at most [`MAX_DEVICE_FILES`].
     pub(crate) fn send_descriptors(&mut self, all: &[BorrowedFd<'_>]) -> io::Result<()> {
-        self.wait_until("took", |stream| {
+        self.wait_until("accepted", |stream| {
             descriptors::send(plain(stream)?, all, &mut [MaybeUninit::uninit(); SPACE])
         })
     }

@@ -23,8 +23,8 @@ use super::files::{self, CA, TlsFileError};
 use super::names::PeerName;
 use super::session::TlsSession;
 
-/// Returns the cryptography of both sides. AES with 128 bits comes first: it takes less time than
-/// with 256, and is as far from being broken.
+/// Returns the cryptography of both sides. AES-128 comes first: it takes less time than AES-256,
+/// and no practical attack on either is known.
 fn provider() -> Arc<CryptoProvider> {
     let mut provider = ring::default_provider();
     provider.cipher_suites.sort_by_key(|s| s.suite() != CipherSuite::TLS13_AES_128_GCM_SHA256);
@@ -44,7 +44,7 @@ pub(in super::super) fn client(dir: &Path, peer: &PeerName) -> Result<TlsSession
         .with_custom_certificate_verifier(Arc::new(verifier))
         .with_client_cert_resolver(Arc::new(SingleCertAndKey::from(identity)));
     config.resumption = Resumption::disabled();
-    // An address is not sent to the server.
+    // rustls requires a name here, and sends no SNI if it is an IP address.
     let none = ServerName::from(IpAddr::from(Ipv4Addr::UNSPECIFIED));
     let name = peer.server_name().unwrap_or(none);
     let connection = UnbufferedClientConnection::new(Arc::new(config), name);
@@ -64,7 +64,7 @@ pub(in super::super) fn server(dir: &Path) -> Result<TlsSession, TlsError> {
         .map_err(TlsError::Setup)?
         .with_client_cert_verifier(verifier)
         .with_cert_resolver(Arc::new(SingleCertAndKey::from(identity)));
-    // Without tickets the first bytes after a handshake are the peer's.
+    // Without tickets the first bytes that the client reads after the handshake are a header.
     config.send_tls13_tickets = 0;
     config.session_storage = Arc::new(NoServerSessionStorage {});
     let connection = UnbufferedServerConnection::new(Arc::new(config));

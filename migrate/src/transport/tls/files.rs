@@ -64,7 +64,7 @@ pub enum TlsFileError {
         /// The key's path.
         key: PathBuf,
     },
-    /// The file of the CA has no certificate that can be one.
+    /// A certificate in the CA's file cannot be a trust anchor.
     #[error("{} cannot be used: {cause}", path.display())]
     Authority {
         /// Its path.

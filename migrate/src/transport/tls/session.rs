@@ -1,7 +1,8 @@
 //! The TLS session of one connection, between its socket and its owner.
 //!
-//! The session holds at most [`INCOMING`] bytes from the socket, the plaintext of as many that was
-//! not read yet, and the ciphertext of one [`PIECE`] after at most [`SMALL`] bytes.
+//! The session holds at most [`INCOMING`] bytes from the socket, at most as many bytes of plaintext
+//! that the owner has not read yet, and at most [`SMALL`] bytes of ciphertext before that of one
+//! [`PIECE`].
 
 use std::io::{self, Read};
 
@@ -61,10 +62,10 @@ struct Plain {
     read: usize,
 }
 
-/// What a session does next.
+/// Result of one step of a session.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum TlsStep {
-    /// More to process.
+    /// There is more to process.
     More,
     /// Plaintext can be read.
     Decrypted,
@@ -130,8 +131,8 @@ impl TlsSession {
             self.outgoing.write_to(socket)?;
             let step = if self.is_undecided() { Ok(TlsStep::Blocked) } else { self.step(None) };
             let step = step.inspect_err(|_| {
-                // An alert tells the peer. What is left of it is written before the connection's
-                // end.
+                // Sends the peer the alert. If a part of it is left, it is written when the
+                // connection is closed.
                 let _ = self.outgoing.write_to(socket);
             })?;
             match step {
@@ -188,14 +189,14 @@ impl TlsSession {
         Ok(read)
     }
 
-    /// Processes what has arrived. Once nothing of it is left, encrypts `plaintext` bytes of the
-    /// piece, if that is asked for.
+    /// Processes bytes that have arrived. Once none are left, encrypts the first `plaintext` bytes
+    /// of the piece, if that is given.
     fn step(&mut self, plaintext: Option<usize>) -> Result<TlsStep, TlsError> {
         self.step_into(plaintext, &mut |_| 0)
     }
 
-    /// The same. Decrypted bytes go to `sink`, which returns how many of them it takes; the others
-    /// wait, and what follows them.
+    /// Works as [`step`](Self::step), and passes decrypted bytes to `sink`, which returns how many
+    /// of them it takes. The others wait in `plain`, and all later bytes behind them.
     fn step_into(
         &mut self,
         plaintext: Option<usize>,
@@ -204,7 +205,7 @@ impl TlsSession {
         let step = self.process(plaintext, sink);
         self.peer_has_ended |= step == Ok(TlsStep::Ended);
         step.map_err(|e| {
-            // The alert of the failure precedes what else has arrived.
+            // rustls yields the alert of the failure before it processes anything else.
             for _ in 0..ALERT_STEPS {
                 if self.process(None, &mut |_| 0) != Ok(TlsStep::More) {
                     break;
@@ -219,7 +220,7 @@ impl TlsSession {
         plaintext: Option<usize>,
         sink: &mut dyn FnMut(&[u8]) -> usize,
     ) -> Result<TlsStep, rustls::Error> {
-        // All of it, always: the state refers to parts of messages by their place in the buffer.
+        // Always all bytes: rustls refers to parts of messages by their place in the buffer.
         let incoming = &mut self.incoming[self.unprocessed.clone()];
         let plaintext = plaintext.map(|length| &self.piece[..length]);
         let mut plain = PlainOutput { waiting: &mut self.plain, sink };
@@ -247,7 +248,7 @@ impl TlsSession {
         }
     }
 
-    /// Passes decrypted bytes to `put`, at most `most`, each time with their place among them.
+    /// Passes at most `most` decrypted bytes to `put`, each piece with its offset among them.
     /// Returns their number, 0 at the end of the session. Reads from the socket once, as
     /// [`handshake`](Self::handshake) does.
     fn read_plain(
@@ -406,7 +407,7 @@ impl TlsSession {
         self.process_all()
     }
 
-    /// Processes what has arrived and what the session has to say.
+    /// Processes bytes that have arrived, and queues the session's own messages.
     fn process_all(&mut self) -> Result<(), TlsError> {
         while !matches!(self.step(None)?, TlsStep::Blocked | TlsStep::Ended) {}
         Ok(())

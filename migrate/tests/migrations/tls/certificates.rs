@@ -1,4 +1,4 @@
-//! Certificates for tests, made with `openssl` as the page on certificates shows it.
+//! Certificates for tests, made with `openssl` like those of `docs/src/operating/certificates.md`.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

@@ -1,5 +1,5 @@
-//! TLS: a guest moves only between hosts that know each other. `openssl` makes the certificates and
-//! is the foreign peer.
+//! TLS: a guest moves only between hosts that accept each other's certificates. `openssl` makes the
+//! certificates and is the foreign peer.
 
 mod certificates;
 
@@ -96,7 +96,7 @@ fn openssl(args: &[&str]) -> Child {
 }
 
 #[test]
-fn guest_moves_between_hosts_that_know_each_other() {
+fn guest_moves_between_hosts_with_accepted_certificates() {
     let secure = SecureHosts::new();
     let guest = secure.hosts.start(MemoryConfig::small());
     let there = secure.hosts.receiver_with(secure.receive_options());
@@ -401,7 +401,7 @@ fn refused_by_s_server(secure: &SecureHosts, guest: &Arc<MemoryGuest>, more: &[&
     let (certificate, key) = (file("server-cert.pem"), file("server-key.pem"));
     let args = ["s_server", "-accept", &port, "-cert", &certificate, "-key", &key, "-quiet"];
     let mut server = openssl(&[&args[..], more].concat());
-    // What the server says to its first client.
+    // Bytes that the server sends to its first client.
     server.stdin.as_mut().unwrap().write_all(&[b'-'; 80]).unwrap();
     let to = format!("127.0.0.1:{port}");
     let mut said = String::new();

@@ -71,8 +71,8 @@ fn explore(names_boot: bool, is_local: bool) {
     };
     let stuck = seen.iter().filter(honest).filter(both).find(|w| !resolvable.contains(w));
     assert!(stuck.is_none(), "only an operator resolves {stuck:#?}");
-    // The memory of a local hand-over, and the end of the destination's process, tell the source
-    // all.
+    // In a local hand-over the source needs no operator while its process lives: the claim and the
+    // end of the destination's process tell it the outcome.
     let is_told = |w: &&ModelState| is_local && w.source_alive && w.operator.is_none();
     let stuck = seen.iter().filter(honest).filter(is_told).find(|w| !resolvable.contains(w));
     assert!(stuck.is_none(), "the source does not learn of {stuck:#?}");

@@ -92,7 +92,7 @@ impl ModelState {
                     let w = Self { claim: Some(ClaimState::Kept), ..self.clone() };
                     all.push((Good, w.source_event(E::Answer(Verdict::Discarded))));
                 }
-                // The pipe has told the end of the destination's process.
+                // The pipe has reported the end of the destination's process.
                 Some(ClaimState::Taken) if !self.destination_alive => {
                     let w = Self { claim: Some(ClaimState::Kept), ..self.clone() };
                     all.push((Good, w.source_event(E::Answer(Verdict::Discarded))));
@@ -117,8 +117,8 @@ impl ModelState {
     fn operator_steps(&self, all: &mut Vec<(StepKind, Self)>) {
         use SourceEvent as E;
         use StepKind::Bad;
-        // The operator runs the guest here only after making sure that it cannot run there. Of a
-        // local hand-over the operator may be wrong, but is refused if the guest is taken.
+        // The operator runs the guest here only after making sure that it cannot run there. In a
+        // local hand-over the operator may be wrong, because the claim prevents a second run.
         let cannot = matches!(
             self.destination,
             Destination::Discarded | Destination::Dropped | Destination::Discarding
@@ -138,7 +138,8 @@ impl ModelState {
         all.push((kind, w.source_event(E::Operator(Resolution::Discard))));
     }
 
-    /// A question reaches the destination, or another process that shares its records.
+    /// Adds the steps of a question, which reaches the destination or another process that shares
+    /// its records.
     fn ask(&self, all: &mut Vec<(StepKind, Self)>) {
         if self.answer.is_some() {
             return;

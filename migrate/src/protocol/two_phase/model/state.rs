@@ -105,7 +105,7 @@ pub(super) enum StepKind {
     Good,
     /// A failure.
     Bad,
-    /// The operator lets the source run the guest, knowing that the destination cannot.
+    /// A step of the operator, who knows that the destination does not run the guest.
     Operator,
 }
 
@@ -313,7 +313,8 @@ impl ModelState {
             self.recorded || !(self.commit_sent && undecided),
             "COMMIT was sent without a record: {self:#?}"
         );
-        // Copied memory is as it was in the pause. Memory that both have is not.
+        // With copied memory the operator may run a guest that has run and ended elsewhere: its
+        // memory here is as it was in the pause. Shared memory is not.
         let resolved_to_run = self.operator == Some(Resolution::Run) && self.claim.is_none();
         assert!(
             !(self.source_runs && self.destination_ran) || resolved_to_run,
