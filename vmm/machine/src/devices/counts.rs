@@ -1,5 +1,5 @@
-//! Counters of the parts that [`DeviceStats`](super::DeviceStats) does not have. Each counter is
-//! independent: the thread that serves the part writes it, and any thread may read it.
+//! Counters of the parts of a machine that [`DeviceStats`](super::DeviceStats) does not cover. Each
+//! counter is independent: the thread that serves the part writes it, and any thread may read it.
 
 use std::sync::Arc;
 
@@ -47,7 +47,7 @@ pub(crate) struct MachineCounters {
 pub struct SerialCounts {
     /// Bytes of input that the guest has read.
     pub read_bytes: u64,
-    /// Bytes that the guest has written, whatever became of them.
+    /// Bytes that the guest has written, including the limited and the lost ones.
     pub written_bytes: u64,
     /// Bytes of these that exceeded the rate limit.
     pub limited_bytes: u64,
@@ -77,7 +77,7 @@ pub struct VsockCounts {
     pub given_bytes: u64,
     /// Packets taken from the guest.
     pub taken_packets: u64,
-    /// Bytes of data that the guest has announced in them.
+    /// Bytes of data in those of them that belong to a connection.
     pub taken_bytes: u64,
     /// Connections that have begun.
     pub connections_begun: u64,
@@ -85,8 +85,8 @@ pub struct VsockCounts {
     pub connections_ended: u64,
 }
 
-/// What the parts of a machine that [`DeviceStats`](super::DeviceStats) does not have have done in
-/// this process.
+/// Counts, in this process, of the parts of a machine that [`DeviceStats`](super::DeviceStats) does
+/// not cover.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct MachineCounts {
     /// COM1.

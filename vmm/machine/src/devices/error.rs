@@ -17,7 +17,7 @@ pub enum DeviceError {
     /// A network interface's tap cannot be used.
     #[error(transparent)]
     Tap(#[from] TapError),
-    /// The socket device's socket cannot be used.
+    /// The vsock's unix socket cannot be used, or its connections cannot continue.
     #[error(transparent)]
     Vsock(#[from] VsockError),
     /// A system call failed.
@@ -25,7 +25,7 @@ pub enum DeviceError {
     System {
         /// Name of the device.
         id: String,
-        /// Error of the system.
+        /// The system's error.
         #[source]
         cause: io::Error,
     },

@@ -27,7 +27,7 @@ enum HandedOverError {
     )]
     Named,
     /// A file belongs to no device of the guest.
-    #[error("the file \"{0}\" is that of no device of the guest")]
+    #[error("the file \"{0}\" belongs to no device of the guest")]
     Unknown(String),
     /// A device has too few or too many files.
     #[error("\"{name}\" has {found} files, and needs {expected}")]
@@ -89,8 +89,8 @@ pub(crate) fn device_files(devices: &[DeviceConfig], files: Vec<Vec<OwnedFd>>) -
     named.flatten().collect()
 }
 
-/// Returns the files of `devices`, as the other process has configured them, that have come from
-/// it. The files are hostile. If none have come, each device opens its own.
+/// Returns the files that the other process has sent for `devices`, which it has configured. The
+/// files are hostile input. If it has sent none, each device opens its own.
 ///
 /// # Errors
 ///
@@ -145,7 +145,7 @@ fn opened_disk(
     }
     let flags = fcntl_getfl(&file).map_err(|e| system(e.into()))?;
     if flags.intersects(OFlags::APPEND | OFlags::PATH | OFlags::DIRECT) {
-        return Err(kind("is open for appending, for direct access or for none"));
+        return Err(kind("is open for appending, for direct access, or with O_PATH"));
     }
     match flags & OFlags::ACCMODE {
         OFlags::RDWR => {}
@@ -183,7 +183,7 @@ fn opened_tap(
     Ok(tap)
 }
 
-/// Returns the files of a vsock device; `None` if it has no listener at its last process.
+/// Returns the files of a vsock device; `None` if it had no listener in the other process.
 fn handed_over_vsock(
     name: &str,
     own: &[&DeviceFile],
@@ -246,7 +246,7 @@ mod tests {
         let disk = || file(File::options().read(true).write(true));
         let null = || File::options().read(true).write(true).open("/dev/null").unwrap();
         for (files, why) in [
-            (vec![("disk/e", disk())], "\"disk/e\" is that of no device"),
+            (vec![("disk/e", disk())], "\"disk/e\" belongs to no device"),
             (vec![("disk/d", disk()), ("disk/d", disk())], "\"disk/d\" has 2 files, and needs 1"),
             (vec![("disk/d", null())], "neither a regular file nor a block device"),
             (vec![("disk/d", file(File::options().read(true)))], "not open as the disk needs it"),

@@ -27,7 +27,7 @@ pub(super) struct TokenBucket {
     lacking: u128,
     /// Tokens left of the one-time burst.
     burst_left: u64,
-    /// Time at which `lacking` was true.
+    /// Time of the last update of `lacking`, in nanoseconds.
     at_ns: u64,
 }
 

@@ -121,7 +121,7 @@ impl Com1 {
         })
     }
 
-    /// Returns the event that is signalled when the guest has read all its input.
+    /// Returns the event that is signaled when the guest has read all its input.
     pub(super) fn drained(&self) -> &LatchedEvent {
         &self.events.drained
     }

@@ -16,11 +16,11 @@ use rustix::io::Errno;
 
 use super::counts::SerialCounters;
 
-/// Longest wait for room in a FIFO or device that had some the last time. It is not waited for
-/// again before it has room.
+/// Longest wait for room in a FIFO or device that had room at the last write. After a write that
+/// found no room, later writes do not wait until one of them finds room.
 const ROOM_LIMIT: Duration = Duration::from_millis(100);
 
-/// See the module.
+/// The file of the serial output; see the module.
 #[derive(Debug)]
 pub(super) struct SerialFile {
     path: PathBuf,
@@ -39,7 +39,8 @@ impl SerialFile {
     ///
     /// It cannot be opened, or is of another kind.
     pub(super) fn open(path: &Path, counters: Arc<SerialCounters>) -> io::Result<Self> {
-        // A FIFO that is open in one direction only needs a reader, now and later.
+        // A FIFO that is open for writing only needs a reader, at the open and at each write. One
+        // that is open for reading and writing does not.
         let is_fifo = fs::metadata(path).is_ok_and(|found| found.file_type().is_fifo());
         let flags = OFlags::NONBLOCK | OFlags::NOCTTY;
         let mut options = OpenOptions::new();

@@ -31,7 +31,7 @@ use crate::thread_end::join_until;
 
 /// Bytes of terminal input that may wait for a guest.
 const MAX_WAITING: usize = 4096;
-/// Retry interval for a guest that does not listen. A guest that reads its input is noticed
+/// Retry interval for a guest that does not read its input. A guest that reads all of it is noticed
 /// immediately.
 const RETRY: Duration = Duration::from_millis(50);
 

@@ -111,8 +111,8 @@ impl SerialWriter {
         &self.0.counters
     }
 
-    /// Waits until all output so far is written, for 100 ms at most. Another process may write
-    /// the guest's next byte.
+    /// Waits until all output so far is written, for 100 ms at most. After a hand-over, another
+    /// process writes the guest's next byte.
     pub fn drain(&self) {
         let mut state = self.0.lock();
         state.flush_now = true;

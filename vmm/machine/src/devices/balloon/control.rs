@@ -73,7 +73,8 @@ impl From<&DiscardCounters> for DiscardCounts {
 /// Hinting commands of a balloon and of its driver.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct HintingStatus {
-    /// The device's command: the number of the last run, 1 once it is done, or 0 before the first.
+    /// The device's command: the number of the last run; 1 once that is done, or after a move; 0
+    /// before the first run.
     pub host_command: u32,
     /// The driver's last command: the number of the run that it serves, or 0 after its last hint.
     /// `None` if it has sent none.
@@ -84,7 +85,7 @@ pub struct HintingStatus {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum HintingError {
     /// The balloon is configured without hinting.
-    #[error("the balloon has no hinting; its configuration decides that")]
+    #[error("hinting is off in the balloon's configuration")]
     Off,
     /// No driver is ready.
     #[error("the guest's balloon driver is not ready")]
@@ -93,7 +94,7 @@ pub enum HintingError {
 
 /// The reason why the statistics' interval does not change.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
-#[error("a balloon's configuration decides whether it has statistics: an interval of 0 s has none")]
+#[error("only a balloon's configuration turns its statistics on or off: an interval of 0 s is off")]
 pub struct StatisticsError;
 
 /// Handle of a balloon, for all threads except its own.

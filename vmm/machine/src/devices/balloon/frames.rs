@@ -49,7 +49,8 @@ impl FrameDiscarder {
         let len = chain.readable.len();
         if !len.is_multiple_of(4) || len > 4 * MAX_FRAME_NUMBERS {
             return Err(wrong(format!(
-                "{len} bytes are not up to {MAX_FRAME_NUMBERS} frame numbers of 4 bytes"
+                "a request of {len} bytes: it must have at most {MAX_FRAME_NUMBERS} frame numbers \
+                 of 4 bytes each"
             )));
         }
         let mut bytes = vec![0; len as usize];

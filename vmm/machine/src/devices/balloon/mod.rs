@@ -4,8 +4,8 @@
 //!   operator sets. The device discards them.
 //! - Reporting: the guest reports frames that it does not use at the moment. The device discards
 //!   them too.
-//! - Hinting: the device asks the guest which frames are free, before a copy of all memory begins,
-//!   which skips them, or for the operator, for whom it discards them ([`hints`]).
+//! - Hinting: the device asks the guest which frames are free. A copy of all memory skips them. In
+//!   a run for the operator the device discards them ([`hints`]).
 //! - Statistics: the guest says how it uses its memory ([`statistics`]).
 //!
 //! If the guest expects freed frames to hold a value other than zero (page poisoning), the frames
@@ -176,7 +176,7 @@ impl Balloon {
             0 => {}
             4 => self.take_hint_command(u32::from_le_bytes(id), registers),
             bytes => {
-                let why = format!("{bytes} bytes are no number of a hinting command");
+                let why = format!("a hinting command of {bytes} bytes, not of 4");
                 return Err(Violation::Request { queue: queue as u16, why });
             }
         }

@@ -66,8 +66,8 @@ impl StatisticsPoller {
         give_back: bool,
     ) -> Result<(), Violation> {
         let (mut held, mut is_read) = (None, std::mem::take(&mut self.is_read));
-        // A queue that has given all its entries has no more: looking again would end the round
-        // early and begin another one, for ever.
+        // A round takes at most as many chains as the queue has entries. Another pop would exceed
+        // that limit and request another round, for ever.
         for _ in 0..ring.size() {
             let Some(chain) = ring.pop(ram)? else { break };
             if let Some(earlier) = held.replace(chain.head) {

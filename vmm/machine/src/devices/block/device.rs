@@ -179,7 +179,8 @@ impl Device for BlockDevice {
 }
 
 impl BlockDevice {
-    /// Refuses a disk that another host may have with its first file or size.
+    /// Fails if the disk's file or size was exchanged: another host may have the first file and
+    /// size in the state that it has received.
     fn require_first_file(&self) -> Result<(), StateError> {
         if !self.is_exchanged.load(Ordering::Acquire) {
             return Ok(());
@@ -204,8 +205,8 @@ impl BlockDevice {
 
     /// Makes the guest's writes durable and gives up the lock on the file.
     fn release_file(&mut self, deadline: Instant) -> Result<(), DeviceError> {
-        // Comes before another host can write to the disk: an epoch cannot have blocks that it has
-        // not read by now.
+        // This comes before another host can write to the disk: an epoch cannot have blocks that it
+        // has not read by now.
         self.copy_before_write.release();
         let released = self.file.flush_and_unlock(deadline);
         match &released {

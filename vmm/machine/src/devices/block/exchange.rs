@@ -8,10 +8,11 @@
 //! The device's thread can neither open files nor create rings (see
 //! [`sandbox`](crate::sandbox)), so the caller does both.
 //!
-//! Checkpoints and migrations track and copy the file that a disk had at the guest's start. So a
-//! device whose file was exchanged refuses to release its file to another host (I7), it cannot be
-//! copied, and an epoch that still copies the old file ends with an error. The caller makes sure
-//! that none is under way. A snapshot only names the disk's file: the new one from then on.
+//! Checkpoints and migrations track and copy the file that a disk had at the guest's start. A
+//! device whose file was exchanged therefore refuses to release its file to another host (I7), and
+//! its disk cannot be copied. An epoch that still copies the old file ends with an error; the
+//! caller makes sure that no epoch is under way. A snapshot only names the disk's file, and names
+//! the new one from then on.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -114,8 +115,8 @@ impl DiskFileControl {
         self.0.current.lock().given.clone()
     }
 
-    /// Returns whether the disk has another file or size than at the guest's start, which
-    /// checkpoints and migrations would copy.
+    /// Returns whether the disk has another file or size than at the guest's start. Checkpoints and
+    /// migrations would copy the first file.
     pub fn is_exchanged(&self) -> bool {
         self.0.current.lock().is_exchanged
     }
@@ -128,7 +129,8 @@ impl DiskFileControl {
 
     /// Gives the disk the file at `path`, and tells the driver of the new size. If the disk has
     /// this file already, only its size is read again. The driver is not told whether the content
-    /// has changed. Its requests in flight end on the old file, for which `limit` is waited.
+    /// has changed. Its requests in flight end on the old file. The device waits for them until
+    /// `limit` is over.
     ///
     /// # Errors
     ///
@@ -261,7 +263,8 @@ impl BlockDevice {
         } else if new.disk.bytes == self.disk.bytes {
             return Ok(());
         }
-        // Set before the flusher: a copier that gets the new file's sees that it is another one.
+        // Set before the flusher: a copier that gets the new flusher then sees that the file was
+        // exchanged.
         self.is_exchanged.store(true, Ordering::Release);
         self.current_flusher.set(self.file.flusher().clone());
         // An epoch may copy blocks of the old file, and none of the new one.

@@ -54,7 +54,7 @@ pub fn probe(path: &Path, readonly: bool) -> Result<(u64, u32), DiskError> {
 ///
 /// # Errors
 ///
-/// The size cannot be found out.
+/// The size cannot be read.
 pub fn probe_opened(file: &OpenedFile, path: &Path, readonly: bool) -> Result<u64, DiskError> {
     let bytes = size(file.file(), path, readonly)?;
     Ok(bytes - bytes % SECTOR)
@@ -80,8 +80,9 @@ pub(super) fn size(mut file: &File, path: &Path, readonly: bool) -> Result<u64, 
     file.seek(SeekFrom::End(0)).map_err(failed)
 }
 
-/// Returns a serial number for a disk that is named by its file alone: that of Firecracker, the
-/// decimal numbers of the file's device, of the device that it is, and of its inode.
+/// Returns a serial number for a disk that is named by its file alone. It is Firecracker's: the
+/// decimal numbers of the device that holds the file, of the device that the file is, and of its
+/// inode, in one string.
 ///
 /// # Errors
 ///
@@ -104,8 +105,8 @@ impl DiskFile {
         Self::of(disk, holder, open(&disk.path, disk.readonly)?)
     }
 
-    /// Does as [`open`](Self::open) with a file that is open already, and shares its lock: it lasts
-    /// until `opened` is closed, too.
+    /// Like [`open`](Self::open), with a file that is open already. The lock on the file is shared
+    /// with `opened`: it lasts until both are closed.
     pub(super) fn of_opened(
         disk: &DiskConfig,
         holder: VmId,

@@ -32,15 +32,15 @@ pub(crate) fn make_copies(
     for (drive, i) in drives.iter().zip(0..) {
         let malformed = |why: &str| {
             let why = format!("{drive} {why}");
-            GuestError::malformed("the list of disks that come along", why)
+            GuestError::malformed("the list of disks to copy", why)
         };
         let found = disks(&config.devices).find(|disk| disk.id == drive.id);
-        let Some(disk) = found else { return Err(malformed("is none of the guest's")) };
+        let Some(disk) = found else { return Err(malformed("is not a disk of the guest")) };
         if (disk.bytes, disk.readonly) != (drive.bytes, drive.readonly) {
-            return Err(malformed("is another one in the guest's configuration"));
+            return Err(malformed("differs from the disk in the guest's configuration"));
         }
         if drives[..i].iter().any(|other| other.id == drive.id) {
-            return Err(malformed("is there twice"));
+            return Err(malformed("is listed twice"));
         }
         let made = IncomingDisk::make(disk, guest).map_err(|e| GuestError::System {
             what: "making copies of disks",

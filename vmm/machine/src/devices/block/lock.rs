@@ -28,7 +28,7 @@ use driftline_guest::VmId;
 /// Offset of the bytes that identify guests. No lock of a file server ends below it.
 const HOLDERS: u64 = 1 << 40;
 
-/// Time for which a lock of another process is waited for. The kernel closes the files of a killed
+/// Upper bound on waiting for another process's lock. The kernel closes the files of a killed
 /// process's io_uring only after the process has ended: some 10 ms later, and later on a busy host.
 const WAIT: Duration = Duration::from_secs(1);
 /// Time between two tries.

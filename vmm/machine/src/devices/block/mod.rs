@@ -77,7 +77,7 @@ pub(super) struct BlockDevice {
     disk: DiskConfig,
     queues: u16,
     file: Arc<DiskFile>,
-    /// The file's flusher, for others.
+    /// The file's flusher, for other threads.
     current_flusher: CurrentFlusher,
     engine: Engine,
     /// Tracks the blocks that the guest has written; `None` for a read-only drive.

@@ -21,7 +21,7 @@ const RANGE_BYTES: u32 = 16;
 pub(super) const SIZE_MAX: u32 = 128 << 10;
 /// Upper bound on the bytes that one request moves: a pause waits for all requests in flight.
 const MAX_REQUEST_BYTES: u32 = 32 << 20;
-/// Upper bound on the ranges in one such request.
+/// Upper bound on the ranges in one discard or write-zeroes request.
 const MAX_RANGES: u32 = 16;
 /// Upper bound on the sectors of one range to discard: 1 GiB.
 const MAX_DISCARD_SECTORS: u32 = 1 << 21;

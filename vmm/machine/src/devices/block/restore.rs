@@ -55,15 +55,16 @@ pub(crate) fn open_drives(
     let mut opened: Vec<Box<dyn DriveCopy>> = Vec::new();
     for (drive, i) in drives.iter().zip(0..) {
         let disk = written().find(|disk| disk.id == drive.id);
-        let disk = disk.ok_or_else(|| malformed(drive.to_string(), "is none of the guest's"))?;
+        let disk =
+            disk.ok_or_else(|| malformed(drive.to_string(), "is not a disk of the guest"))?;
         if disk.bytes != drive.bytes {
             return Err(malformed(
                 drive.to_string(),
-                "has another size in the guest's configuration",
+                "has a different size in the guest's configuration",
             ));
         }
         if drives[..i].iter().any(|other| other.id == drive.id) {
-            return Err(malformed(drive.to_string(), "is there twice"));
+            return Err(malformed(drive.to_string(), "is listed twice"));
         }
         let is_unnamed = !host.names(disk);
         let refused = |e: DiskError| GuestError::System {
@@ -89,8 +90,8 @@ pub(crate) fn open_drives(
 }
 
 impl ParentGuest<'_> {
-    /// Returns why `file` may not be another guest's disk; `None` if it may. `may_be_snapshot`: the
-    /// operator states that the file is a copy wherever it can be one.
+    /// Returns why another guest must not use `file` as its disk; `None` if it may.
+    /// `may_be_snapshot`: the operator states that the file is a copy wherever it can be one.
     fn claim_to(&self, file: &DiskFile, may_be_snapshot: bool) -> Option<ParentsDisk> {
         let found = file.disk_identity();
         disks(self.devices).find_map(|disk| {
@@ -111,7 +112,7 @@ struct ParentsPath<F> {
     identity: F,
 }
 
-/// Returns why the disk `found` may not be another guest's; `None` if it may. The parent's disk is
+/// Returns why another guest must not use the disk `found`; `None` if it may. The parent's disk is
 /// `parents`.
 ///
 /// A file in a snapshot of the parent's file system has the inode number and the creation time of
@@ -340,7 +341,7 @@ mod tests {
     /// A file in a snapshot and the parent's file through another mount have the same inode number
     /// and creation time.
     #[test]
-    fn snapshot_needs_the_operators_word() {
+    fn snapshot_needs_the_operators_confirmation() {
         let file = |inode| DiskIdentity::File { inode, born_ns: Some(7) };
         let device = DiskIdentity::device("naa.50").unwrap();
         let (itself, path) = (Some(ParentsDisk::Itself), Some(ParentsDisk::Path));

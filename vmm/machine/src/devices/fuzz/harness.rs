@@ -395,8 +395,8 @@ impl<'s> FuzzHarness<'s> {
         let mut bytes = postcard::to_stdvec(&state).unwrap();
         if !damaged {
             if let Some(why) = self.move_with(state.clone()) {
-                // A damaged state has made the disk unusable. It stays with the guest, which does
-                // not know it yet.
+                // A damaged state says that data of the disk is lost. The disk is not released
+                // before the guest has been told.
                 assert!(
                     self.damaged && why.contains("could not be made durable"),
                     "{why}: {state:?}"

@@ -1,5 +1,5 @@
-//! Hostile drivers controlled by a fuzzer's bytes: one target for each queue of each device, one
-//! for frames of the metadata service, one for registers and one for saved states.
+//! Hostile drivers controlled by a fuzzer's bytes: targets for the queues of each device, one for
+//! frames of the metadata service, one for registers and one for saved states.
 //!
 //! ```text
 //! bytes -> FuzzInput -> FuzzHarness (the driver) -- registers, rings, buffers --> ThreadlessDevice
@@ -14,7 +14,7 @@
 //! - Every frame (and every block of a disk) whose content the device changes is in the tree.
 //! - A driver that is no longer served is told.
 //! - A saved state can be restored, and saving it again gives the same bytes.
-#![allow(clippy::unwrap_used, reason = "what fails here is what is looked for")]
+#![allow(clippy::unwrap_used, reason = "a panic is what the fuzzer looks for")]
 
 mod balloon;
 mod device;
@@ -174,7 +174,7 @@ mod tests {
 
     /// The device holds a buffer in a queue that has no room for another one.
     #[test]
-    fn statistics_queue_of_one_entry_rests() {
+    fn statistics_queue_of_one_entry_becomes_idle() {
         // Memory; a start with all features and 5 queues of one entry; 16 rounds of a request and
         // of an event by which the buffer is given back.
         let start = [0, 0, 0, 0, 0, 0, 0, 0];
@@ -182,9 +182,9 @@ mod tests {
         super::balloon_statistics(&[&start[..], &round.repeat(16)].concat());
     }
 
-    /// To shut a stream down once more makes it ready once more.
+    /// Shutting a stream down again makes it ready again.
     #[test]
-    fn half_closed_connection_rests() {
+    fn half_closed_connection_becomes_idle() {
         // Memory; a start with all features and 3 queues of 8 entries; packets of the guest to the
         // port at which a program listens.
         let start = [0, 0, 0, 3, 3, 3];

@@ -23,7 +23,7 @@ impl ControlRequest {
         let len = chain.readable.read(ram, 0, &mut bytes)?;
         if len < 2 || chain.writable.len() == 0 {
             let why = format!(
-                "the request from {} has {} bytes and room for {} of an answer, and needs 2 and 1",
+                "the request from {} has {} bytes and room for an answer of {}: it needs 2 and 1",
                 chain.head,
                 chain.readable.len(),
                 chain.writable.len()

@@ -120,7 +120,10 @@ impl Device for Net {
         match self.announcements.tick() {
             Ok(Some(ask_driver)) => self.announce(ask_driver, io),
             Ok(None) => {}
-            Err(e) => tracing::warn!("the announcements of a network interface end: {e}"),
+            Err(e) => {
+                let id = &self.config.id;
+                tracing::warn!("network interface \"{id}\": its announcements end early: {e}");
+            }
         }
         Ok(())
     }
@@ -142,7 +145,8 @@ impl Device for Net {
         if self.features.is_some() && (moved || reattached) && !keeps_place {
             self.announce(false, io);
             if let Err(e) = self.announcements.begin() {
-                tracing::warn!("a network interface announces itself only once: {e}");
+                let id = &self.config.id;
+                tracing::warn!("network interface \"{id}\" announces itself only once: {e}");
             }
         }
         Ok(())

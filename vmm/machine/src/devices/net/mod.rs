@@ -324,8 +324,8 @@ impl Net {
         Ok(had_buffers)
     }
 
-    /// Keeps the frame in the buffer until the driver can have it. The state gets nothing of what
-    /// the metadata service says.
+    /// Keeps the frame in the buffer until the driver can have it. A frame of the metadata service
+    /// stays with the service: it must not become part of the saved state.
     fn keep(&mut self, pair: u8, len: usize, source: FrameSource) {
         if source == FrameSource::Tap {
             self.state.waiting.insert(pair, self.buffer[..len].to_vec());

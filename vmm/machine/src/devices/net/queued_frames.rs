@@ -11,8 +11,8 @@ use crate::devices::error::StateError;
 /// Most frames of each queue pair that are sent along. This is more than a tap holds, unless its
 /// queue was made longer.
 const MAX_FRAMES: usize = 1024;
-/// Most bytes of frames that are kept, of all pairs together. This is more than is sent along, for
-/// a guest that stays.
+/// Most bytes of frames that are kept, of all pairs together. This is more than is sent along: a
+/// guest that stays after all gets all of them.
 const MAX_BYTES: usize = 1 << 20;
 /// Encoded bytes of a frame besides its data: queue pair and length.
 const FRAME_OVERHEAD: usize = 4;

@@ -38,7 +38,7 @@ pub enum TapError {
     NoTun {
         /// Name of the tap.
         name: String,
-        /// Error of the system.
+        /// The system's error.
         #[source]
         cause: io::Error,
     },
@@ -60,7 +60,7 @@ pub enum TapError {
         name: String,
         /// Number of queue pairs.
         queues: u8,
-        /// Error of the system.
+        /// The system's error.
         #[source]
         cause: io::Error,
     },
@@ -69,7 +69,7 @@ pub enum TapError {
     Features {
         /// Name of the tap.
         name: String,
-        /// Error of the system.
+        /// The system's error.
         #[source]
         cause: io::Error,
     },
@@ -80,7 +80,7 @@ pub enum TapError {
         name: String,
         /// Operation that failed.
         what: &'static str,
-        /// Error of the system.
+        /// The system's error.
         #[source]
         cause: io::Error,
     },
@@ -202,9 +202,9 @@ impl Tap {
     /// Makes the kernel use the first `pairs` queue pairs.
     pub(super) fn enable(&mut self, pairs: u8) -> io::Result<()> {
         for (file, i) in self.queues.iter().zip(0..) {
-            let (is, shall) = (i < self.enabled, i < pairs);
-            if is != shall && self.is_tap {
-                tun::enable_queue(file, shall)?;
+            let (is_enabled, enable) = (i < self.enabled, i < pairs);
+            if is_enabled != enable && self.is_tap {
+                tun::enable_queue(file, enable)?;
             }
         }
         self.enabled = pairs.min(self.queues.len() as u8);
@@ -257,7 +257,7 @@ pub(in crate::devices) fn check_queue(file: &File, name: &str) -> io::Result<()>
     let is_opened_so = flags & needed == needed && tun::header_size(file)? == HEADER as i32;
     match found == name && is_opened_so {
         true => Ok(()),
-        false => Err(io::Error::other(format!("it is no such queue of the tap \"{name}\""))),
+        false => Err(io::Error::other(format!("it is no queue of tap \"{name}\" as opened here"))),
     }
 }
 

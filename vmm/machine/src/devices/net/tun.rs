@@ -49,7 +49,7 @@ pub(super) fn attach(file: &File, name: &str, flags: c_int) -> io::Result<()> {
 ///
 /// # Errors
 ///
-/// It is not a queue of one.
+/// `file` is not a queue of an interface.
 pub(super) fn attached_to(file: &File) -> io::Result<(String, c_int)> {
     let mut request = InterfaceRequest::new("", 0);
     // SAFETY: the kernel writes one `ifreq`, whose size `request` has, and keeps no reference to

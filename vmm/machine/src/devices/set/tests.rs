@@ -84,9 +84,9 @@ fn pause_cancels_disk_waits_for_an_epoch() {
     drop(frozen);
     // Writes wait again, whether the guest has resumed or never paused because a vCPU could not
     // be paused.
-    for halted in [true, false] {
+    for paused in [true, false] {
         let mut frozen = freeze();
-        match halted {
+        match paused {
             true => set.resume(),
             false => {
                 set.cancel_disk_waits();

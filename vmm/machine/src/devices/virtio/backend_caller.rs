@@ -1,4 +1,4 @@
-//! The handle by which another thread makes a device look at what it shares with it.
+//! The handle by which another thread makes a device look at state that the two share.
 
 use std::time::Instant;
 

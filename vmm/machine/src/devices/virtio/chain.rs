@@ -56,11 +56,11 @@ impl Chain {
         let broken = |why| Violation::Chain { queue, head, why };
         // The iterator ends at any descriptor that it cannot follow. The last one it returned then
         // still names a next one.
-        let mut goes_on = true;
+        let mut has_next = true;
         let mut descriptors = 0;
         for descriptor in chain {
             let buffer = Buffer { addr: descriptor.addr(), len: descriptor.len() };
-            goes_on = descriptor.has_next();
+            has_next = descriptor.has_next();
             descriptors += 1;
             if descriptors > max_descriptors {
                 return Err(broken("it has more descriptors than its queue"));
@@ -82,7 +82,7 @@ impl Chain {
                 return Err(broken("it is longer than 4 GiB"));
             }
         }
-        match goes_on {
+        match has_next {
             true => Err(broken("it loops, leaves its table, or its table cannot be read")),
             false => Ok(read),
         }

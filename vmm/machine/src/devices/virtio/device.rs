@@ -77,10 +77,11 @@ pub(crate) struct DeviceIo<'w> {
     pub(crate) limiters: &'w mut Limiters,
 }
 
-/// A virtio device without its transport. The device lives on a thread of its own. That thread
-/// calls all methods except `start` and the first `acquire`. The thread's
-/// [class](DeviceKind::class) limits what it may ask of the kernel: files and sockets are opened
-/// before it starts, or by the `opener`.
+/// A virtio device without its transport. The device lives on a thread of its own. Before that
+/// thread exists, the thread that builds the machine asks for the device's properties and calls
+/// `start` and, if the guest starts here, the first `acquire`. The device's thread makes all other
+/// calls. Its [class](DeviceKind::class) limits what it may ask of the kernel: files and sockets
+/// are opened before it starts, or by the `opener`.
 ///
 /// The driver is hostile. Breaking the rules of virtio is a [`Violation`], which stops the device
 /// until the driver resets it. A request that can be refused in its own terms (a status byte) is
@@ -132,9 +133,9 @@ pub(crate) trait Device: Send {
         io: &mut DeviceIo<'_>,
     ) -> Result<(), Violation>;
 
-    /// Pauses the device until `deadline` at the latest. Requests in flight are finished and its
-    /// chains are pushed, or it becomes part of [`save`](Self::save). The device does not write to
-    /// guest memory after this.
+    /// Pauses the device by `deadline`. Each request in flight is finished and its chain is pushed,
+    /// or it becomes part of the state that [`save`](Self::save) returns. The device does not write
+    /// to guest memory after this.
     ///
     /// # Errors
     ///
@@ -172,7 +173,7 @@ pub(crate) trait Device: Send {
     ///
     /// # Errors
     ///
-    /// Data could not be made durable until `deadline`. What holds that data is not released.
+    /// Data could not be made durable by `deadline`. The file with that data is not released.
     fn release(&mut self, deadline: Instant, next: NextHost) -> Result<(), DeviceError>;
 
     /// Releases what [`acquire`](Self::acquire) took, for a guest that resumes on another host. If

@@ -297,7 +297,7 @@ impl Driver {
         Some((id as u16, len))
     }
 
-    /// Returns whether the device has given back a chain that no call has claimed yet.
+    /// Takes the next entry of the used ring. Returns whether there was one.
     pub(crate) fn has_used(&mut self, queue: usize) -> bool {
         self.take_used(queue).is_some()
     }

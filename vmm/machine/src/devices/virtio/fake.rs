@@ -60,7 +60,7 @@ impl Script {
     }
 }
 
-/// A scripted device; see the module. The machine takes it for a virtio-rng.
+/// A scripted device; see the module. Its kind is virtio-rng.
 pub(crate) struct FakeDevice(pub(crate) Arc<Script>);
 
 impl Device for FakeDevice {
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn long_reset_blocks_no_vcpu_and_shows() {
+    fn long_reset_blocks_no_vcpu_and_is_visible() {
         let script = Arc::new(Script::default());
         let driver = Driver::started(Box::new(FakeDevice(script.clone())));
         Script::set(&script.busy, true);

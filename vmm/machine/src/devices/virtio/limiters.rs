@@ -218,7 +218,7 @@ impl Limiters {
         self.arm(now_ns);
     }
 
-    /// Returns the limits that hold.
+    /// Returns the limits in effect.
     pub(super) fn limits(&self) -> Vec<RateLimits> {
         self.limiters.iter().map(|limiter| limiter.rate.limits()).collect()
     }

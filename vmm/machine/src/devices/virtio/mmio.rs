@@ -105,7 +105,7 @@ impl MmioInterface {
         }
     }
 
-    /// Reached only if no ioeventfd has taken the write.
+    /// Handles a write to `QueueNotify` that no ioeventfd has taken.
     fn notify(&self, queue: u32, send: impl FnOnce(DriverCommand)) {
         match self.kicks.get(queue as usize) {
             Some(kick) => kick.signal(),

@@ -63,7 +63,7 @@ impl RateLimitControl {
         self.throttles.iter().map(Counter::get).collect()
     }
 
-    /// Returns the limits that hold: one item, or receive and transmit of a network interface.
+    /// Returns the limits in effect: one item, or receive and transmit of a network interface.
     ///
     /// # Errors
     ///

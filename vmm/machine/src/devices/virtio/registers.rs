@@ -129,8 +129,8 @@ impl Registers {
         }
         let unknown = state.driver_features & !self.offered;
         // Until features are agreed, a driver may have written features that it cannot have.
-        let settled = VIRTIO_CONFIG_S_FEATURES_OK | VIRTIO_CONFIG_S_DRIVER_OK;
-        if unknown != 0 && state.status & settled != 0 {
+        let negotiated = VIRTIO_CONFIG_S_FEATURES_OK | VIRTIO_CONFIG_S_DRIVER_OK;
+        if unknown != 0 && state.status & negotiated != 0 {
             return misfit(format!(
                 "its driver uses features {unknown:#x}, which are not offered here"
             ));
@@ -138,14 +138,14 @@ impl Registers {
         if state.status & VIRTIO_CONFIG_S_NEEDS_RESET != 0 {
             let status = state.status;
             return misfit(format!(
-                "its driver's status is {status:#x}, of which a bit is the device's"
+                "its driver's status is {status:#x}, with a bit that only the device sets"
             ));
         }
         let sizes = state.queues.iter().zip(&self.queue_sizes);
         if let Some((queue, most)) = sizes.clone().find(|(q, most)| q.setup.size > **most) {
             let size = queue.setup.size;
             return misfit(format!(
-                "it has a queue of {size} entries, of which {most} are possible"
+                "it has a queue of {size} entries, and at most {most} are possible"
             ));
         }
         self.state = state;
@@ -204,7 +204,7 @@ impl Registers {
 
     fn write_features(&mut self, value: u32) {
         if self.state.status & VIRTIO_CONFIG_S_FEATURES_OK != 0 {
-            tracing::debug!("a driver chose features {value:#x} when they were settled");
+            tracing::debug!("a driver chose features {value:#x} after the negotiation");
             return;
         }
         let shift = match self.state.driver_features_select {
@@ -228,15 +228,15 @@ impl Registers {
             tracing::debug!("features {features:#x} are refused; {:#x} are offered", self.offered);
             new &= !VIRTIO_CONFIG_S_FEATURES_OK;
         }
-        let settled = (self.state.status | new) & VIRTIO_CONFIG_S_FEATURES_OK != 0;
-        if new & VIRTIO_CONFIG_S_DRIVER_OK != 0 && !settled {
+        let negotiated = (self.state.status | new) & VIRTIO_CONFIG_S_FEATURES_OK != 0;
+        if new & VIRTIO_CONFIG_S_DRIVER_OK != 0 && !negotiated {
             return RegisterEffect::Violation(
                 "its driver starts it before features are agreed".to_owned(),
             );
         }
         if new & VIRTIO_CONFIG_S_FAILED != 0 {
             // Only at debug level: a driver can repeat this without end.
-            tracing::debug!("a driver has given its virtio device up");
+            tracing::debug!("a driver has given up its virtio device");
         }
         self.state.status |= new;
         if new & VIRTIO_CONFIG_S_DRIVER_OK != 0 {
@@ -367,7 +367,7 @@ mod tests {
         let mut r = registers();
         choose(&mut r, 1 << 32);
         choose(&mut r, 1 << 32 | 1 << 5);
-        assert_eq!(r.state().driver_features, 1 << 32, "what is settled stays");
+        assert_eq!(r.state().driver_features, 1 << 32, "negotiated features stay");
     }
 
     #[test]
@@ -425,8 +425,8 @@ mod tests {
         let alien = RegisterState { driver_features: 1 << 60, ..fits.clone() };
         assert_eq!(registers().restore(alien.clone()), Ok(()), "asked for, and not agreed to");
         for status in [VIRTIO_CONFIG_S_FEATURES_OK, VIRTIO_CONFIG_S_DRIVER_OK] {
-            let settled = RegisterState { status, ..alien.clone() };
-            assert!(refused(settled).contains("0x1000000000000000"));
+            let negotiated = RegisterState { status, ..alien.clone() };
+            assert!(refused(negotiated).contains("0x1000000000000000"));
         }
         let stopped = RegisterState { status: 0x4f, ..fits.clone() };
         assert!(refused(stopped).contains("status is 0x4f"));

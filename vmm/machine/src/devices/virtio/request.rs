@@ -31,7 +31,7 @@ pub(crate) enum RequestError {
         device: String,
     },
     /// The state is that of another kind of device.
-    #[error("it is of a virtio device {id}, and {device} is here")]
+    #[error("it is the state of a virtio device {id}, and the device here is {device}")]
     OtherDevice {
         /// Virtio's number of the kind.
         id: u32,
@@ -39,7 +39,7 @@ pub(crate) enum RequestError {
         device: String,
     },
     /// The state is that of a device with another number of queues.
-    #[error("it has positions of {0} queues")]
+    #[error("it has positions of {0} queues, and the device here has another number")]
     QueueCount(usize),
     /// A file of the device cannot be duplicated.
     #[error("{device}: its files cannot be shared with another process: {cause}")]

@@ -188,7 +188,7 @@ impl DeviceRing {
                 self.needs_round = true;
                 return Ok(None);
             }
-            // Looks without a chain count too: a driver might move its index to and fro.
+            // A look that finds no chain counts, too: a driver might move its index to and fro.
             self.budget -= 1;
             let broken = |cause| Violation::Available { queue: self.number, size, cause };
             let available = self.queue.iter(ram).map_err(broken)?.next();

@@ -42,7 +42,7 @@ pub(crate) enum Violation {
         cause: virtio_queue::Error,
     },
     /// More chains are in flight than the queue has entries.
-    #[error("queue {queue} of {size} entries: the driver gives more chains than it has got back")]
+    #[error("queue {queue} of {size} entries: more chains are in flight than it has entries")]
     TooManyChains {
         /// The queue's number.
         queue: u16,
@@ -69,7 +69,7 @@ pub(crate) enum Violation {
         /// The buffer's length in bytes.
         len: u32,
     },
-    /// A request does not have the form that the device's requests have.
+    /// A request is malformed.
     #[error("queue {queue}: {why}")]
     Request {
         /// The queue's number.
@@ -77,7 +77,7 @@ pub(crate) enum Violation {
         /// The reason.
         why: String,
     },
-    /// Registers were written at a time when they must not be.
+    /// A write to a register breaks the rules.
     #[error("{0}")]
     Registers(String),
     /// Guest memory cannot be accessed. Earlier checks should make this impossible.

@@ -186,7 +186,7 @@ impl DeviceWorker {
         self.limiters.throttles().clone()
     }
 
-    /// Returns the rate limits that hold.
+    /// Returns the rate limits in effect.
     pub(super) fn rate_limits(&self) -> Vec<RateLimits> {
         self.limiters.limits()
     }
@@ -330,7 +330,7 @@ impl DeviceWorker {
 
     /// Stops a queue after finishing the requests in flight: its chains belong to the driver again.
     fn stop_queue(&mut self, queue: usize) {
-        // Has no deadline besides that of the requests: the driver waits for this.
+        // Without a deadline of its own: the driver waits until the queue is stopped.
         self.finish_requests(None);
         if let Some(ring) = self.rings.get_mut(queue) {
             ring.tear_down();
@@ -365,7 +365,7 @@ impl DeviceWorker {
         self.shared.request_reset();
     }
 
-    /// Pauses the device until `deadline` at the latest.
+    /// Pauses the device by `deadline`.
     pub(super) fn quiesce(&mut self, deadline: Instant) -> Result<(), RequestError> {
         if self.paused {
             return Ok(());
@@ -478,7 +478,7 @@ impl DeviceWorker {
     }
 }
 
-/// A deadline for waits without a limit.
+/// The deadline of waits that have none of their own: one hour from now.
 fn far_deadline() -> Instant {
     Instant::now() + Duration::from_secs(3600)
 }

@@ -81,7 +81,7 @@ pub(super) struct Connection {
     stream_shut: u32,
 }
 
-/// The state of a connection that another process can continue with. Its bytes are hostile there.
+/// The part of a connection's state that another process gets. There its bytes are hostile.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct ConnectionState {
     ports: Ports,
@@ -215,14 +215,14 @@ impl Connection {
         new
     }
 
-    /// Returns what another process continues with, and the stream.
+    /// Returns the state with which another process continues, and the stream.
     pub(super) fn moved(&self) -> (MovedConnection, Arc<UnixStream>) {
         let (state, awaits_guest) = (self.state.clone(), self.deadline.is_some());
         (MovedConnection { state, awaits_guest }, self.stream.clone())
     }
 
-    /// Returns a connection of another process, which continues here. `None` if there can be no
-    /// such state.
+    /// Returns a connection of another process, which continues here; `None` if its state is
+    /// impossible.
     pub(super) fn arrived(
         moved: MovedConnection,
         guest_cid: u32,
@@ -327,9 +327,9 @@ impl Connection {
         self.shut_stream();
     }
 
-    /// Passes the guest's shutdown on to the stream, each direction once: every call of the system
-    /// makes the stream ready again. The write direction waits until all of the guest's data has
-    /// been written.
+    /// Passes the guest's shutdown on to the stream, each direction once: every shutdown makes the
+    /// stream ready again. The write direction waits until all of the guest's data has been
+    /// written.
     fn shut_stream(&mut self) {
         let unsent = if self.state.backlog.is_empty() { 0 } else { NO_SEND };
         let due = self.state.guest_shut & !unsent & !self.stream_shut;

@@ -132,7 +132,7 @@ impl Device for Vsock {
             self.arrive(files)?;
         }
         if let Some(listener) = &self.listener {
-            // The next process has not got the guest.
+            // The next process has not taken the guest.
             listener.own_file(self.left_file.take());
             self.departure = None;
         } else {

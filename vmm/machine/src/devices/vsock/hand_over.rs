@@ -9,8 +9,8 @@
 //!                                                           resume: continues the connections
 //! ```
 //!
-//! The streams stay open here until this process ends. If the guest stays, its connections do, too:
-//! also if the next process cannot continue them.
+//! The streams stay open here until this process ends. If the guest stays, so do its connections,
+//! even if the next process cannot continue them.
 
 use std::fs::File;
 use std::io;
@@ -37,7 +37,8 @@ use crate::config::HandedOverVsock;
 const STREAMS_AT_ONCE: usize = 250;
 /// Bytes of control data for them.
 const SPACE: usize = rustix::cmsg_space!(ScmRights(STREAMS_AT_ONCE));
-/// Refusals that a device may keep: some, and one for each connection that was open then.
+/// Upper bound on a device's refusals: the limit, and one for each connection that was open when it
+/// was reached.
 const MAX_MOVED_REFUSALS: usize = MAX_REFUSALS + MAX_CONNECTIONS;
 /// Upper bound on the state: each connection may have a full buffer.
 const MAX_STATE_BYTES: u64 = MAX_CONNECTIONS as u64 * (ROOM as u64 + 256) + (64 << 10);
@@ -60,8 +61,8 @@ pub(super) struct MovedStreams {
     pub(super) next_port: u32,
 }
 
-/// A packet for the guest that says that there is no such connection: the fields of its header that
-/// are not always the same.
+/// The header fields that differ between refusals. A refusal is a packet that tells the guest that
+/// there is no such connection.
 #[derive(Clone, Serialize, Deserialize)]
 pub(super) struct MovedRefusal {
     cids: (u64, u64),
@@ -101,8 +102,8 @@ pub(super) struct Departure {
 }
 
 impl Departure {
-    /// Returns the files, and those of the next process. Creates sockets, which a device's thread
-    /// cannot.
+    /// Creates the files of both processes. Returns those of this one, and those of the next. A
+    /// device's thread cannot call this, because it creates sockets.
     pub(super) fn begin() -> io::Result<(Self, [OwnedFd; 2])> {
         let (channel, there) = UnixStream::pair()?;
         channel.set_nonblocking(true)?;
@@ -124,7 +125,8 @@ impl Departure {
     }
 }
 
-/// Connections that have come from another process, and their streams: first those of connections.
+/// Connections that have come from another process, and their streams: those of connections first,
+/// then those of programs without a greeting.
 pub(super) struct ArrivedStreams {
     pub(super) moved: MovedStreams,
     pub(super) streams: Vec<Arc<UnixStream>>,
@@ -163,7 +165,8 @@ impl ArrivedStreams {
             });
             let Some(received) = received else {
                 let found = streams.len();
-                let why = format!("of {expected} streams, others than {found} have come");
+                let why =
+                    format!("{found} of {expected} streams have come, and then none or too many");
                 return Err(invalid(why));
             };
             for stream in received.all {

@@ -21,11 +21,11 @@ const MAX_GREETING_BYTES: usize = 32;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum VsockError {
-    /// The socket.
+    /// The unix socket cannot be used.
     #[error("the vsock's unix socket: {0}")]
     Socket(#[from] SocketError),
-    /// The connections of a guest that changes its process.
-    #[error("the vsock's connections cannot change their process: {0}")]
+    /// The connections cannot move to another process together with the guest.
+    #[error("the vsock's connections cannot continue in another process: {0}")]
     HandOver(#[source] io::Error),
 }
 

@@ -181,8 +181,8 @@ impl Vsock {
         })
     }
 
-    /// Makes the device continue with the socket and the connections of another process of this
-    /// host.
+    /// Returns a device that continues with the socket and the connections of another process of
+    /// this host.
     pub(super) fn of_other_process(
         config: &VsockConfig,
         files: &HandedOverVsock,
@@ -324,7 +324,7 @@ impl Vsock {
         watcher: &Watcher,
     ) -> Result<(), Violation> {
         if header.src_cid.get() != u64::from(self.config.cid) {
-            tracing::debug!("vsock: a packet that says it is from {}", header.src_cid);
+            tracing::debug!("vsock: a packet with source CID {} is dropped", header.src_cid);
             return Ok(());
         }
         let ports = Ports { guest: header.src_port.get(), host: header.dst_port.get() };

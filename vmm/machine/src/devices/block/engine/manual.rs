@@ -41,7 +41,7 @@ impl ManualEngine {
         new
     }
 
-    /// Lets operations with a delay wait in `submit`, or go on.
+    /// Makes operations with a delay wait in `submit`, or lets them continue.
     pub(in crate::devices::block) fn block(&self, blocked: bool) {
         self.inner().blocked = blocked;
     }

@@ -1,8 +1,8 @@
 //! A disk's reads, writes and flushes by io_uring: many at a time, while the device's thread stays
 //! free.
 //!
-//! This module has the only unsafe code of the block device. The kernel reads and
-//! writes guest memory at the addresses given here, until it has reported completion.
+//! This module has the only unsafe code of the block device. The kernel reads and writes guest
+//! memory at the addresses given here, until it has reported completion.
 
 use std::collections::HashMap;
 use std::io;
@@ -194,7 +194,7 @@ impl Uring {
 
     /// Takes the operations that have ended, and marks what the kernel wrote to guest memory.
     pub(super) fn completions(&mut self, ram: &GuestRam) -> Vec<(u64, io::Result<()>)> {
-        // Comes before the completions are read: else one could be missed.
+        // Cleared before the completions are read, so that none is missed.
         self.completion_event.clear();
         let ended: Vec<(u64, i32)> =
             self.ring.completion().map(|entry| (entry.user_data(), entry.result())).collect();
@@ -273,7 +273,7 @@ impl Uring {
 }
 
 impl Drop for Uring {
-    /// Waits for the kernel, which may still write to guest memory: the memory must not go before.
+    /// Waits for the kernel, which may still write to guest memory: it must stay mapped until then.
     fn drop(&mut self) {
         self.finish();
     }
@@ -344,7 +344,7 @@ mod tests {
             let work = DiskWork::Read { offset: 0, to: whole.clone() };
             uring.submit(DiskOperation { token, work, durable: false }, memory.ram()).unwrap();
         }
-        assert!(uring.refusals_left > 0, "none of them has gone");
+        assert!(uring.refusals_left > 0, "the kernel has taken none of them");
         let deadline = Instant::now() + Duration::from_secs(10);
         let mut ended = Vec::new();
         while ended.len() < 3 {

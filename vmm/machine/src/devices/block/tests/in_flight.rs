@@ -161,7 +161,7 @@ fn writes_without_flush_feature_are_durable() {
     }
 }
 
-/// Makes a flush available, which the engine holds.
+/// Makes a flush available, which the engine keeps pending.
 fn post_flush(driver: &mut Driver, engine: &ManualEngine) {
     let status = driver.writable(1);
     let flush = header(driver, VIRTIO_BLK_T_FLUSH, 0);
@@ -171,7 +171,7 @@ fn post_flush(driver: &mut Driver, engine: &ManualEngine) {
 }
 
 #[test]
-fn unheard_loss_is_reported_to_the_next_driver() {
+fn undelivered_loss_is_reported_to_the_next_driver() {
     let flush = |driver: &mut Driver| request(driver, VIRTIO_BLK_T_FLUSH, 0, &[]);
     for breaks_a_rule in [false, true] {
         let engine = ManualEngine::new();
@@ -183,7 +183,7 @@ fn unheard_loss_is_reported_to_the_next_driver() {
             let half = driver.readable(&[0; 15]);
             driver.post(1, &[half]);
             driver.kick(1);
-            driver.wait_stopped("a request of no form");
+            driver.wait_stopped("a malformed request");
             engine.complete_all();
         } else {
             std::thread::scope(|scope| {

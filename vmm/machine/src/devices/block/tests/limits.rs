@@ -110,7 +110,7 @@ fn zeros_count_as_bytes() {
 
 /// Eight times the size takes as long as eight requests of the size.
 #[test]
-fn large_requests_are_paid_by_waiting() {
+fn large_request_delays_the_next_in_proportion() {
     let limits = RateLimits { bandwidth: limit(512, 0), operations: None };
     let mut disk = LimitedDisk::new(limits, EngineKind::Sync);
     disk.post(0, VIRTIO_BLK_T_IN, 4096);

@@ -257,7 +257,7 @@ fn malformed_requests_fail_alone() {
         for pieces in [vec![half, status], vec![header(&mut driver, 0, 0)]] {
             driver.post(0, &pieces);
             driver.kick(0);
-            driver.wait_stopped("a request of no form");
+            driver.wait_stopped("a malformed request");
             driver.start(!0);
         }
         assert_eq!(read(&mut driver, 0, 512).0, OK);
@@ -393,7 +393,7 @@ fn requests_are_counted() {
     assert_eq!(write(&mut driver, 4, &pattern(2, 512)), OK);
     assert_eq!(read(&mut driver, 0, 512).0, OK);
     assert_eq!(request(&mut driver, VIRTIO_BLK_T_FLUSH, 0, &[]), OK);
-    assert_eq!(read(&mut driver, BYTES, 512).0, IOERR, "none of the file's");
+    assert_eq!(read(&mut driver, BYTES, 512).0, IOERR, "past the end of the file");
     let (id, flushes, errors, stalls) = ("d".to_owned(), 1, 0, 0);
     let (reads, read_bytes, writes, written_bytes) = (1, 512, 2, 1536);
     let figures =

@@ -10,7 +10,7 @@ use super::http::{ReadRequest, Reply};
 /// Longest request, in bytes. A connection with a longer one is reset, as in Firecracker.
 pub(super) const MAX_REQUEST: usize = 2500;
 
-/// How far a connection has come. Every byte in either direction makes a difference.
+/// Progress of a connection. Every byte in either direction changes it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct MmdsProgress {
     state: State,
@@ -23,11 +23,11 @@ struct MmdsProgress {
 /// A connection, or a socket that waits for one.
 pub(super) struct MmdsConnection {
     pub(super) socket: SocketHandle,
-    /// Whether the guest has begun it.
+    /// Whether the guest has begun the connection.
     pub(super) is_begun: bool,
-    /// When it last made progress.
+    /// Time of its last progress.
     pub(super) active_at: Duration,
-    /// How far it had come then.
+    /// Its progress at that time.
     progress: MmdsProgress,
     /// Bytes that were taken from TCP.
     taken: u64,
@@ -35,12 +35,12 @@ pub(super) struct MmdsConnection {
     given: u64,
     /// Received bytes that are not answered yet.
     request: Vec<u8>,
-    /// Length of `request` when it was found to be less than a request.
+    /// Length of `request` when it was last found incomplete.
     partial: usize,
     answer: Vec<u8>,
     /// Bytes of the answer that TCP has.
     sent: usize,
-    /// Whether it ends after the answer.
+    /// Whether the connection ends after the answer.
     closes: bool,
 }
 
@@ -61,8 +61,8 @@ impl MmdsConnection {
         }
     }
 
-    /// Exchanges bytes with TCP, and answers the requests that are there with `read`, which has
-    /// the same bytes again only if there are more.
+    /// Exchanges bytes with TCP, and answers the complete requests in them with `read`. The same
+    /// bytes are passed to `read` again only if more have arrived.
     pub(super) fn exchange(
         &mut self,
         tcp: &mut Socket<'_>,
@@ -123,7 +123,7 @@ impl MmdsConnection {
         true
     }
 
-    /// Takes received bytes. Returns whether the connection is one that has any or may have.
+    /// Takes received bytes. Returns whether the connection may have a request, now or later.
     fn receive(&mut self, tcp: &mut Socket<'_>) -> bool {
         while self.request.len() < MAX_REQUEST && tcp.can_recv() {
             let room = MAX_REQUEST - self.request.len();

@@ -27,7 +27,7 @@ const TCP_BYTES: usize = 20;
 /// A frame of the guest that is for the metadata service.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) enum ServiceFrame {
-    /// Which Ethernet address has the service? With the frame that answers.
+    /// A request for the service's Ethernet address, with the frame that answers it.
     Arp(Vec<u8>),
     /// A TCP segment for the service's port.
     Segment {
@@ -75,7 +75,7 @@ fn arp_reply(packet: &[u8], address: Ipv4Addr) -> Option<Vec<u8>> {
     Some(frame)
 }
 
-/// Checks a TCP packet as far as the frame must be understood before TCP has it.
+/// Checks the fields of a TCP packet that the service needs before it passes the packet to TCP.
 fn segment(packet: &[u8], from: [u8; 6]) -> Option<ServiceFrame> {
     let header = usize::from(packet[0] & 0xf) * 4;
     let source = Ipv4Addr::from(<[u8; 4]>::try_from(packet.get(12..16)?).ok()?);

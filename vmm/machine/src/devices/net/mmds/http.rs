@@ -10,7 +10,7 @@ use crate::metadata::{MetadataStore, count};
 
 /// Most headers of a request.
 const MAX_HEADERS: usize = 64;
-/// Where a session begins.
+/// Path of the request that begins a session.
 const TOKEN_PATH: &str = "/latest/api/token";
 const TOKEN_HEADERS: [&str; 2] = ["x-metadata-token", "x-aws-ec2-metadata-token"];
 const LIFETIME_HEADERS: [&str; 2] =
@@ -22,7 +22,7 @@ const JSON: &str = "application/json";
 /// What the bytes of a connection begin with.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) enum ReadRequest {
-    /// Less than a request.
+    /// An incomplete request.
     Partial,
     /// A request of this many bytes, and its answer.
     Whole(usize, Reply),

@@ -1,4 +1,4 @@
-//! The metadata service as an interface has it: with a clock and a timer.
+//! The metadata service of one interface, with a clock and a timer.
 
 use std::io;
 use std::time::Duration;

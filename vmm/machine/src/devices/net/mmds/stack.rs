@@ -89,7 +89,7 @@ impl MmdsStack {
                 count(&counters.made_frames, 1);
                 self.waiting.frames.push_back(reply);
             }
-            // As on a network without room: the guest repeats what matters.
+            // Dropped, as on a congested network: the guest sends it again if it matters.
             _ if !self.waiting.has_room() => {}
             ServiceFrame::Arp(_) => {}
             ServiceFrame::Other => count(&counters.other_packets, 1),
@@ -97,7 +97,8 @@ impl MmdsStack {
             ServiceFrame::Segment { from, source, begins } => {
                 count(&counters.segments, 1);
                 if begins && self.is_beginning(source) {
-                    // Its answer is repeated, and another socket must not take it.
+                    // The answer to the first one is sent again later. No other socket may take
+                    // this one.
                     return true;
                 }
                 if begins {
@@ -133,7 +134,7 @@ impl MmdsStack {
         self.poll(None, now);
     }
 
-    /// Has the time without progress begin now, because the guest was paused.
+    /// Restarts the time without progress of each connection, because the guest was paused.
     pub(in crate::devices) fn resume(&mut self, now: Duration) {
         for connection in &mut self.connections {
             connection.active_at = now;
@@ -152,7 +153,7 @@ impl MmdsStack {
         idle.min().into_iter().chain(tcp.flatten()).min()
     }
 
-    /// Forgets all connections and frames, without a word to the guest.
+    /// Forgets all connections and frames, without telling the guest.
     pub(in crate::devices) fn reset(&mut self) {
         let begun = self.connections.iter().filter(|connection| connection.is_begun).count();
         count(&self.store.counters().connections_ended, begun as u64);
@@ -242,7 +243,7 @@ impl MmdsStack {
     }
 
     /// Ends the connection that has made no progress for the longest time if a new one needs its
-    /// place. A connection that has ended already, and only waits for late segments, goes first.
+    /// place. A connection that has ended already, and only waits for late segments, is preferred.
     fn make_room(&mut self, now: Duration) {
         if self.is_listening() {
             return;

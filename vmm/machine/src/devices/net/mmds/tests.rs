@@ -1,4 +1,5 @@
-//! Tests in which a guest with a TCP/IP of its own asks the service, over frames and without time.
+//! Tests in which a guest with a TCP/IP stack sends requests to the service, frame by frame and
+//! with a simulated clock.
 
 mod segments;
 

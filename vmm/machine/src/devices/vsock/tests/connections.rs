@@ -170,7 +170,7 @@ fn malformed_packets_are_refused_and_bounded() {
         let piece = guest.driver.readable(bytes);
         guest.driver.post(queue, &[piece]);
         guest.driver.kick(queue);
-        guest.driver.wait_stopped("a packet of no form");
+        guest.driver.wait_stopped("a malformed packet");
         guest.driver.start(!0);
     }
     let (small, packet) = (guest.driver.writable(43), VsockGuest::packet(op::RW, ports));

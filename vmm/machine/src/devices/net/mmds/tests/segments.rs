@@ -1,10 +1,10 @@
-//! Tests in which a guest without a TCP of its own sends single segments.
+//! Tests in which a guest without a TCP stack sends single segments.
 
 use proptest::prelude::*;
 
 use super::*;
 
-/// First sequence number of a guest without a TCP of its own.
+/// First sequence number of a guest without a TCP stack.
 const ISN: u32 = 1000;
 const SYN: u8 = 2;
 const RST: u8 = 4;
@@ -44,7 +44,7 @@ fn segment(rest: &[u8], source_port: u16) -> Vec<u8> {
     frame
 }
 
-/// A guest without a TCP of its own, with one connection.
+/// A guest without a TCP stack, with one connection.
 struct RawPeer {
     port: u16,
     /// The next sequence number of the guest, and the next one of the service.
