@@ -56,7 +56,7 @@ pub fn launch(config: MachineConfig, host: &HostConfig) -> Result<SharedVm, Laun
     launch_as(VmId::random(), config, host)
 }
 
-/// Does as [`launch`], with this id.
+/// Builds a new guest as [`launch`] does, with the id `vm_id`.
 ///
 /// # Errors
 ///

@@ -87,7 +87,7 @@ impl<S> Handle<S> {
         self.begin(what, deadline, job).wait()
     }
 
-    /// Does as [`call`](Self::call), but returns immediately. The caller waits for the result
+    /// Behaves like [`call`](Self::call), but returns immediately. The caller waits for the result
     /// later.
     pub fn begin<R: Send + 'static>(
         &self,
@@ -98,8 +98,8 @@ impl<S> Handle<S> {
         self.send(what, deadline, false, job)
     }
 
-    /// Does as [`begin`](Self::begin), but the thread runs `job` even if it reaches it after the
-    /// deadline.
+    /// Behaves like [`begin`](Self::begin), but the thread runs `job` even if it reaches it after
+    /// the deadline.
     pub(crate) fn begin_even_late<R: Send + 'static>(
         &self,
         what: &'static str,
@@ -181,8 +181,8 @@ impl<R> PendingCall<R> {
         self.wait_for(Duration::ZERO)
     }
 
-    /// Does as [`wait`](Self::wait), but waits for another `grace` after the deadline: a job that
-    /// gives up at the deadline can still report why.
+    /// Behaves like [`wait`](Self::wait), but waits for another `grace` after the deadline: a job
+    /// that gives up at the deadline can still report why.
     ///
     /// # Errors
     ///

@@ -2,8 +2,8 @@
 //! process that has not called [`install`] is killed by them.
 //!
 //! The handler makes only async-signal-safe calls, and its wait is bounded. A pipe or a terminal
-//! that has no room does not get the line. A regular file cannot say that its storage does not
-//! answer, so an alarm precedes its write: after a second, SIGALRM kills the process instead.
+//! that has no room does not get the line. `poll` cannot tell whether the storage of a regular file
+//! answers, so an alarm precedes its write: after a second, SIGALRM kills the process instead.
 //!
 //! Work that allocates or takes locks, such as a line of metrics, is done by a thread of its own
 //! (`last_work`). The handler wakes it, and waits for it for a second at most: the interrupted
@@ -60,7 +60,8 @@ struct FatalSignals {
     id: String,
     /// Difference of the host's time zone to UTC, in seconds.
     utc_offset: i64,
-    /// A descriptor of the log's destination, which stays open: [`log_to`] replaces what it is of.
+    /// A descriptor of the log's destination. It stays open: [`log_to`] replaces the file that it
+    /// refers to.
     log: OwnedFd,
     /// Whether that is a regular file.
     is_file: AtomicBool,
@@ -73,7 +74,7 @@ static FATAL: OnceLock<FatalSignals> = OnceLock::new();
 /// Limit on waiting for the last work, in milliseconds.
 const LAST_WORK_LIMIT_MS: c_int = 1000;
 
-/// How the handler and the thread of the last work tell each other.
+/// The means by which the handler and the thread of the last work notify each other.
 struct LastWork {
     /// The first signal of the process; 0 until then.
     signal: AtomicI32,
@@ -109,7 +110,7 @@ pub fn install(id: &str, codes: FatalCodes) -> io::Result<()> {
         is_logged: AtomicBool::new(true),
     };
     let _ = FATAL.set(fatal);
-    // The starter of this process may ignore the alarm of a write.
+    // The parent process may have set this process to ignore the alarm of a write.
     // SAFETY: no other code of this process uses this signal.
     unsafe { libc::signal(libc::SIGALRM, libc::SIG_DFL) };
     for &(signal, _) in codes {
@@ -117,7 +118,7 @@ pub fn install(id: &str, codes: FatalCodes) -> io::Result<()> {
         let mut action: libc::sigaction = unsafe { MaybeUninit::zeroed().assume_init() };
         let handler: extern "C" fn(c_int, *mut siginfo_t, *mut c_void) = on_fatal;
         action.sa_sigaction = handler as usize;
-        // A stack that has overflowed cannot serve its own report.
+        // The handler cannot run on a stack that has overflowed.
         action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
         // SAFETY: sigfillset initializes the set.
         unsafe { libc::sigfillset(&raw mut action.sa_mask) };
@@ -137,7 +138,8 @@ pub fn install(id: &str, codes: FatalCodes) -> io::Result<()> {
 pub fn log_to(log: BorrowedFd<'_>) -> io::Result<()> {
     let Some(fatal) = FATAL.get() else { return Ok(()) };
     let is_file = is_regular(log)?;
-    // A pipe that is taken for a file costs a second; the opposite would cost the bound.
+    // Counts as a file meanwhile: an alarm for a pipe does no harm, but a file without an alarm
+    // would have no time limit.
     let was_file = fatal.is_file.swap(true, Ordering::SeqCst);
     let (from, to) = (log.as_raw_fd(), fatal.log.as_raw_fd());
     // The handler can use its descriptor at any time, so it is replaced in one step.
@@ -207,13 +209,13 @@ pub(crate) fn is_installed() -> bool {
     FATAL.get().is_some()
 }
 
-/// Returns whether a signal ends the process by the handler.
+/// Returns whether the handler ends the process on `signal`.
 pub(crate) fn handles(signal: c_int) -> bool {
     FATAL.get().is_some_and(|fatal| fatal.code(signal).is_some())
 }
 
-/// Ends the process as after the handled signal, which has this `si_code`; a system call that was
-/// forbidden is named by its number. Returns if the signal is not handled.
+/// Ends the process as the handler does for `signal` with this `si_code`. The log names a
+/// `forbidden` system call by its number. Returns only if the signal is not handled.
 pub(crate) fn end(signal: c_int, si_code: c_int, forbidden: Option<c_int>) {
     let Some(fatal) = FATAL.get() else { return };
     let Some(code) = fatal.code(signal) else { return };
@@ -283,7 +285,7 @@ impl FatalSignals {
     }
 }
 
-/// Writes to a descriptor, unless it says that it has no room: a regular file never does.
+/// Writes to a descriptor if `poll` reports room. For a regular file it always does.
 pub(crate) fn write_if_ready(fd: c_int, bytes: &[u8]) {
     let mut poll = libc::pollfd { fd, events: libc::POLLOUT, revents: 0 };
     // SAFETY: one pollfd, and no waiting.

@@ -21,7 +21,7 @@ pub fn start(work: impl FnOnce(c_int) + Send + 'static) -> io::Result<()> {
     }
     fatal_signals::expect_last_work()?;
     let thread = sandbox::spawn(Class::Log, "last-work", move || {
-        // Another thread takes the signal that this one is to be told of.
+        // The handler must run on another thread: it waits for this one.
         signals::block_all();
         if let Some(signal) = fatal_signals::await_fatal() {
             work(signal);

@@ -8,7 +8,7 @@
 //! | --- | --- |
 //! | `actor`, `limits`, `codec`, `host_memory`, `size`, `cpu_model`, `end_reason`, `local_time`, `stack_text`, `terminal`, `fail_point`, `schedule`, `histogram`, `inherited`, `start_memory`, `thread_end`, `tracking`, `wall_clock` | leaves, which use no other module of this crate |
 //! | `fatal_signals`, `signals`, `log`, `exit`, `sandbox`, `log_thread`, `last_work`, `pm_qos`, `pool`, `socket` | the process: its log, its exit, what its threads may do |
-//! | `memory`, `config` | guest memory; a machine's configuration |
+//! | `memory`, `metadata`, `config` | guest memory; a guest's metadata; a machine's configuration |
 //! | `kvm`, `measure`, `sources` | KVM's ioctls; hooks for measurements; the sources of dirty frames |
 //! | `devices`, `boot`, `vm`, `vcpu`, `throttle` | devices; loading the kernel; the trait of a guest; vCPU threads; throttling them |
 //! | `collector`, `machine`, `export` | harvesting; the machine as a whole; its state as an ELF core |

@@ -26,7 +26,7 @@ static OUTPUTS: OnceLock<Vec<Arc<LogOutput>>> = OnceLock::new();
 
 /// Where lines go. A function that writes a line as a whole is a sink.
 pub trait LineSink: Send + Sync {
-    /// Writes a line with its end, or its beginning: [`finish`](Self::finish) then writes the rest.
+    /// Writes a whole line, or its beginning: [`finish`](Self::finish) then writes the rest.
     ///
     /// # Errors
     ///

@@ -14,7 +14,7 @@ use crate::fatal_signals;
 /// a handler may do more than the thread is allowed to.
 pub(crate) fn block() {
     let mut set = all();
-    // The last one would kill a process that does not handle it, for a write that fails anyway.
+    // Without a handler, SIGXFSZ would kill the process for a write that fails anyway.
     let size = fatal_signals::handles(libc::SIGXFSZ).then_some(libc::SIGXFSZ);
     let own = [libc::SIGSYS, libc::SIGSEGV, libc::SIGBUS, libc::SIGILL, libc::SIGFPE];
     for own in own.into_iter().chain(size) {
@@ -47,8 +47,8 @@ pub fn block_termination() {
     }
 }
 
-/// Ends the process by `signal`, which one of its threads may have handled until now. Callers see a
-/// process that was killed by it.
+/// Ends the process by `signal`, which one of its threads may have handled until now. The parent
+/// sees a process that was killed by it.
 pub fn end_by(signal: c_int) -> ! {
     // A stuck thread may still have the terminal. A failure cannot be reported any more.
     let _ = crate::terminal::restore();
@@ -62,7 +62,7 @@ pub fn end_by(signal: c_int) -> ! {
     let (process, thread) = (std::process::id(), rustix::thread::gettid().as_raw_nonzero());
     // SAFETY: no thread of this process depends on what it interrupts.
     unsafe { libc::syscall(libc::SYS_tgkill, process, thread.get(), signal) };
-    // The default action of the signal is not to end the process.
+    // Reached if the default action of the signal does not end the process.
     std::process::exit(1)
 }
 

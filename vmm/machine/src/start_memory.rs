@@ -3,7 +3,7 @@
 //!
 //! A start runs much code that is never used again, and the kernel maps 16 pages with each that is
 //! used. The page cache has them once for all processes, but each process that has a page mapped is
-//! charged a share of it. A clone's proportional set size is 1.09 MiB, and 1.43 without this
+//! charged a share of it. A clone's proportional set size is 1.09 MiB, and 1.43 MiB without this
 //! (`cargo bench -p tests --bench firecracker`, 27 November 2026).
 
 use std::ffi::c_void;
@@ -14,7 +14,7 @@ use rustix::mm::{Advice, madvise};
 /// Unmaps the pages of the program that are never written. Those that are used again are mapped
 /// again, from the page cache. Probes and breakpoints that were set in the code are lost.
 pub fn unmap_program() {
-    // SAFETY: the function is called only meanwhile, and the data that it receives is not used.
+    // SAFETY: the function is called only during this call, and its data argument is not used.
     unsafe { libc::dl_iterate_phdr(Some(unmap_read_only), std::ptr::null_mut()) };
 }
 

@@ -49,7 +49,7 @@ pub struct VmInfo {
     pub tracking: crate::tracking::TrackingMode,
     /// The backend that runs the vCPUs.
     pub backend: crate::config::BackendKind,
-    /// Time since this VMM has the guest, in ms.
+    /// Time for which this VMM has had the guest, in ms.
     pub uptime_ms: u64,
     /// Number of dirty ring overruns so far (I6).
     pub ring_overruns: u64,
@@ -105,7 +105,7 @@ pub trait Vm: Guest {
     /// Returns the handles by which the guest's disks get other files.
     fn disk_files(&self) -> &[DiskFileControl];
 
-    /// Returns what the parts have done that [`info`](Self::info) does not show.
+    /// Returns the counters of the guest's parts that [`info`](Self::info) does not show.
     fn counts(&self) -> MachineCounts;
 
     /// Returns the guest's balloon, if it has one.

@@ -43,7 +43,8 @@ impl GuestEnd {
         self.lock().reason.clone()
     }
 
-    /// Blocks until the guest has ended or `timeout` has passed.
+    /// Blocks until the guest has ended, and returns why, or until `timeout` has passed (then
+    /// `None`).
     pub(super) fn wait(&self, timeout: Option<Duration>) -> Option<EndReason> {
         let mut ending = self.lock();
         let is_running = |e: &mut EndState| e.reason.is_none();

@@ -12,7 +12,7 @@ use vm_memory::GuestMemoryError;
 
 use crate::payload::Misfit;
 
-/// Why the system, or a worker, did not do its part.
+/// Why a request to the system, or to a worker, failed.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum ThreadMachineError {
     /// The serial port's sink cannot be opened.
@@ -30,7 +30,7 @@ pub(super) enum ThreadMachineError {
     /// A segment of the working set lies outside guest memory.
     #[error(transparent)]
     Outside(#[from] GuestMemoryError),
-    /// A state cannot number this worker.
+    /// The worker's index does not fit a section's instance number.
     #[error(transparent)]
     Index(TryFromIntError),
     /// The worker's state cannot be encoded.
@@ -89,10 +89,10 @@ pub(super) enum WorkerStateError {
         /// vCPUs of the guest.
         vcpus: u32,
     },
-    /// The state is there more than once.
-    #[error("it is in the state twice")]
+    /// More than one section has this state.
+    #[error("it occurs twice")]
     Twice,
-    /// The state is not there.
+    /// No section has this state.
     #[error("it is missing")]
     Missing,
     /// The state is that of another workload.

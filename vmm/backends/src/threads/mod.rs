@@ -1,5 +1,5 @@
-//! The threads backend: runs the payload's workload on host threads over guest-shaped memory,
-//! behind the same traits as the KVM machine.
+//! The threads backend: runs the payload's workload on host threads over memory with a guest's
+//! layout, behind the same traits as the KVM machine.
 //!
 //! It serves hosts without KVM, and tests. Each *worker* acts as one vCPU and runs that vCPU's
 //! share of the workload. It stops only between two ticks of a few pages, when all its writes are
@@ -69,7 +69,7 @@ pub struct ThreadMachine {
     /// Number of marked frames that `collect` has already reported.
     reported_frames: AtomicU64,
     control: Mutex<RunControl>,
-    /// The last field: the guest's final output is still to be written.
+    /// The last field, so that it is dropped last: it writes the guest's final output.
     _serial: SerialOutputThread,
 }
 
@@ -248,7 +248,7 @@ impl GuestContents for ThreadMachine {
     }
 
     fn fetch(&self, _: &[FrameRun]) -> Result<(), GuestError> {
-        // All its memory is there.
+        // No page is missing.
         Ok(())
     }
 
@@ -348,7 +348,7 @@ impl Lifecycle for ThreadMachine {
     fn resume(&self) -> Result<(), GuestError> {
         let mut control = self.require_paused("resume")?;
         if std::mem::take(&mut control.fresh) {
-            // A sink never fails: it drops and counts what is not read.
+            // A sink never fails: it drops and counts output that is not read.
             let _ = self.serial.clone().write_all(ready_line(&self.spec, self.vcpus()).as_bytes());
         }
         control.run();
@@ -368,7 +368,7 @@ impl Lifecycle for ThreadMachine {
     }
 
     fn vcpu_pauses(&self) -> Vec<VcpuPauses> {
-        // Workers keep no account of their pauses.
+        // Workers do not record their pauses.
         Vec::new()
     }
 }

@@ -116,7 +116,7 @@ fn epochs_copied_in_background_restore_correctly() {
     let guest = machine("payload,ws=16M,rate=max,pattern=random,seconds=3", 2, SerialSink::Null);
     if guest.write_protection().unwrap().is_none() {
         let name = "epochs_copied_in_background_restore_correctly";
-        return skip(name, "this host has no userfaultfd that protects");
+        return skip(name, "this host has no userfaultfd for write protection");
     }
     guest.resume().unwrap();
     let store = Store::create_or_open(&dir.path().join("store")).unwrap();

@@ -86,7 +86,7 @@ impl GuestWorker {
         if table.len() != runner.workload().table_len() {
             *table = vec![0; runner.workload().table_len()];
         }
-        // A sink never fails: it drops and counts what is not read.
+        // A sink never fails: it drops and counts output that is not read.
         let mut print = |line: &[u8]| _ = serial.write_all(line);
         match runner.tick(now, memory, table, &mut print) {
             workload::TickOutcome::TickAgain => inbox.try_recv(),

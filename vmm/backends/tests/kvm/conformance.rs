@@ -157,9 +157,9 @@ fn memories(mode: TrackingMode) -> Vec<MemoryOptions> {
 /// Minimum number of reported frames: fewer would prove little.
 const LEAST_REPORTED: u64 = 1000;
 
-/// Tests one source, with each ring size and kind of memory that makes a difference to it. Ring 0
-/// overruns the smallest ring, where it is emulated. The other sources have room for all frames and
-/// must lose none of the same guest.
+/// Tests one source, with each ring size and kind of memory that makes a difference to it. A guest
+/// in privilege ring 0 overruns the smallest dirty ring, on hosts that emulate ring 0. The other
+/// sources have room for all frames, and must lose none of that guest's frames.
 fn loses_no_frame(test: &str, mode: TrackingMode) {
     if !kvm_or_skip(test) || !modes().contains(&mode) {
         return;
@@ -319,9 +319,9 @@ fn payload_detects_lost_frames() {
 /// Time without a report after which a guest counts as hung.
 const HUNG: Duration = Duration::from_secs(20);
 
-/// Moves a guest to new machines, each of which lacks one in `one_in` frames, every `between`,
-/// until the guest detects that. Returns whether it does: the guest may also lose what it needs to
-/// run, and then it hangs or ends. Fails at `end`.
+/// Moves a guest to a new machine every `between`, until the guest detects a lost frame. Each
+/// machine loses one in `one_in` frames. Returns whether the guest detects the loss: it may also
+/// lose what it needs to run, and then it hangs or ends. Fails at `end`.
 fn loss_is_found(
     mode: TrackingMode,
     spec: &str,

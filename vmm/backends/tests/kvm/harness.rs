@@ -21,11 +21,12 @@ pub const MIB: u64 = 1 << 20;
 /// A limit that nothing here reaches, even on the slowest host.
 pub const LONG: Duration = Duration::from_secs(300);
 
-/// Number of tests with a turn.
+/// Number of tests that are running.
 static TURNS: (Mutex<usize>, Condvar) = (Mutex::new(0), Condvar::new());
 
-/// The turn of a test. These tests wait little, so each more than there are processors makes all of
-/// them slower: on 2 processors they take 29 s three at a time, and 36 s eight at a time.
+/// A test's permission to run. These tests wait little, so running many more of them than there are
+/// processors makes all of them slower: on 2 processors they take 29 s three at a time, and 36 s
+/// eight at a time.
 struct Turn;
 
 impl Turn {
@@ -51,13 +52,14 @@ thread_local! {
     static TURN: Turn = Turn::take();
 }
 
-/// Does the same as [`driftline_machine::testing::kvm_or_skip`], when it is the turn of the calling
-/// thread's test.
+/// Behaves like [`driftline_machine::testing::kvm_or_skip`], once the calling thread's test may
+/// run.
 pub fn kvm_or_skip(test: &str) -> bool {
     TURN.with(|_| driftline_machine::testing::kvm_or_skip(test))
 }
 
-/// Returns a guest that runs the payload `spec` and reports ten times a second.
+/// Returns the configuration of a guest that runs the payload `spec` and reports ten times a
+/// second.
 pub fn payload(spec: &str) -> MachineConfig {
     MachineConfig {
         mem_bytes: 64 * MIB,
@@ -127,7 +129,7 @@ impl SerialLog {
         PayloadReport::all_of(&self.text()).collect()
     }
 
-    /// Waits until `enough` returns true for the output, which decides alone.
+    /// Waits until `enough` returns true for the output. Fails after [`LONG`].
     #[track_caller]
     pub fn wait_for(&self, what: &str, enough: impl Fn(&str) -> bool) {
         let end = Instant::now() + LONG;

@@ -172,7 +172,7 @@ fn check_rate(machine: &Arc<KvmMachine>, what: &str, rate: u64) {
     assert!(off.abs() <= 10.0, "{what}: {off:+.2} %");
 }
 
-/// On the clock of the host: only the long form, on an idle host.
+/// Depends on the host's clock, so it runs only in the long form, on an idle host.
 #[test]
 fn rate_holds_over_ten_seconds() {
     let test = "rate_holds_over_ten_seconds";

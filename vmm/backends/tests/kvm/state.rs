@@ -34,7 +34,7 @@ pub fn move_to_new(machine: &KvmMachine, console: &SerialLog, clock: Clock) -> A
     move_to_new_on(machine, console.host(), clock)
 }
 
-/// Does as [`move_to_new`], on a host of this kind.
+/// Moves a guest as [`move_to_new`] does, into a machine with the options `host`.
 pub fn move_to_new_on(machine: &KvmMachine, host: HostConfig, clock: Clock) -> Arc<KvmMachine> {
     let factory = MachineFactory::new(host);
     let new = factory.create(machine.vm_id(), &machine.config()).unwrap();

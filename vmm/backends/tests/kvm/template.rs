@@ -165,7 +165,7 @@ fn guest_sees_its_template_after_a_move() {
     // It has all bits or none.
     let all = if first_value(MC0_CTL) == Some(0) { u64::MAX } else { 0 };
     check_guest(msr(MC0_CTL, u64::MAX, all)).unwrap();
-    // One bit goes if there is one, another comes.
+    // Clears one bit, if any is set, and sets another.
     let capabilities = first_value(ARCH_CAPABILITIES).unwrap_or(0);
     let (cleared, set) = (capabilities & capabilities.wrapping_neg(), 1 << 45);
     match check_guest(msr(ARCH_CAPABILITIES, cleared | set, set)) {

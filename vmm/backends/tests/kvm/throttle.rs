@@ -41,7 +41,7 @@ fn throttled_times(machine: &KvmMachine) -> Vec<Duration> {
 
 /// Frames per second; more than a read-only vCPU dirties again after each drain: its stack.
 const RATE: u64 = 500;
-/// Time in the writer's account that shows that it is throttled: ten of the longest stalls.
+/// Throttled time that shows that the writer is throttled: ten of the longest stalls.
 const SHOWN: Duration = Duration::from_millis(200);
 
 fn check_throttle(config: MachineConfig) {
@@ -87,8 +87,8 @@ fn await_more_reports(console: &SerialLog) {
     });
 }
 
-/// Throttles the vCPUs. Their accounts show which of them pays; tests of the pacing on a clock of
-/// their own show how much.
+/// Throttles the vCPUs. Their throttled times show which of them is throttled. The pacing's own
+/// tests, on a simulated clock, show by how much.
 fn only_the_writer_is_throttled(machine: &KvmMachine, subscription: &mut Subscription) {
     machine.throttle(Some(RATE));
     drain_until(machine, subscription, "the writer is not throttled", |now| {

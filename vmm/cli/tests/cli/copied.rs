@@ -128,14 +128,17 @@ fn copy_options_of_both_sides_must_match() {
             "r0",
             vec![],
             &["--copy-disks"],
-            &["disk \"disk0\" comes along", "--disk path=FILE,id=disk0,copy"],
+            &["disk \"disk0\" is copied with the guest", "--disk path=FILE,id=disk0,copy"],
         ),
         ("r1", vec!["--disk", &plain], &["--copy-disks"], &["names no file for its copy"]),
         (
             "r2",
             vec!["--disk", &made],
             &[],
-            &["a copy of disk \"disk0\", which does not come along", "send-migration --copy-disks"],
+            &[
+                "a copy of disk \"disk0\", which is not copied with the guest",
+                "send-migration --copy-disks",
+            ],
         ),
         (
             "r3",

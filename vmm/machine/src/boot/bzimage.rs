@@ -29,7 +29,7 @@ const SECTOR: u64 = 512;
 const PARAGRAPH: u64 = 16;
 
 const OLDEST: u16 = 0x020c;
-/// Versions count within a major one; another major version would be another protocol.
+/// The last version of protocol 2. Another major version would be another protocol.
 const NEWEST: u16 = 0x02ff;
 const ENTRY_64: u64 = 0x200;
 

@@ -97,22 +97,23 @@ mod tests {
 
     #[test]
     fn devices_are_named_before_inits_arguments() {
-        let slots = [
+        let placements = [
             DevicePlacement { base: 0xd000_0000, irq: 5 },
             DevicePlacement { base: 0xd000_1000, irq: 16 },
         ];
         assert_eq!(
-            assemble("console=x panic=1 reboot=k -- sh", false, &slots).unwrap(),
+            assemble("console=x panic=1 reboot=k -- sh", false, &placements).unwrap(),
             "console=x panic=1 reboot=k virtio_mmio.device=4K@0xd0000000:5 \
              virtio_mmio.device=4K@0xd0001000:16 -- sh"
         );
-        assert_eq!(assemble("x", true, &slots).unwrap(), "x");
+        assert_eq!(assemble("x", true, &placements).unwrap(), "x");
     }
 
     #[test]
     fn given_parameters_precede_the_devices() {
-        let slots = [DevicePlacement { base: 0xd000_0000, irq: 5 }];
-        let line = |given| with_parameters(given, &["pci=off".to_owned(), "ro".to_owned()], &slots);
+        let placements = [DevicePlacement { base: 0xd000_0000, irq: 5 }];
+        let line =
+            |given| with_parameters(given, &["pci=off".to_owned(), "ro".to_owned()], &placements);
         let devices = "pci=off ro virtio_mmio.device=4K@0xd0000000:5";
         assert_eq!(line("").unwrap(), devices);
         assert_eq!(line("quiet -- sh").unwrap(), format!("quiet {devices} -- sh"));

@@ -1,4 +1,4 @@
-//! The tables that a firmware would have left in memory: MP table, ACPI tables, generation ID.
+//! The tables that firmware would leave in memory: MP table, ACPI tables, generation ID.
 
 use driftline_dirty_tracker::Gfn;
 use vm_memory::{Bytes, GuestAddress};

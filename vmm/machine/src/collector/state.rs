@@ -81,7 +81,7 @@ impl CollectorState {
                 _ if last_tick.elapsed() >= PERIOD_MOST && self.tracker.subscribers() == 0 => {
                     Next::Nothing
                 }
-                _ => inbox.recv_timeout(self.pause()),
+                _ => inbox.recv_timeout(self.until_next_tick()),
             };
             match next {
                 Next::Job(job) => job(&mut self),
@@ -95,7 +95,7 @@ impl CollectorState {
     }
 
     /// Returns the time until the next periodic collection or check.
-    fn pause(&self) -> Duration {
+    fn until_next_tick(&self) -> Duration {
         let check = self.pacing.next_check();
         let left = check.map(|check| check.saturating_duration_since(Instant::now()));
         left.unwrap_or(self.period).min(self.period)
@@ -161,8 +161,8 @@ impl CollectorState {
         }
     }
 
-    /// Answers a vCPU that has run for the slice after a stall, and waits. `stalls` of its stalls
-    /// were complete by then.
+    /// Answers a vCPU that has run for its slice after a stall, and now waits. `stalls` is the
+    /// number of its stalls that were complete when it reported.
     pub(crate) fn end_slice(&mut self, vcpu: u8, stalls: u64) {
         if let Err(e) = self.collect() {
             tracing::warn!("the pages that vCPU {vcpu} has written cannot be counted yet: {e}");

@@ -14,7 +14,7 @@ pub enum BackendKind {
     /// A KVM virtual machine.
     #[default]
     Kvm,
-    /// The payload's workload on host threads over guest-shaped memory, for hosts without KVM.
+    /// The payload's workload on host threads, for hosts without KVM.
     Threads,
 }
 

@@ -39,8 +39,8 @@ pub struct CpuConfig {
     /// Changes of the rest, bit by bit.
     pub template: CpuTemplate,
     /// The CPUID words that the guest has seen since its first start, recorded when the machine is
-    /// built. Hosts to which the guest moves are checked against them. They are without what only
-    /// the template promises: no host needs to have that.
+    /// built. Hosts to which the guest moves are checked against them. Features that only the
+    /// template promises are not among them: no host needs to have those.
     pub shown: Vec<CpuidWord>,
     /// The feature MSRs that the guest has seen, likewise.
     pub shown_msrs: Vec<MsrWord>,

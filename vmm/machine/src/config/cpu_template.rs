@@ -46,7 +46,7 @@ pub struct CpuidChange {
     pub function: u32,
     /// Input ECX: the subleaf.
     pub index: u32,
-    /// KVM's flags of the entry, which replace its own.
+    /// Flags of the entry (`KVM_CPUID_FLAG_*`), which replace those that KVM reports.
     pub flags: u32,
     /// Changes of EAX, EBX, ECX, EDX.
     pub registers: [ChangedBits<u32>; 4],

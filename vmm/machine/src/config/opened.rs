@@ -81,18 +81,18 @@ pub struct OpenedDisk {
     pub is_handed_over: bool,
 }
 
-/// A tap that is attached to. The host can give it to no other process until the last clone is
-/// dropped.
+/// A tap to which this process is attached. The host can give it to no other process until the last
+/// clone is dropped.
 #[derive(Clone, Debug)]
 pub struct OpenedTap {
     /// The interface's name.
     pub id: String,
     /// A file for each queue pair.
     queues: Vec<OpenedFile>,
-    /// Keep other processes of this host away.
+    /// Keep other processes of this host from using the tap.
     claims: Arc<[UnixDatagram]>,
     /// Whether the files are those of a guest that continues here from another process of this
-    /// host. What waits in them is that process's until the guest runs here.
+    /// host. Frames that wait in them belong to that process until the guest runs here.
     pub(crate) is_handed_over: bool,
 }
 
@@ -121,7 +121,7 @@ impl PartialEq for OpenedTap {
 
 impl Eq for OpenedTap {}
 
-/// A unix socket that listens, and that is not removed. Equal to its clones only.
+/// A listening unix socket whose file is not removed. Equal to its clones only.
 #[derive(Clone, Debug)]
 pub struct OpenedSocket(Arc<ListeningSocket>);
 
@@ -147,7 +147,7 @@ impl PartialEq for OpenedSocket {
 impl Eq for OpenedSocket {}
 
 /// The files of a vsock of a guest that continues here from another process of this host: its
-/// listener, and how its connections come. Equal to its clones only.
+/// listener, and the socket and the file by which its connections arrive. Equal to its clones only.
 #[derive(Clone, Debug)]
 pub struct HandedOverVsock(Arc<VsockFiles>);
 

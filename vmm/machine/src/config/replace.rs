@@ -17,8 +17,8 @@ use super::rate_limits::NetLimits;
 pub enum ReplaceError {
     /// No file is given for a disk that is copied with the guest.
     #[error(
-        "disk \"{id}\" comes along (--copy-disks), and this host names no file for its copy: add \
-         --disk path=FILE,id={id},copy"
+        "disk \"{id}\" is copied with the guest (--copy-disks), and this host names no file for \
+         its copy: add --disk path=FILE,id={id},copy"
     )]
     NoFileForCopy {
         /// The disk's name.
@@ -26,8 +26,8 @@ pub enum ReplaceError {
     },
     /// A file is given for the copy of a disk that is not copied with the guest.
     #[error(
-        "\"{}\" is to be made as a copy of disk \"{id}\", which does not come along: send it with \
-         send-migration --copy-disks, or name a disk that both hosts have, without copy",
+        "\"{}\" is to be made as a copy of disk \"{id}\", which is not copied with the guest: send \
+         it with send-migration --copy-disks, or name a disk that both hosts have, without copy",
         path.display()
     )]
     NotCopied {

@@ -49,7 +49,7 @@ pub enum FirstContents {
     /// The memory of another guest, which may still be running in it. Otherwise as
     /// [`Zeros`](Self::Zeros).
     Shared(SharedGuest),
-    /// What another process serves when it is touched. Otherwise as [`File`](Self::File).
+    /// Pages that another process serves when they are touched. Otherwise as [`File`](Self::File).
     Handler(PageHandlerSocket),
 }
 
@@ -239,7 +239,7 @@ impl KvmMachine {
             disk_files,
             device_counters,
             balloon,
-            has_anothers_files: host.opened.are_handed_over(),
+            has_handed_over_files: host.opened.are_handed_over(),
             status,
             counters,
             started: Instant::now(),
@@ -270,7 +270,7 @@ fn placements(devices: usize) -> Vec<DevicePlacement> {
 ///
 /// # Errors
 ///
-/// The line cannot be a kernel's.
+/// The line is too long, or contains a character that a command line cannot have.
 pub fn command_line(
     given: &str,
     parameters: &[String],
@@ -329,8 +329,8 @@ fn create_vcpus(
     Ok(vcpus)
 }
 
-/// Gives new vCPUs, whose CPUID is set, the registers of the template. In vCPUs into which a state
-/// is restored, this shows that the host has them.
+/// Gives new vCPUs, whose CPUID is set, the registers of the template. For vCPUs into which a state
+/// is restored, this checks that the host has them.
 fn set_template_msrs(
     vcpus: &[(VcpuFd, CpuId)],
     template: &CpuTemplate,

@@ -21,7 +21,7 @@ use crate::kvm::{self, Capabilities, KvmVm};
 use crate::memory::{HOLE_START, Memory};
 
 /// Address at which KVM keeps a page, followed by the three of [`TSS`], on some processors. Both
-/// are in the hole below 4 GiB, below a firmware's place.
+/// are in the hole below 4 GiB, below the addresses of firmware.
 const IDENTITY_MAP: u64 = 0xfffb_c000;
 const TSS: u64 = IDENTITY_MAP + 0x1000;
 const _: () = assert!(IDENTITY_MAP > HOLE_START && TSS + 0x3000 <= 1 << 32);

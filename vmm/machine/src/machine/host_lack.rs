@@ -71,7 +71,7 @@ pub enum HostLack {
          physical address"
     )]
     AddressBits {
-        /// Size of guest memory.
+        /// Size of guest memory, in bytes.
         mem_bytes: u64,
         /// Bits of a physical address.
         bits: u32,

@@ -98,8 +98,8 @@ pub struct KvmMachine {
     disk_files: Vec<DiskFileControl>,
     device_counters: MachineCounters,
     balloon: Option<BalloonControl>,
-    /// Whether the devices' files are those of another process of this host.
-    has_anothers_files: bool,
+    /// Whether another process of this host has handed over the devices' files.
+    has_handed_over_files: bool,
     status: Arc<MachineStatus>,
     counters: Vec<Arc<Counters>>,
     started: Instant,
@@ -111,7 +111,7 @@ pub struct KvmMachine {
     bus: Arc<crate::devices::Bus>,
     /// Restores the terminal on drop.
     input: Option<SerialInput>,
-    /// The last field: the guest's final output is still to be written.
+    /// The last field, so that it is dropped last: it writes the guest's final output.
     _serial: SerialOutputThread,
 }
 
@@ -127,8 +127,8 @@ impl KvmMachine {
         Ok(answer.map_err(|cause| SupervisorError::Call { what, cause })??)
     }
 
-    /// Does as [`restore_state`](Stateful::restore_state) for one of several guests that may be
-    /// restored from one state: its generation ID is new whatever its clock does.
+    /// Behaves like [`restore_state`](Stateful::restore_state), for one of several guests that may
+    /// be restored from one state: the guest gets a new generation ID whatever `clock` is.
     ///
     /// # Errors
     ///
@@ -144,10 +144,10 @@ impl KvmMachine {
         })
     }
 
-    /// Returns where the guest continues that is released here: at `next`, or in the process that
-    /// has offered it and whose files it has.
+    /// Returns where the guest continues after its release here: at `next`, or, until its take-over
+    /// is complete, in the process of this host that has offered it with its files.
     fn next_or_last_host(&self, next: NextHost) -> NextHost {
-        match self.has_anothers_files && self.memory.right().is_borrowed() {
+        match self.has_handed_over_files && self.memory.right().is_borrowed() {
             true => NextHost::This,
             false => next,
         }
@@ -176,7 +176,7 @@ impl KvmMachine {
         config
     }
 
-    /// Returns what ends the guest if a frame of its memory is lost.
+    /// Returns the owner that ends the guest if a frame of its memory is lost.
     fn memory_owner(&self) -> MachineRestoreOwner {
         let (status, supervisor) = (self.status.clone(), self.supervisor.clone());
         MachineRestoreOwner { end: EndReporter { status, supervisor } }

@@ -327,7 +327,7 @@ fn find(sections: &[Section], tag: SectionTag, instance: u16) -> Result<&Section
     let mut found = sections.iter().filter(|s| s.tag == tag && s.instance == instance);
     let section = found.next().ok_or_else(|| malformed("it is missing"))?;
     if found.next().is_some() {
-        return Err(malformed("it is there twice"));
+        return Err(malformed("it occurs twice"));
     }
     Ok(section)
 }

@@ -128,7 +128,8 @@ impl MachineStatus {
         self.changed.notify_all();
     }
 
-    /// Blocks until the guest has ended or `timeout` has passed.
+    /// Blocks until the guest has ended, and returns why, or until `timeout` has passed (then
+    /// `None`).
     pub(super) fn wait_end(&self, timeout: Option<Duration>) -> Option<EndReason> {
         let deadline = timeout.and_then(|t| Instant::now().checked_add(t));
         let mut fields = self.lock();

@@ -20,8 +20,8 @@ use crate::sources::DirtySource;
 use crate::throttle::{ThrottleHandle, ThrottleState};
 use crate::vcpu::{self, Counters, StateContext, Vcpu};
 
-/// Number of collected frames from which on the next collection follows sooner, but at most a
-/// quarter of a ring.
+/// Number of frames in a collection from which on the next collection follows sooner. It is reduced
+/// to a quarter of a ring if that is less.
 const MANY_FRAMES: u64 = 4096;
 
 /// Starts the thread of each vCPU.

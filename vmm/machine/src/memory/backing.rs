@@ -251,7 +251,7 @@ impl MemoryOptions {
     }
 
     /// Gives the kernel the advice for a mapping. Also excludes the mapping from core dumps,
-    /// because it is the guest's and large, and from child processes.
+    /// because it is large and holds the guest's data, and from child processes.
     pub(super) fn advise(&self, start: *mut u8, len: usize) -> io::Result<()> {
         let pages = match self.huge_pages {
             Some(HugePages::Thp) => Some(Advice::LinuxHugepage),

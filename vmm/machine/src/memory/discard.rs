@@ -8,8 +8,9 @@
 //! marked.
 //!
 //! If a frame is write-protected (`write_protect.rs`), the discard waits until it has been copied.
-//! A frame that has not been restored yet (`lazy_restore.rs`) is dropped from the restore. A page
-//! handler (`page_handler.rs`) is told by the kernel, and the discard waits until it has read that.
+//! A frame that has not been restored yet (`lazy_restore.rs`) is dropped from the restore. The
+//! kernel sends a page handler (`page_handler.rs`) a message about the discard, and the discard
+//! waits until the handler has read it.
 //!
 //! Memory that is a private mapping of a file gets zeros mapped over it (`zero_mappings.rs`). Its
 //! frames count as frames with memory wherever the file has data, discarded or not.

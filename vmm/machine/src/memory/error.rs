@@ -28,7 +28,9 @@ pub enum MemoryError {
         cause: MisfitCause,
     },
     /// The file with the first contents has fewer bytes than guest memory.
-    #[error("guest memory of {bytes} bytes is not that of a file of {found} bytes")]
+    #[error(
+        "the file of guest memory has {found} bytes, and the guest has {bytes} bytes of memory"
+    )]
     FileTooShort {
         /// Size of guest memory, in bytes.
         bytes: u64,

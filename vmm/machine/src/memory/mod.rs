@@ -65,7 +65,8 @@ pub struct Memory {
     adaptive_prefault: Option<AdaptivePrefault>,
     /// Write-protected frames, the lazy restore and the page handler.
     protected: Arc<ProtectedFrames>,
-    /// Whether the first contents are those of a file.
+    /// Whether the memory is mapped from a file with its first contents, or from the memory file of
+    /// another process.
     is_of_file: bool,
     options: MemoryOptions,
 }
@@ -85,15 +86,15 @@ impl Memory {
         Self::of_layout(layout(bytes)?, options)
     }
 
-    /// Does as [`new`](Self::new), without the check against the host's total memory. For a guest
-    /// that touches little.
+    /// Behaves like [`new`](Self::new), without the check against the host's total memory. For a
+    /// guest that touches little.
     pub(crate) fn sparse(bytes: u64, options: &MemoryOptions) -> Result<Self, MemoryError> {
         Self::map(layout(bytes)?, options, None, MemoryContents::Zeros)
     }
 
-    /// Does as [`new`](Self::new), with the contents of `file`, which is mapped privately: a frame
-    /// costs memory of this process when it is first written. The kind of memory and of its pages
-    /// in `options` have no effect.
+    /// Behaves like [`new`](Self::new), with the contents of `file`, which is mapped privately: a
+    /// frame costs memory of this process when it is first written. The kind of memory and of its
+    /// pages in `options` have no effect.
     ///
     /// # Errors
     ///
@@ -108,8 +109,8 @@ impl Memory {
         Self::map(layout(bytes)?, &options, host_limit_bytes(), MemoryContents::Private(file))
     }
 
-    /// Does as [`new`](Self::new), with the contents that the process at `handler` serves. The kind
-    /// of memory in `options` has no effect, nor has prefaulting. Nothing may touch the memory
+    /// Behaves like [`new`](Self::new), with the contents that the process at `handler` serves. The
+    /// kind of memory in `options` has no effect, nor has prefaulting. Nothing may touch the memory
     /// before [`watch_handler`](Self::watch_handler).
     ///
     /// # Errors
@@ -130,7 +131,7 @@ impl Memory {
         Ok(memory)
     }
 
-    /// Starts to watch the page handler, if there is one: `owner` is told of its end.
+    /// Starts to watch the page handler, if there is one. Its end is reported to `owner`.
     pub(crate) fn watch_handler(&self, owner: Box<dyn RestoreOwner>) -> std::io::Result<()> {
         self.protected.page_handler().map_or(Ok(()), |handler| handler.watch(owner))
     }
@@ -148,7 +149,7 @@ impl Memory {
         self.protected.page_handler().map_or(Ok(()), |handler| handler.fetch(frames))
     }
 
-    /// Does as [`new`](Self::new), for any layout.
+    /// Behaves like [`new`](Self::new), for any layout.
     pub(crate) fn of_layout(layout: Layout, options: &MemoryOptions) -> Result<Self, MemoryError> {
         Self::map(layout, options, host_limit_bytes(), MemoryContents::Zeros)
     }
@@ -250,8 +251,8 @@ impl Memory {
         Ok(opened.map(|protection| Box::new(protection) as Box<dyn WriteProtection>))
     }
 
-    /// Starts a lazy restore: a fault fetches its frame from `source`, and the background copy the
-    /// others. No thread may have accessed this memory before. The restore calls
+    /// Starts a lazy restore: a fault fetches its frame from `source`, and the background copy
+    /// fetches the others. No thread may have accessed this memory before. The restore calls
     /// `owner` if a frame cannot be fetched.
     ///
     /// Returns the source if the host or this memory's pages do not support that, or if the memory
@@ -355,8 +356,8 @@ impl Memory {
         }
     }
 
-    /// Does as [`prefault`](Self::prefault), in pages of the size that the guest's own first writes
-    /// would get.
+    /// Behaves like [`prefault`](Self::prefault), in pages of the size that the guest's own first
+    /// writes would get.
     pub(crate) fn fault_in(&self, run: FrameRun) {
         let start = GuestAddress(run.start.gpa());
         let Ok(len) = usize::try_from(run.bytes()) else { return };

@@ -4,11 +4,11 @@
 //!
 //! - If the handler ends, no fault is answered any more. A thread notices that and ends the guest,
 //!   unless all pages have arrived.
-//! - What needs all memory (a copy of it) fetches it first. Then the memory is unregistered, and is
-//!   like any other: it does not need the handler any more. Until then it cannot be
-//!   write-protected, because a mapping has one userfaultfd.
-//! - A page that is discarded is the handler's again, which the kernel tells it. It answers with
-//!   zeros from then on.
+//! - An operation that needs all memory (a copy of it) fetches it first. Then the memory is
+//!   unregistered, and is like any other: it does not need the handler any more. Until then it
+//!   cannot be write-protected, because a mapping has one userfaultfd.
+//! - A page that is discarded is missing again, and the kernel sends the handler a message about
+//!   that. The handler answers faults on it with zeros from then on.
 //!
 //! This process trusts a handler as itself: with the userfaultfd it can change what any mapping
 //! holds.
@@ -46,11 +46,11 @@ use crate::log;
 use crate::thread_end::join_until;
 
 /// Limit on waiting for a handler to serve a piece of at most 4 MiB. 0.4 MiB/s is slower than any
-/// storage that is in order.
+/// storage that works.
 const FETCH_LIMIT: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 10 });
 /// Interval between two checks whether a handler that is waited for has ended.
 const LOSS_CHECK_INTERVAL: Duration = Duration::from_millis(50);
-/// Interval between two looks at the guest's state, before threads that wait are freed.
+/// Interval between two checks of the guest's state, before threads that wait are freed.
 const STATE_CHECK_INTERVAL: Duration = Duration::from_millis(1);
 /// Time from the guest's end until the threads that still wait are freed, which kills them, and the
 /// process with them. A process with one guest has normally ended by then.
@@ -88,7 +88,8 @@ struct HandlerShared {
     stop: OwnedFd,
     /// Whether pages may be missing that the handler has.
     serves: AtomicBool,
-    /// Held while the memory is unregistered, so that it happens once: others may register it then.
+    /// Held while the memory is unregistered, so that this happens only once: afterwards another
+    /// descriptor may register it.
     finishing: Mutex<()>,
     /// Why no page arrives any more.
     lost: OnceLock<HandlerEnd>,
@@ -166,8 +167,8 @@ impl PageHandler {
         self.wait_for(fetcher::pieces(&self.shared.missing(frames)), FETCH_LIMIT)
     }
 
-    /// Does as [`fetch`](Self::fetch) with one frame, whose wait ends after `limit`. This is for
-    /// threads that may open no files.
+    /// Behaves like [`fetch`](Self::fetch) with one frame, whose wait ends after `limit`. This is
+    /// for threads that may open no files.
     pub(super) fn require(&self, frame: Gfn, limit: Duration) -> Result<(), FrameError> {
         match self.serves() {
             true => self.wait_for(vec![FrameRun { start: frame, count: 1 }], limit),
@@ -188,7 +189,8 @@ impl PageHandler {
             let until = latest.min(Instant::now() + limit);
             loop {
                 self.check_lost()?;
-                // Behind jobs of other threads, of which one that has given up may still wait.
+                // The job waits behind those of other threads. One whose caller has given up may
+                // still wait for its pages.
                 job = job.take().and_then(|job| self.begin_job(job));
                 let left = until.saturating_duration_since(Instant::now());
                 match results.recv_timeout(left.min(LOSS_CHECK_INTERVAL)) {
@@ -322,7 +324,7 @@ impl HandlerShared {
                         return;
                     }
                     Ok(false) => {}
-                    Err(e) => tracing::warn!("its memory cannot be unregistered: {e}"),
+                    Err(e) => tracing::warn!("memory cannot be unregistered from userfaultfd: {e}"),
                 }
                 let _ = self.lost.set(end);
                 self.describe(end)
@@ -340,7 +342,7 @@ impl HandlerShared {
         self.free_waiting(owner);
     }
 
-    /// Returns those of `frames` that are not there. All of them if the host does not say.
+    /// Returns those of `frames` that are missing, or all of them if the host does not report it.
     fn missing(&self, frames: &[FrameRun]) -> Vec<FrameRun> {
         let (mut resident, mut there) = (ResidentFrames::default(), Vec::new());
         for region in self.ram.iter() {
@@ -370,7 +372,8 @@ impl HandlerShared {
 
     /// Poisons the pages that have not arrived, so that no thread waits for one for ever. KVM's
     /// calls then fail. If a thread of this process waits for one, SIGBUS ends the process. So this
-    /// waits until only vCPUs that restore their state can, or some time after the guest's end.
+    /// waits until only vCPUs that restore their state can wait for one, or until some time after
+    /// the guest's end.
     fn free_waiting(&self, owner: &dyn RestoreOwner) {
         let mut ended: Option<Instant> = None;
         while !self.is_stopped() {

@@ -34,7 +34,7 @@ impl ResidentFrames {
         }
     }
 
-    /// Does as [`find`](Self::find). Without /proc all frames count as resident.
+    /// Behaves like [`find`](Self::find), but without /proc all frames count as resident.
     pub(super) fn find_or_all(
         &mut self,
         region: &Region,
@@ -175,6 +175,7 @@ mod tests {
         assert_eq!(run_of(16, 0x3000, 0x5000), run(19, 2));
         assert_eq!(run_of(16, 0x3000, 0x3000), None);
     }
+
     #[test]
     fn without_proc_all_frames_count_as_resident() {
         let memory = Memory::new(64 << 20, &MemoryOptions::default()).unwrap();

@@ -14,7 +14,7 @@ use super::{
 impl Memory {
     /// Maps the memory of a guest of `bytes` bytes that another process of this host has. The kind
     /// of memory in `options` and prefaulting have no effect: nothing is written to the memory, and
-    /// no page of it is made.
+    /// no page of it is allocated.
     ///
     /// # Errors
     ///

@@ -120,25 +120,26 @@ impl Userfault {
         Self::with(FEATURE_PAGEFAULT_FLAG_WP | FEATURE_WP_HUGETLBFS_SHMEM | FEATURE_WP_UNPOPULATED)
     }
 
-    /// Does as [`open`](Self::open), for faults on missing pages. Needs kernel 6.6.
+    /// Behaves like [`open`](Self::open), for faults on missing pages. Needs kernel 6.6.
     pub(crate) fn open_for_missing() -> io::Result<Self> {
         Self::with(FEATURE_MISSING_SHMEM | FEATURE_POISON)
     }
 
-    /// Does as [`open`](Self::open), for filling missing pages without reading faults. Needs kernel
-    /// 4.11.
+    /// Behaves like [`open`](Self::open), for filling missing pages without reading faults. Needs
+    /// kernel 4.11.
     pub(crate) fn open_for_filling() -> io::Result<Self> {
         Self::with(FEATURE_MISSING_SHMEM)
     }
 
-    /// Does as [`open`](Self::open), for a page handler: another process that reads and answers
-    /// faults on missing pages, with the features that Firecracker asks for. Needs kernel 4.11.
+    /// Behaves like [`open`](Self::open), for a page handler: another process that reads and
+    /// answers faults on missing pages, with the features that Firecracker asks for. Needs kernel
+    /// 4.11.
     pub(crate) fn open_for_handler() -> io::Result<Self> {
         Self::with(FEATURE_EVENT_REMOVE)
     }
 
-    /// Does as [`open`](Self::open), for asynchronous protection: a write does not wait but removes
-    /// the protection, which a scan then finds. Needs kernel 6.7.
+    /// Behaves like [`open`](Self::open), for asynchronous protection: a write does not wait but
+    /// removes the protection, which a scan then finds. Needs kernel 6.7.
     pub(crate) fn open_async() -> io::Result<Self> {
         Self::with(FEATURE_WP_ASYNC | FEATURE_WP_HUGETLBFS_SHMEM | FEATURE_WP_UNPOPULATED)
     }
@@ -253,7 +254,7 @@ impl Userfault {
         })
     }
 
-    /// Does as [`copy`](Self::copy), with zeros. A page that is present stays as it is.
+    /// Behaves like [`copy`](Self::copy), with zeros. A page that is present stays as it is.
     pub(crate) fn zero(&self, start: u64, len: u64) -> io::Result<()> {
         self.fill(start, len, Some(PAGE_SIZE), |_, start, len| {
             let mut fill = UffdioFill { range: UffdioRange { start, len }, mode: 0, filled: 0 };

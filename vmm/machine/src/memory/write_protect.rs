@@ -73,8 +73,8 @@ impl ProtectedFrames {
     }
 
     /// Waits until none of `frames` is protected. Callers must be threads that a pause waits for
-    /// (vCPUs, device threads): frames are protected for real only while the guest and its devices
-    /// are paused.
+    /// (vCPUs, device threads): the protection that an epoch relies on is completed only while the
+    /// guest and its devices are paused.
     pub(crate) fn wait(&self, frames: FrameRun) {
         if !self.any.load(Ordering::Acquire) {
             return;

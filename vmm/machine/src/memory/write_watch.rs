@@ -341,7 +341,7 @@ mod tests {
                 let found = written(&mut watch);
                 let has = found.iter().any(|r| r.start.0 <= gfn && gfn < r.end().0);
                 assert!(has, "{options:?}: {gfn:#x} is not in {found:?}");
-                // Exact for a memory file, as mapped for other pages.
+                // Exact for a memory file; for anonymous memory, the whole page that was mapped.
                 let most = match (options.backing, options.huge_pages) {
                     (Backing::Memfd, _) | (_, Some(HugePages::None)) => 1,
                     _ => 512,

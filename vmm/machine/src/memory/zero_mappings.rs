@@ -162,7 +162,7 @@ mod tests {
         }
         assert_eq!(discard(run(40, 2)), [run(40, 2)]);
         assert_eq!([byte(29), byte(30), byte(31), byte(40)], [0xa5, 0, 0, 0xa5]);
-        // What touches a run, or joins two, is no further one.
+        // A range that touches a run, or joins two, adds none.
         assert_eq!(discard(run(32, 1)), []);
         ram.write_obj(7u8, GuestAddress(30 * PAGE_SIZE + 9)).unwrap();
         assert_eq!(discard(run(30, 3)), [], "written since");

@@ -1,6 +1,6 @@
 //! The metadata of a guest: what its operator lets it read, and the sessions in which it reads. All
-//! network interfaces of the guest share one store. A checkpoint, a snapshot and a migration have
-//! nothing of it.
+//! network interfaces of the guest share one store. Checkpoints, snapshots and migrations do not
+//! include it.
 
 mod counters;
 mod store;

@@ -123,7 +123,7 @@ pub fn close(options: &SandboxOptions) -> Result<(), StartError> {
     Ok(())
 }
 
-/// Does as [`close`] for the threads of the process's pool, which the memory of a large guest
+/// Behaves like [`close`], for the threads of the process's pool, which the memory of a large guest
 /// starts.
 ///
 /// # Errors

@@ -10,8 +10,8 @@ pub fn share_kib(pid: u32) -> Option<u64> {
     line.trim().trim_end_matches(" kB").parse().ok()
 }
 
-/// Returns what both processes have together, in KiB. `None` if one has ended, or if that changes
-/// just now: the two shares are not read at the same moment, and one grows as the other falls.
+/// Returns the resident memory of both processes together, in KiB. `None` if one has ended, or if
+/// the shares are changing: they are not read at the same moment, and one grows as the other falls.
 fn together_kib([one, other]: [u32; 2]) -> Option<u64> {
     let before = share_kib(one)?;
     let both = before + share_kib(other)?;

@@ -50,7 +50,8 @@ pub fn kvm_or_skip(test: &str) -> bool {
     }
 }
 
-/// Returns a guest with one vCPU, 32 MiB and no devices that runs the payload over 1 MiB.
+/// Returns the configuration of a guest with one vCPU, 32 MiB and no devices that runs the payload
+/// over 1 MiB.
 pub fn payload_config(backend: BackendKind) -> MachineConfig {
     MachineConfig {
         identity: Identity::default(),
@@ -65,7 +66,8 @@ pub fn payload_config(backend: BackendKind) -> MachineConfig {
     }
 }
 
-/// Returns an untracked guest with one vCPU, 16 MiB and no devices that runs `kernel`.
+/// Returns the configuration of an untracked guest with one vCPU, 16 MiB and no devices that runs
+/// `kernel`.
 #[cfg(test)]
 pub(crate) fn kernel_config(kernel: &Path) -> MachineConfig {
     MachineConfig {
@@ -117,8 +119,8 @@ pub fn run_in_child(test: &str, variable: &str, value: &str, stdin: impl Into<St
 }
 
 /// Returns the body of the answer of the API at `socket` to `GET path`; `None` if no process
-/// listens there, or unless the status is 200. Tests that wait for a state ask again and again: a
-/// process for each question would take most of their processor time.
+/// listens there, or unless the status is 200. Tests that wait for a state send many requests: a
+/// process for each would take most of their processor time.
 pub fn get(socket: &Path, path: &str) -> Option<String> {
     /// Longer than any answer takes on a busy machine.
     const LIMIT: Duration = Duration::from_secs(60);

@@ -16,7 +16,7 @@ impl TestTap {
         Self::make(name, &[])
     }
 
-    /// Does as [`new`](Self::new), with several queue pairs.
+    /// Creates a tap as [`new`](Self::new) does, with several queue pairs.
     ///
     /// # Errors
     ///

@@ -433,6 +433,6 @@ mod tests {
         pacing.harvested(&[1 << 16], now);
         now = pacing.next_check().unwrap();
         pacing.harvested(&[1 << 16], now);
-        assert!(fake.runs(), "the rest was forgiven");
+        assert!(fake.runs(), "debt beyond the maximum is dropped");
     }
 }

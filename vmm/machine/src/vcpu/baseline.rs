@@ -22,7 +22,7 @@ const CACHE_LINE: u32 = 0xff00;
 const LAST_LEAF: u32 = LEAF_TOPOLOGY;
 const LAST_KVM_LEAF: u32 = 0x4000_0001;
 const LAST_EXTENDED_LEAF: u32 = LEAF_SIZES;
-/// The width that other vendors' virtual machines have, in which this host may itself run: 1 TiB.
+/// The width that virtual machines of other vendors have: 1 TiB. This host may itself be one.
 const PHYSICAL_BITS: u32 = 40;
 /// Four levels of page tables.
 const LINEAR_BITS: u32 = 48;

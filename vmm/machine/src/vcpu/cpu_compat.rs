@@ -7,7 +7,8 @@ use kvm_bindings::kvm_cpuid_entry2;
 
 use super::leaves::{
     AMD_LEGACY_CMP, HTT, HYPERVISOR, LEAF_AMD_FEATURES, LEAF_BASE, LEAF_EXTENDED_FEATURES,
-    LEAF_FEATURES, LEAF_KVM_FEATURES, LEAF_SIZES, LEAF_XSAVE, OSPKE, OSXSAVE, TSC_DEADLINE, find,
+    LEAF_FEATURES, LEAF_KVM_FEATURES, LEAF_SIZES, LEAF_SVM, LEAF_XSAVE, OSPKE, OSXSAVE,
+    TSC_DEADLINE, find,
 };
 use crate::config::CpuidWord;
 use crate::cpu_model::{self, FeatureBit};
@@ -20,7 +21,6 @@ const LEAF_TILES: u32 = 0x1d;
 const LEAF_TMUL: u32 = 0x1e;
 const LEAF_AVX10: u32 = 0x24;
 const LEAF_AMD_POWER: u32 = 0x8000_0007;
-const LEAF_AMD_SVM: u32 = 0x8000_000a;
 const LEAF_AMD_ENCRYPTION: u32 = 0x8000_001f;
 const LEAF_AMD_FEATURES_2: u32 = 0x8000_0021;
 const LEAF_AMD_PERFMON: u32 = 0x8000_0022;
@@ -78,7 +78,7 @@ fn rules(function: u32, index: u32) -> Option<[Rule; 4]> {
         (LEAF_AMD_POWER, 0) => [NOTHING, BITS, NOTHING, BITS],
         // The third number of EAX is a hint to firmware.
         (LEAF_SIZES, 0) => [AtLeast(&[(0, 8), (8, 8)]), BITS, NOTHING, NOTHING],
-        (LEAF_AMD_SVM, 0) => [NOTHING, NOTHING, NOTHING, BITS],
+        (LEAF_SVM, 0) => [NOTHING, NOTHING, NOTHING, BITS],
         (LEAF_AMD_ENCRYPTION, 0) => [BITS, NOTHING, NOTHING, NOTHING],
         (LEAF_AMD_FEATURES_2, 0) => [BITS, NOTHING, BITS, NOTHING],
         (LEAF_AMD_PERFMON, 0) => [BITS, AtLeast(&[(0, 4)]), NOTHING, NOTHING],
@@ -103,8 +103,7 @@ fn ones(count: u32) -> u32 {
 }
 
 /// Returns the CPUID words of this processor that other hosts must match. `host` is what this host
-/// supports: what the processor has beyond it, by the guest's template, no other host needs to
-/// have.
+/// supports. No other host needs to have what the guest's template adds to that.
 pub fn shown(entries: &[kvm_cpuid_entry2], host: &[kvm_cpuid_entry2]) -> Vec<CpuidWord> {
     let word = |function, index, registers| CpuidWord { function, index, registers };
     let [_, b, c, d] = find(entries, LEAF_BASE, 0);

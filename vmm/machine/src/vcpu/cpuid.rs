@@ -49,7 +49,7 @@ pub fn may_have_tsc_deadline(cpu: &CpuConfig) -> bool {
     cpu.model == CpuModel::Host && !cpu.without.iter().any(|name| name == "tsc_deadline_timer")
 }
 
-/// The places of a guest's vCPUs in its one package.
+/// The topology of a guest's vCPUs, which are all in one package.
 #[derive(Clone, Copy, Debug)]
 pub struct Topology {
     /// Number of vCPUs.
@@ -140,7 +140,7 @@ pub fn for_vcpu(supported: &CpuId, id: u8, topology: Topology, tsc_deadline: boo
                 let sharers = topology.sharers(e.eax >> 5 & 7);
                 e.eax = e.eax & 0x3fff | (sharers & 0xfff) << 14;
             }
-            // Zeros are no topology. Then only a guest with two threads a core needs one here.
+            // Zeros mean no topology. Then only a guest with two threads a core needs one here.
             (LEAF_AMD_TOPOLOGY, _)
                 if e.eax | e.ebx | e.ecx != 0 || topology.threads_per_core() > 1 =>
             {
@@ -183,7 +183,7 @@ fn set_bit(register: &mut u32, bit: u32, on: bool) {
     *register = if on { *register | bit } else { *register & !bit };
 }
 
-/// Returns the bits of a guest physical address; 36 if CPUID does not say.
+/// Returns the number of bits of a guest physical address; 36 if CPUID does not report it.
 pub fn address_bits(entries: &[kvm_cpuid_entry2]) -> u32 {
     match find(entries, LEAF_SIZES, 0)[0] & 0xff {
         0 => 36,

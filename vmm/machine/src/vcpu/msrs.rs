@@ -28,7 +28,7 @@ const HAS_ARCH_CAPABILITIES: u32 = 1 << 29;
 const HAS_PERF_CAPABILITIES: u32 = 1 << 15;
 const HAS_MTRR: u32 = 1 << 12;
 
-/// Values that a firmware would set: string instructions may be fast; memory is write-back unless a
+/// Values that firmware would set: string instructions may be fast; memory is write-back unless a
 /// range register says otherwise, and range registers are enabled.
 const FAST_STRING: u64 = 1 << 0;
 const MTRR_WRITE_BACK: u64 = 1 << 11 | 6;
@@ -103,7 +103,7 @@ fn is_hidden(index: u32, cpuid: &[kvm_cpuid_entry2]) -> bool {
 }
 
 /// Returns the registers that are part of a vCPU's state, from `listed` and from those that KVM
-/// does not list. `listed` may have one twice.
+/// does not list. `listed` may contain duplicates.
 pub(super) fn saved(vcpu: &VcpuFd, listed: &[u32]) -> Result<Vec<u32>, VcpuError> {
     let mut indices: Vec<u32> = Vec::with_capacity(listed.len() + MTRRS.len());
     for index in listed.iter().chain(MTRRS) {
@@ -149,7 +149,7 @@ pub(super) fn check_refused(refused: &[kvm_msr_entry]) -> Result<(), RefusedMsr>
     Ok(())
 }
 
-/// Gives a new vCPU, whose CPUID is set, the register values that a firmware would have left, and
+/// Gives a new vCPU, whose CPUID is set, the register values that firmware would have left, and
 /// clears the registers that its CPUID hides. A KVM that lacks one of these registers behaves as if
 /// it were 0.
 pub fn set_first_values(vcpu: &VcpuFd, cpuid: &[kvm_cpuid_entry2]) -> Result<(), VcpuError> {
@@ -171,8 +171,8 @@ pub fn set_first_values(vcpu: &VcpuFd, cpuid: &[kvm_cpuid_entry2]) -> Result<(),
     Ok(())
 }
 
-/// Returns the feature registers by which `vcpu` describes the processor to its guest, without what
-/// this host's KVM does not have: `host` is what it has.
+/// Returns the feature registers by which `vcpu` describes the processor to its guest, reduced to
+/// `host`, what this host's KVM has.
 pub fn shown(
     vcpu: &VcpuFd,
     cpuid: &[kvm_cpuid_entry2],
@@ -221,11 +221,11 @@ pub fn missing(words: &[MsrWord], offered: &[MsrWord]) -> Option<String> {
 /// PERF_CAPABILITIES: the format of branch records, a number.
 const LBR_FORMAT: u64 = 0x3f;
 
-/// Returns the bits of a feature register that report something present, or a harm that cannot
-/// occur.
+/// Returns the bits of a feature register that report a feature, or a vulnerability that the
+/// processor does not have.
 fn compared_bits(index: u32) -> u64 {
     match index {
-        // RSBA and RRSBA report a harm.
+        // RSBA and RRSBA report a vulnerability.
         ARCH_CAPABILITIES => !(1 << 2 | 1 << 19),
         PERF_CAPABILITIES => !LBR_FORMAT,
         _ => 0,

@@ -52,10 +52,10 @@ fn com1(aml: &mut Vec<u8>) {
     device(aml, "COM1", vec![&id, &name("_UID", &ONE), &name("_CRS", &resources)]);
 }
 
-fn virtio(aml: &mut Vec<u8>, slot: &DevicePlacement, number: u32) {
+fn virtio(aml: &mut Vec<u8>, placement: &DevicePlacement, number: u32) {
     // Devices lie below 4 GiB, in the memory hole.
-    let registers = Memory32Fixed::new(true, slot.base as u32, REGISTERS_LEN as u32);
-    let interrupt = edge(slot.irq);
+    let registers = Memory32Fixed::new(true, placement.base as u32, REGISTERS_LEN as u32);
+    let interrupt = edge(placement.irq);
     let resources = ResourceTemplate::new(vec![&registers, &interrupt]);
     let id: AmlStr = "LNRO0005";
     let children: [&dyn Aml; 4] = [

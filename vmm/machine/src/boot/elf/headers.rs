@@ -125,8 +125,8 @@ impl ElfReader<'_> {
             }
             let bytes = segment.data(endian, data);
             let bytes = bytes.map_err(|()| self.damaged("its notes are cut short"))?;
-            // Linkers align a segment to 8 bytes whose notes are padded to 4, as Xen's are. The
-            // default alignment is that of the notes.
+            // Linkers align some segments to 8 bytes although their notes, such as Xen's, are
+            // padded to 4. The default alignment is that of the notes.
             let notes = NoteIterator::<H>::new(endian, Default::default(), bytes);
             for note in notes.into_iter().flatten().map_while(Result::ok) {
                 match (note.n_type(endian), note.name(), note.desc()) {

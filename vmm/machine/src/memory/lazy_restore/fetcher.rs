@@ -29,8 +29,8 @@ struct FetchPolicy {
     /// Interval between two checks whether the guest runs: the background copy begins at most that
     /// much later. That is less than a tenth of the time to build the guest.
     run_check_interval: Duration,
-    /// Interval between two attempts to fetch what a page source has failed to read while the guest
-    /// ends: short against `poison_delay`.
+    /// Interval between two checks for faults, and whether lost pages may be poisoned, once no
+    /// frame is left to fetch: short against `poison_delay`.
     retry_interval: Duration,
     /// Time from the guest's end until lost pages are poisoned. That kills the threads that wait
     /// for them, and the process with them. A process with one guest has normally ended by then.

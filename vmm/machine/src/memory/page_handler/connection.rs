@@ -24,7 +24,7 @@ use crate::memory::error::{HandlerStep, PageHandlerError};
 /// message.
 const ANSWER_LIMIT: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 5 });
 
-/// One mapping of guest memory, as a page handler is told of it.
+/// One mapping of guest memory, as it is described to a page handler.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 pub(super) struct HandlerMapping {
     /// Address in this process.
@@ -35,7 +35,8 @@ pub(super) struct HandlerMapping {
     pub(super) offset: u64,
     /// Bytes of the pages in which faults are answered.
     pub(super) page_size: u64,
-    /// The same, in bytes, too: handlers that were written for earlier releases read it.
+    /// The same number, in bytes despite its name: handlers for earlier releases of Firecracker
+    /// read it.
     pub(super) page_size_kib: u64,
 }
 
@@ -44,7 +45,7 @@ pub(super) struct HandlerMapping {
 pub(super) enum HandlerEnd {
     /// Its process has ended.
     Exited,
-    /// It has closed the connection before it has received the memory.
+    /// It has closed the connection before it received the memory.
     Refused,
     /// It has closed the connection, and this host cannot tell whether its process still runs.
     HungUp,

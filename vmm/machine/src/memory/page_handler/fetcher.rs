@@ -39,7 +39,7 @@ pub(super) fn pieces(frames: &[FrameRun]) -> Vec<FrameRun> {
     frames.iter().flat_map(|run| run.chunks(PIECE_FRAMES)).collect()
 }
 
-/// Waits until all of `piece` has memory. Frames that have keep their content.
+/// Waits until all of `piece` has memory. Frames that already have memory keep their content.
 fn fetch(ram: &GuestRam, piece: FrameRun) -> io::Result<()> {
     let bytes = usize::try_from(piece.bytes()).map_err(io::Error::other)?;
     for slice in ram.get_slices(GuestAddress(piece.start.gpa()), bytes) {

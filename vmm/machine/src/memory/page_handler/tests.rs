@@ -284,7 +284,7 @@ fn handler_may_close_its_connection_while_it_runs() {
 }
 
 #[test]
-fn nobody_listening_is_refused() {
+fn socket_without_a_listener_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let refused = |name: &str| {
         let e = PageHandlerSocket::connect(&dir.path().join(name)).unwrap_err();

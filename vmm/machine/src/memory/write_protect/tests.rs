@@ -31,7 +31,7 @@ fn write_protected(
     let memory = Memory::new((3 << 30) + (16 << 20), options).unwrap();
     let protection = memory.write_protection().unwrap();
     if protection.is_none() {
-        crate::testing::skip(test, "this host has no userfaultfd that protects");
+        crate::testing::skip(test, "this host has no userfaultfd for write protection");
     }
     Some((memory, protection?))
 }
@@ -188,7 +188,7 @@ fn failed_release_wakes_writers_and_ends_protection() {
         let Some(protection) = MemoryWriteProtection::open(ram, memory.protected_frames()).unwrap()
         else {
             let name = "failed_release_wakes_writers_and_ends_protection";
-            return crate::testing::skip(name, "this host has no userfaultfd that protects");
+            return crate::testing::skip(name, "this host has no userfaultfd for write protection");
         };
         let (done, finished) = mpsc::channel();
         for gfn in [500, 0x10_0007] {
