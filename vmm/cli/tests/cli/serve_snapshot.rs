@@ -245,7 +245,7 @@ fn guest_with_a_drive_is_snapshotted_without_proc() {
     fs::rename(tmp.path("disk"), tmp.path("moved")).unwrap();
     let diff = create_body(&tmp, "Diff", ("state-2", "diff"));
     let text = first.vmm.refusal("PUT", "/snapshot/create", &diff);
-    assert!(text.contains("not possible: the log says why"), "{text}");
+    assert!(text.contains("cannot be made durable: the log says why"), "{text}");
     fs::rename(tmp.path("moved"), tmp.path("disk")).unwrap();
     first.resume();
     drop(first);

@@ -257,7 +257,7 @@ fn guest_stays_if_the_next_process_fails() {
     assert!(none.contains("cannot start /none"), "{none}");
     let ends = program("ends", "exit 1");
     let said = vmm.refuse(4, &["upgrade", "--binary", &ends]);
-    assert!(said.contains("the guest is not offered to the process at"), "{said}");
+    assert!(said.contains("offering the guest to the process at"), "{said}");
     // Of another service, whose manager would end the guest with its main process.
     let mut other = driftline(&["upgrade", "--api-sock", &vmm.socket()]);
     let other = other.env("NOTIFY_SOCKET", "@another").output().unwrap();

@@ -44,7 +44,7 @@ pub(crate) enum AppError {
     NoGuest(String),
     /// The guest has been handed over to this process, which is taking it over.
     #[error(
-        "its source has handed the guest over to this process, which has not taken it over in \
+        "the source has handed the guest over to this process, which has not taken it over in \
          time: stop it again"
     )]
     TakingOver,
@@ -52,10 +52,10 @@ pub(crate) enum AppError {
     #[error(transparent)]
     Job(#[from] JobError),
     /// No thread can be started for the request.
-    #[error("a thread that ends it cannot be started: {0}")]
+    #[error("cannot start a thread that stops the guest: {0}")]
     Thread(io::Error),
     /// The request's thread has panicked.
-    #[error("the thread that ends it has panicked")]
+    #[error("the thread that stops the guest has panicked")]
     Panicked,
 }
 
@@ -194,13 +194,13 @@ impl App {
         let _ = self.process_line.set(line);
     }
 
-    /// Returns what was set.
+    /// Returns the command line that was set.
     ///
     /// # Errors
     ///
     /// The reason why no other process can continue with the guest.
     pub(super) fn process_line(&self) -> Result<ProcessLine, &'static str> {
-        let unset = "a guest that a client of Firecracker's API has configured stays in it";
+        let unset = "its guest was configured over Firecracker's API";
         self.process_line.get().cloned().unwrap_or(Err(unset))
     }
 

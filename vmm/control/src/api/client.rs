@@ -24,7 +24,7 @@ const ANSWER_LIMIT: usize = 16 << 20;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ClientError {
-    /// Nothing listens on the socket.
+    /// The socket cannot be connected to.
     #[error("{}", unreachable(socket, cause))]
     Connect {
         /// The socket's path.
@@ -109,7 +109,7 @@ impl Client {
         Self { timeout, ..self }
     }
 
-    /// Makes all further requests share the time of a single one, starting now.
+    /// Makes all further requests share one timeout, which starts now.
     pub fn within_timeout(self) -> Self {
         Self { deadline: Instant::now().checked_add(self.timeout), ..self }
     }
@@ -175,7 +175,8 @@ impl Client {
             return serde_json::from_slice(json).map_err(|e| self.broken(e));
         }
         let fault = serde_json::from_slice::<FaultMessage>(json);
-        let message = fault.map_or_else(|_| format!("it answered {status}"), |f| f.fault_message);
+        let message =
+            fault.map_or_else(|_| format!("the VMM answered {status}"), |f| f.fault_message);
         Err(ClientError::Fault(message))
     }
 

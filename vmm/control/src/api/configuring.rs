@@ -1,5 +1,5 @@
-//! Answers Firecracker's requests: `GET /` of a started guest here, and others on the thread that
-//! configures, or asks, the guest.
+//! Answers Firecracker's requests. `GET /` of a started guest is answered here, and all others on
+//! the thread that configures the guest, or asks it once it is started.
 
 use std::fmt::{self, Display, Write};
 use std::time::Instant;

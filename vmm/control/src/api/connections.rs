@@ -7,12 +7,12 @@
 //! operator out.
 //!
 //! The server answers a request once its whole body has arrived, within [`BODY_LIMIT`], unless the
-//! limit of the request's [`RequestClass`] is reached. Shortly after requests were held, it waits
-//! up to [`ROOM_LIMIT`] for another one of its class to end. The request runs to completion and
-//! counts until then, even if its client disconnects: it may wait for a stuck disk, and clients
-//! that give up and retry must not accumulate such waits. Only a request that waits for news
-//! ([`RequestClass::Wait`]) ends with its client, at most [`DISCONNECT_POLL`] after the client
-//! disconnects.
+//! limit of the request's [`RequestClass`] is reached. Shortly after requests were held, a request
+//! whose class is at its limit waits up to [`ROOM_LIMIT`] for another request of the class to end.
+//! A request runs to completion and counts until then, even if its client disconnects: it may wait
+//! for a stuck disk, and clients that give up and retry must not accumulate such waits. Only a
+//! request that waits for news ([`RequestClass::Wait`]) ends with its client, at most
+//! [`DISCONNECT_POLL`] after the client disconnects.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -46,9 +46,9 @@ const MAX_IDLE: usize = 64;
 const DISCONNECT_POLL: Duration = Duration::from_millis(250);
 /// Limit for receiving a request's body.
 pub(super) const BODY_LIMIT: Duration = Duration::from_secs(10);
-/// Longest wait of a request for another one of its class to end, and the time after requests were
-/// held in which this is waited for. Requests that were held begin at the same time, and may be
-/// more than their class has room for.
+/// Upper bound on waiting for another request of the same class to end. Only requests that begin
+/// within this time after requests were held wait at all: held requests begin at the same time, and
+/// may exceed the limit of their class.
 const ROOM_LIMIT: Duration = Duration::from_secs(1);
 /// Delay after a connection could not be accepted, most likely because the process has no free file
 /// descriptor.
@@ -111,7 +111,7 @@ pub(super) struct BoundedStream {
     silence: Option<SilenceTimer>,
 }
 
-/// The end of a connection over which nothing passes.
+/// Timer that ends a connection over which nothing passes.
 #[derive(Debug)]
 struct SilenceTimer {
     limit: Duration,
@@ -276,7 +276,9 @@ impl ConnectionHandle {
     async fn begin_or_refuse(&self, class: RequestClass) -> Result<BusyGuard, Fault> {
         self.begin_with_room(class).await.map_err(|refusal| {
             let why = match refusal {
-                Refusal::Full => format!("{} requests like it are being answered", class.limit()),
+                Refusal::Full => {
+                    format!("{} requests of this kind are being answered", class.limit())
+                }
                 Refusal::Displaced => "this connection was displaced by a newer one".to_owned(),
             };
             Fault::of(StatusCode::SERVICE_UNAVAILABLE, format!("{why}: try again"))
@@ -396,7 +398,8 @@ impl BoundedStream {
         slot.map(|slot| *slot = Some(waker.clone())).is_some()
     }
 
-    /// Returns whether nothing has passed over the connection for too long, or wakes its task then.
+    /// Returns whether nothing has passed over the connection for too long. If not, the task is
+    /// woken at that time.
     fn is_silent(&mut self, context: &mut Context<'_>) -> bool {
         self.silence.as_mut().is_some_and(|silence| silence.end.as_mut().poll(context).is_ready())
     }

@@ -29,8 +29,8 @@ impl RequestClass {
         // A router that answers GET also answers HEAD in the same way.
         let reads = [Method::GET, Method::HEAD].contains(method);
         let path = uri.path();
-        // Dropping either request changes nothing, except that dropping the first one ends an
-        // attached run.
+        // Dropping a request of either kind changes nothing, except that dropping one to attach
+        // ends an attached run.
         let waits =
             path == "/v1/checkpoint/attach" || uri.query().is_some_and(|q| q.contains("wait_ms="));
         match path {

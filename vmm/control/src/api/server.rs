@@ -68,7 +68,7 @@ pub struct Listeners {
 #[derive(Clone, Debug)]
 pub struct ControlThread(Handle);
 
-/// Limit on waiting for the control thread, which is always about to answer a client.
+/// Upper bound on waiting for the control thread, which never blocks.
 const CONTROL_LIMIT: Duration = Duration::from_secs(10);
 
 impl ControlThread {
@@ -187,7 +187,7 @@ impl Drop for Server {
         }
         drop((self.serve.take(), self.end.take()));
         if self.thread.take().is_some_and(|t| t.join().is_err()) {
-            tracing::error!("the control thread had panicked");
+            tracing::error!("the control thread has panicked");
         }
         // No other thread of this kind is started after this point.
         if let Some(app) = self.app.take() {
@@ -241,8 +241,8 @@ async fn control(
     socket
 }
 
-/// Ends a checkpoint run of the process that had the guest before if its client does not come
-/// along.
+/// Ends a checkpoint run that has come from another process, if the connection of the run's client
+/// does not arrive in time.
 async fn expect_client(app: Arc<App>) {
     let Ok(jobs) = app.jobs() else { return };
     if let Some(run) = jobs.checkpoint_run() {

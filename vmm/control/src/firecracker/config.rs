@@ -17,7 +17,7 @@ use super::name_limit::check_name;
 
 /// Longest kernel command line, in bytes, with the final 0.
 const MAX_CMDLINE: usize = 2048;
-/// Smallest value of an interface's largest frame, in bytes.
+/// Smallest MTU of an interface, in bytes.
 const MIN_MTU: u16 = 68;
 /// Address of the metadata service if none is given.
 const DEFAULT_MMDS_ADDRESS: Ipv4Addr = Ipv4Addr::new(169, 254, 169, 254);
@@ -50,7 +50,7 @@ pub struct MicroVmConfig {
 }
 
 impl MicroVmConfig {
-    /// Creates the configuration of a process to which nothing was said. `metadata_limit` is the
+    /// Creates the configuration of a process that has had no request. `metadata_limit` is the
     /// longest metadata, in bytes.
     pub fn new(metadata_limit: usize) -> Self {
         Self {
@@ -227,7 +227,8 @@ impl MicroVmConfig {
         self.interfaces.push(net.in_effect());
     }
 
-    /// A removed interface no longer reaches the metadata service, nor does its successor.
+    /// Removes an interface from the metadata service. Its successor of the same name does not
+    /// reach the service either.
     fn forget_metadata_interface(&mut self, iface_id: &str) {
         if let Some(mmds) = &mut self.mmds {
             mmds.network_interfaces.retain(|id| id != iface_id);

@@ -48,7 +48,7 @@ impl<C> MicroVm<C> {
             Operation::Resume => {
                 let was_paused = jobs.vm().run_state() == RunState::Paused;
                 let resumed = done(jobs.resume())?;
-                // A copy of a guest that runs may be waiting for hints.
+                // While the guest runs, a copy of its memory may be waiting for hints.
                 if was_paused {
                     balloon::end_hinting(jobs);
                 }

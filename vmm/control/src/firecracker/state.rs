@@ -3,13 +3,13 @@
 //!
 //! ```text
 //! Configuring --Start, Finished(Ok)--> Started
-//!      |       --Load, Finished(Ok)--> Started
+//!      |       --Load, Loaded--------> Started
 //!      +-------Load, Finished(Err)---> Ending
 //! ```
 //!
 //! At most one task (opening a file, starting, loading, writing metrics) is under way. Requests
-//! that arrive meanwhile wait in their order. A task's request is answered by the task's
-//! `Finished`.
+//! that arrive meanwhile wait in their order. A task's request is answered by the task's `Finished`
+//! or `Loaded`.
 
 use std::collections::VecDeque;
 
@@ -29,7 +29,7 @@ use super::operation::Operation;
 /// Exit code of a process whose snapshot could not be loaded.
 const LOAD_FAILED: u8 = 1;
 
-/// What happens to a machine. `C` is the way back to a request's caller.
+/// What happens to a machine. `C` is the handle with which a request is answered.
 #[derive(Debug)]
 pub enum MicroVmEvent<C> {
     /// A request was received.
@@ -111,7 +111,8 @@ pub struct MicroVm<C> {
     name: InstanceName,
     stage: MicroVmStage,
     config: MicroVmConfig,
-    /// Whether a part of a guest that boots was configured, or was to be: nothing is loaded then.
+    /// Whether a request, even one that failed, has configured a guest that boots. No snapshot is
+    /// loaded after that.
     is_boot_path: bool,
     /// Whether the metrics have a file.
     has_metrics: bool,

@@ -29,11 +29,11 @@ use crate::model::{CheckpointPage, CheckpointRequest, CheckpointSummary, EpochLi
 const CLIENT_WAITS: u32 = 100;
 /// Length of such a wait.
 const CLIENT_WAIT: Duration = Duration::from_millis(100);
-/// Time for which the store of a run that has come from another process may be in use by that one.
+/// Upper bound on waiting for another process to close the store of a run that has come from it.
 const IN_USE_LIMIT: Duration = Duration::from_secs(20);
-/// Interval between two attempts to open it meanwhile.
+/// Interval between attempts to open that store within [`IN_USE_LIMIT`].
 const IN_USE_INTERVAL: Duration = Duration::from_millis(20);
-/// Shortest interval between two attempts to open it after that.
+/// Shortest interval between attempts to open that store after [`IN_USE_LIMIT`].
 const REOPEN_INTERVAL: Duration = Duration::from_secs(1);
 
 /// A run of checkpoints, under way or over.
@@ -47,7 +47,7 @@ pub(super) struct CheckpointJob {
     suspension: RunSuspension,
     /// Number of checkpoints that are left while the run is suspended.
     left: Mutex<Option<u64>>,
-    /// Whether the run has ended because it was to end.
+    /// Whether the run's thread has returned, which it does not if it panics.
     has_ended: AtomicBool,
     /// What the next process continues with, once the run has moved.
     moved: Mutex<Option<MovedRun>>,
@@ -104,8 +104,9 @@ impl CheckpointJob {
         Ok(job)
     }
 
-    /// Starts to continue a run of the process that had the guest before. `writes` are those of the
-    /// guest since it runs here. If the store cannot be opened, that is a failed checkpoint.
+    /// Starts a thread that continues a run of the process that had the guest before. `writes` are
+    /// those of the guest since it has run here. If the store cannot be opened, the run reports a
+    /// failed checkpoint.
     pub(super) fn continue_moved(
         offered: &OfferedRun,
         pauses: &Arc<PauseControl>,
@@ -284,7 +285,8 @@ impl CheckpointJob {
     /// Continues a suspended run here.
     pub(super) fn resume(&self) {
         self.suspension.resume();
-        // The departure of a client during the suspension did not end the run: one has to attach.
+        // A client that disconnected during the suspension did not end the run, so a client has to
+        // attach now.
         if self.clients.load(Ordering::SeqCst) == 0 {
             self.had_client.store(false, Ordering::SeqCst);
         }
@@ -333,7 +335,7 @@ impl CheckpointJob {
     }
 
     fn client_has_left(&self) {
-        // An upgrade takes the clients' connections along.
+        // An upgrade moves the clients' connections to the next process.
         let has_client = self.clients.load(Ordering::SeqCst) > 0;
         let ends = self.request.attached && !has_client && !self.is_over();
         if ends && !self.suspension.is_requested() {
@@ -449,7 +451,7 @@ fn check_new(store: &Path) -> Result<(), JobError> {
     match std::fs::read_dir(store).map(|mut entries| entries.next()) {
         Ok(None) => Ok(()),
         Ok(Some(_)) => {
-            let why = "it is not empty; name a directory that is, or does not exist yet";
+            let why = "it is not empty; name an empty directory, or one that does not exist yet";
             Err(refused(io::Error::other(why)))
         }
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),

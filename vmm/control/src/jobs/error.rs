@@ -57,7 +57,7 @@ pub enum JobError {
     CheckpointTakesLong {
         /// The run's number.
         job: u64,
-        /// Time for which it was waited for.
+        /// Length of the wait.
         limit: Duration,
     },
     /// The store of a checkpoint run that has moved is not closed.
@@ -65,11 +65,14 @@ pub enum JobError {
     StoreStaysOpen {
         /// The run's number.
         job: u64,
-        /// Time for which it was waited for.
+        /// Length of the wait.
         limit: Duration,
     },
     /// The guest's tracking is being verified.
-    #[error("the process verifies the guest's tracking (--shadow), which another cannot continue")]
+    #[error(
+        "the process verifies the guest's tracking (--shadow), which another process cannot \
+         continue"
+    )]
     Shadowed,
     /// An upgrade is under way.
     #[error("another upgrade is under way")]
@@ -120,7 +123,7 @@ pub enum JobError {
         to: String,
     },
     /// A new store was requested, and the directory cannot become one.
-    #[error("there can be no new store in {}: {cause}", store.display())]
+    #[error("cannot create a new store in {}: {cause}", store.display())]
     NoNewStore {
         /// The directory.
         store: PathBuf,

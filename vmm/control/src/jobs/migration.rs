@@ -111,8 +111,8 @@ impl MigrationJob {
         self.is_lost() || self.control.progress().phase == Phase::InDoubt
     }
 
-    /// Returns whether COMMIT has been sent, or is being sent, and the guest's owner has not been
-    /// settled yet.
+    /// Returns whether COMMIT has been sent, or is being sent, and it is not decided yet which host
+    /// has the guest.
     pub(super) fn is_handed_over(&self) -> bool {
         self.control.is_committed() && !self.is_over()
     }

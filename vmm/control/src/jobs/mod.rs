@@ -361,7 +361,7 @@ impl Jobs {
         let job = self.migration_job().filter(|job| !job.is_over());
         let job = job.ok_or(JobError::NotInDoubt)?;
         if how == Resolution::Run {
-            // Not for the operator to decide.
+            // The operator must not run a guest that another process has taken.
             self.vm.memory_right().check().map_err(GuestError::from)?;
         }
         if !job.is_lost() {
@@ -424,9 +424,10 @@ impl Jobs {
     }
 
     /// Waits, after the guest has ended, until the jobs are over and their clients have read the
-    /// end, for at most `LAST_READ_LIMIT`.
+    /// end: at most 2 s, or 15 s after an upgrade.
     pub fn settle(&self) {
-        // The next process tells its service manager, and takes over the API's connections.
+        // After an upgrade, the next process also tells its service manager and takes over the
+        // API's connections.
         let limit = if self.is_upgraded() { UPGRADE_LIMIT } else { LAST_READ_LIMIT };
         let end = Instant::now() + limit;
         let wait = |done: &dyn Fn() -> bool| {

@@ -58,7 +58,7 @@ pub struct MovedRun {
     /// As in [`RunPosition`].
     pub(super) left: Option<u64>,
     pub(super) log: ReportLog,
-    /// `None` if the next checkpoint is a full one, because the chain has not come along.
+    /// `None` if the next checkpoint is a full one, because the chain was not received.
     pub(super) chain: Option<MovedChain>,
     /// Whether the run has ended, and only its reports are left.
     pub(super) is_over: bool,

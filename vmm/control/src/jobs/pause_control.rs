@@ -16,7 +16,7 @@ use driftline_guest::{
 use driftline_machine::vm::SharedVm;
 use parking_lot::{Mutex, MutexGuard};
 
-/// The guest, and the jobs and wishes that keep it paused.
+/// The guest, and what keeps it paused: jobs and the operator.
 pub(super) struct PauseControl {
     vm: SharedVm,
     /// Held while the guest is paused or resumed, for as long as a stuck device delays that.

@@ -49,7 +49,7 @@ pub(super) enum SuspendOutcome {
 }
 
 impl RunSuspension {
-    /// Returns what ends a series of checkpoints.
+    /// Returns the flag that ends a series of checkpoints.
     pub(super) fn interrupt(&self) -> &AtomicBool {
         &self.interrupt
     }

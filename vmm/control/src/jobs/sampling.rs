@@ -174,7 +174,9 @@ impl Jobs {
         let why = match self.info().state {
             GuestState::Running => return Ok(()),
             GuestState::Paused => "is paused and writes nothing; resume it first",
-            GuestState::Migrating => "is being migrated already; `driftline info` says how it goes",
+            GuestState::Migrating => {
+                "is being migrated already; `driftline info` shows the progress"
+            }
             GuestState::InDoubt => {
                 "has been handed over and may run elsewhere; see `driftline resolve`"
             }

@@ -4,8 +4,8 @@
 //! The shadow thread pauses the guest from time to time, devices included, and collects. A frame is
 //! *missed* if its content differs from the last check and tracking has not reported it since. A
 //! missed frame is always a defect, because every change of memory is known by the time the guest
-//! is paused. Contents are compared by a checksum of 32 bits per frame, so one change in four
-//! thousand million goes unnoticed.
+//! is paused. Contents are compared by a checksum of 32 bits per frame, so one change in 2^32
+//! goes unnoticed.
 //!
 //! | mode | frames that are checked |
 //! | --- | --- |
@@ -250,8 +250,8 @@ impl ShadowChecker {
         self.guest.collect()?;
         let epoch = self.subscription.drain();
         let reported: FrameSet = epoch.runs().collect();
-        // Only this check uses the epoch, and it does so now. A check that fails later counts as
-        // one.
+        // Only this check uses the epoch, and it does so now. A check that fails after this is
+        // reported as failed.
         epoch.commit();
         self.report.checks += 1;
         self.report.reported_frames += reported.frames();
@@ -274,7 +274,7 @@ impl ShadowChecker {
                 missed.push(gfn);
             }
         }
-        // Another process has taken the memory over, and writes to it.
+        // If another process has taken the memory over, that process writes to it.
         if self.guest.memory_right().check().is_err() {
             missed.clear();
         }

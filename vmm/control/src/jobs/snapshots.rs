@@ -174,7 +174,7 @@ fn flush(vm: &dyn Vm) -> Result<(), SnapshotFailure> {
     match vm.flush(FLUSH_LIMIT) {
         Ok(true) => Ok(()),
         Ok(false) if since.elapsed() < FLUSH_LIMIT => {
-            Err(SnapshotFailure::Flush("not possible: the log says why".to_owned()))
+            Err(SnapshotFailure::Flush("the log says why".to_owned()))
         }
         Ok(false) => Err(SnapshotFailure::Flush(format!("not within {FLUSH_LIMIT:?}"))),
         Err(e) => Err(SnapshotFailure::Flush(e.to_string())),

@@ -11,7 +11,7 @@ use super::moved_run::{MovedRun, OfferedRun, RunPosition};
 use super::pause_control::PauseControl;
 use super::run_suspension::SuspendOutcome;
 
-/// Limit on the checkpoint in progress at the begin of an upgrade.
+/// Limit on the checkpoint in progress at the beginning of an upgrade.
 const SUSPEND_LIMIT: Duration = Duration::from_secs(10);
 /// Limit on closing the store after that, which requests wait for.
 const STORE_CLOSE_LIMIT: Duration = Duration::from_secs(2);
@@ -40,7 +40,8 @@ impl Upgrade<'_> {
     pub(crate) fn suspend_run(&self) -> Result<Option<SuspendedRun>, JobError> {
         let Some(job) = self.run.clone() else { return Ok(None) };
         self.pauses.collect_in_pause(true);
-        // Before the wait, because clients that leave meanwhile do not end the run.
+        // Created before the wait: a client that disconnects during the wait does not end the run,
+        // so that the drop has to wait for a client again.
         let suspended = SuspendedRun { job, pauses: self.pauses.clone() };
         match suspended.job.suspend(SUSPEND_LIMIT) {
             SuspendOutcome::Suspended | SuspendOutcome::Over => Ok(Some(suspended)),
@@ -52,7 +53,7 @@ impl Upgrade<'_> {
     }
 
     /// Returns whether `job` is the run that continues.
-    pub(super) fn takes_along(&self, job: &Arc<CheckpointJob>) -> bool {
+    pub(super) fn continues(&self, job: &Arc<CheckpointJob>) -> bool {
         self.run.as_ref().is_some_and(|run| Arc::ptr_eq(run, job))
     }
 }

@@ -1,5 +1,5 @@
-//! Totals of all jobs of one kind since this process has the guest, for metrics. A job's own totals
-//! are those of one run.
+//! Totals of all jobs of one kind since this process has had the guest, for metrics. A job's own
+//! totals are those of one run.
 
 use std::time::{Duration, SystemTime};
 
@@ -61,7 +61,7 @@ pub(crate) struct CheckpointCounts {
     pub write_waited: Duration,
     /// Time between the beginnings of the last two checkpoints of a run.
     pub last_interval: Option<Duration>,
-    /// When the last durable checkpoint became so.
+    /// Time at which the last checkpoint became durable.
     pub last_success: Option<SystemTime>,
 }
 

@@ -1,5 +1,5 @@
-//! The jobs of a guest whose process is replaced: what keeps others away, the hand-over, and what
-//! continues in the next process.
+//! The jobs of a guest whose process is replaced: which of them exclude an upgrade, the hand-over,
+//! and what continues in the next process.
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -17,7 +17,7 @@ use crate::model::{MigrationFailure, MigrationRequest};
 
 /// Limit for an upgrade to wait until another job has been started.
 const START_LIMIT: Duration = Duration::from_secs(1);
-/// Interval at which an upgrade looks whether its hand-over is in doubt.
+/// Interval at which an upgrade checks whether its hand-over is in doubt.
 const DOUBT_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Upper bound on the jobs that begin in this process after the next one has got their numbers, the
@@ -28,8 +28,8 @@ const LATER_JOBS: u64 = 16;
 const LATER_WATCHES: u64 = 1 << 20;
 
 impl Jobs {
-    /// Keeps other upgrades away until the result is dropped, if another process of this host can
-    /// continue with the guest.
+    /// Begins an upgrade, if another process of this host can continue with the guest. Other
+    /// upgrades are refused until the result is dropped.
     ///
     /// # Errors
     ///
@@ -48,7 +48,7 @@ impl Jobs {
             return Err(JobError::Ended);
         }
         let run = self.checkpoint_job().filter(|job| !job.is_over());
-        if let Some(job) = run.filter(|job| !upgrade.takes_along(job)) {
+        if let Some(job) = run.filter(|job| !upgrade.continues(job)) {
             return Err(job.under_way());
         }
         if self.sampling.is_locked() {
@@ -67,7 +67,7 @@ impl Jobs {
     /// # Errors
     ///
     /// As [`begin_upgrade`](Self::begin_upgrade) and [`start_migration`](Self::start_migration), or
-    /// another job is being started and does not get on. Otherwise the hand-over's own result.
+    /// another job is being started and takes too long. Otherwise the hand-over's own result.
     pub(crate) async fn hand_over_here(
         &self,
         upgrade: &Upgrade<'_>,
@@ -116,7 +116,7 @@ impl Jobs {
         open.last_number = open.last_number.max(numbers.watches);
     }
 
-    /// Continues the run that was `offered`. `writes` are those of the guest since it runs here.
+    /// Continues the run that was `offered`. `writes` are those of the guest since it has run here.
     ///
     /// # Errors
     ///

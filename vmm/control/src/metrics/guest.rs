@@ -39,7 +39,10 @@ fn write_state(page: &mut MetricsPage<'_>, info: &Info) -> fmt::Result {
     page.gauge(bytes("driftline_guest_memory", "Size of guest memory."), Some(info.mem_bytes))?;
     page.gauge(number("driftline_guest_vcpus", "Number of vCPUs."), Some(u64::from(info.vcpus)))?;
     let uptime_s = info.uptime_ms as f64 / 1e3;
-    page.gauge(seconds("driftline_guest_uptime", "Time on this process."), Some(uptime_s))
+    page.gauge(
+        seconds("driftline_guest_uptime", "Time for which this process has had the guest."),
+        Some(uptime_s),
+    )
 }
 
 fn write_vcpus(page: &mut MetricsPage<'_>, vcpus: &[VcpuInfo]) -> fmt::Result {

@@ -76,7 +76,10 @@ fn write_checkpoint_times(
         Some(&figures.pause),
     )?;
     page.times(
-        seconds("driftline_checkpoint_durable", "Time from the pause until it was durable."),
+        seconds(
+            "driftline_checkpoint_durable",
+            "Time from the start of the pause until the checkpoint was durable.",
+        ),
         Some(&figures.durable),
     )?;
     let requested_s = info.every_ms.filter(|_| info.checkpointing).map(NonZeroU64::get);
@@ -90,7 +93,10 @@ fn write_checkpoint_times(
     )?;
     let success = counts.last_success.and_then(|at| at.duration_since(UNIX_EPOCH).ok());
     page.gauge(
-        seconds("driftline_checkpoint_last_success_timestamp", "Last durable one, since 1970."),
+        seconds(
+            "driftline_checkpoint_last_success_timestamp",
+            "When the last checkpoint became durable, since 1970.",
+        ),
         success.map(|since| since.as_secs_f64()),
     )
 }
@@ -174,7 +180,10 @@ fn write_source(page: &mut MetricsPage<'_>, latest: Option<&MigrationPage>) -> f
         Some(progress.link_rate_bytes_per_s),
     )?;
     page.gauge(
-        seconds("driftline_migration_expected_downtime", "Downtime if it switched over now."),
+        seconds(
+            "driftline_migration_expected_downtime",
+            "Downtime if the migration switched over now.",
+        ),
         Some(progress.expected_downtime_ms / 1e3),
     )?;
     page.gauge(

@@ -41,7 +41,8 @@ impl ProcessFigures {
         page.counter(seconds("process_cpu", "CPU time of all threads."), self.cpu_s)?;
         page.gauge(bytes("process_resident_memory", "Resident memory."), self.resident_bytes)?;
         page.gauge(number("process_open_fds", "Open file descriptors."), self.open_fds)?;
-        page.gauge(seconds("process_start_time", "Start, since 1970."), self.start_s)
+        let start = seconds("process_start_time", "When the process started, since 1970.");
+        page.gauge(start, self.start_s)
     }
 }
 

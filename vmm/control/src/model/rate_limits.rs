@@ -23,7 +23,7 @@ impl TokenBucketConfig {
         (self.size != 0 && refill_ns != 0).then_some(Self { one_time_burst, ..self })
     }
 
-    /// Returns the change of a limit by a bucket that is given, or is not.
+    /// Returns how a limit changes. `given` is the requested bucket, if there is one.
     fn change(given: Option<Self>) -> LimitChange {
         match given.map(Self::in_effect) {
             None => LimitChange::Keep,

@@ -21,7 +21,7 @@ use crate::api::connections::{BoundedListener, BoundedStream, ConnectionHandle};
 use crate::api::relay::{RelayReceiver, RelaySender, RelayedConnection};
 use crate::api::transport::ServerStream;
 
-/// Number of parts of the limit for requests under way at the end.
+/// Number of parts into which the limit for requests under way at the end is divided.
 const SHUTDOWN_PARTS: u32 = 20;
 
 /// Serves the connections that `listener` accepts, and those that arrive over `adopted`, until the
@@ -68,7 +68,7 @@ async fn ends_within(limit: Duration, work: impl Future<Output = ()>) -> bool {
     false
 }
 
-/// The sessions, and the ways on which connections come and go.
+/// The sessions, and the channels on which connections arrive and leave.
 struct Sessions {
     sessions: JoinSet<SessionEnd>,
     service: ApiService,
@@ -180,7 +180,9 @@ impl Departures {
     }
 
     fn warn(&self, what: &str, e: &io::Error) {
-        let warn = || tracing::warn!("the API closes {what}: the guest's new process: {e}");
+        let warn = || {
+            tracing::warn!("the API closes {what}: cannot send to the guest's new process: {e}");
+        };
         self.app.span().in_scope(warn);
     }
 }

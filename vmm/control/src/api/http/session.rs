@@ -249,8 +249,8 @@ impl ApiSession {
             }
             tokio::select! {
                 biased;
-                // The news may be that the guest leaves this process. It begins anew where the
-                // guest is then.
+                // The news may be that the guest leaves this process. The request then begins anew
+                // in the process that has the guest.
                 () = self.relay.not_here() => {}
                 reply = self.service.answer(request.clone(), &self.connection) => {
                     return Some(reply);

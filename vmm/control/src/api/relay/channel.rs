@@ -26,7 +26,7 @@ pub(in crate::api) struct RelaySender {
 }
 
 impl RelaySender {
-    /// Must be called on the control thread.
+    /// Creates a sender. Must be called on the control thread.
     pub(in crate::api) fn new(channel: StdUnixStream) -> io::Result<Self> {
         channel.set_nonblocking(true)?;
         Ok(Self { channel: UnixStream::from_std(channel)? })

@@ -128,7 +128,7 @@ impl Relay {
         RelayGate(self.phase.subscribe())
     }
 
-    /// Returns the channel of [`move_to`](Self::move_to) to its only user.
+    /// Takes the channel of [`move_to`](Self::move_to), if there is one that was not taken.
     pub(in crate::api) fn take_channel(&self) -> Option<UnixStream> {
         self.ends.lock().channel.take()
     }
@@ -202,8 +202,7 @@ impl RelayGate {
         self.wait(|phase| !phase.is_here()).await;
     }
 
-    /// Waits until the phase is one that `meets`. Without the [`Relay`] no phase is reached any
-    /// more.
+    /// Waits until `meets` returns true for the phase. Waits forever once the [`Relay`] is dropped.
     async fn wait(&mut self, meets: fn(RelayPhase) -> bool) {
         if self.0.wait_for(|phase| meets(*phase)).await.is_err() {
             pending().await

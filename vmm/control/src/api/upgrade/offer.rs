@@ -118,20 +118,20 @@ pub enum OfferError {
     /// The offer is one of another version of the program.
     #[error("the offer has version {0}, and this program understands version {VERSION}")]
     Version(u32),
-    /// The offer or the answer is too long.
-    #[error("it has {bytes} bytes, more than {max}")]
+    /// The offer, the answer, or what is sent of a checkpoint run, is too long.
+    #[error("a message of {bytes} bytes exceeds the limit of {max} bytes")]
     TooLong {
         /// Its length.
         bytes: u64,
         /// The upper bound.
         max: u32,
     },
-    /// It has other descriptors than it says.
-    #[error("{found} descriptors came with the offer, and it says {expected}")]
+    /// The number of descriptors is not the one that the offer states.
+    #[error("{found} descriptors came with the offer instead of {expected}")]
     Descriptors {
         /// Number that came.
         found: usize,
-        /// Number that the offer says.
+        /// Number that the offer states.
         expected: usize,
     },
     /// The other process has ended.
@@ -237,7 +237,7 @@ impl TakenOffer {
     }
 
     /// Answers that this process is ready for the guest. The other process closes the connection
-    /// when it has the guest no more.
+    /// when it no longer has the guest.
     ///
     /// # Errors
     ///

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! u32 length, little-endian | JSON of RunPosition     before the guest moves
-//! u32 length, little-endian | JSON of MovedRun      after that
+//! u32 length, little-endian | JSON of MovedRun        after that
 //! ```
 
 use std::io::{self, Read};
@@ -21,7 +21,7 @@ use crate::jobs::{MovedRun, OfferedRun, RunPosition, SuspendedRun};
 const WRITE_LIMIT: Duration = Duration::from_secs(3);
 /// Upper bound on receiving a run, for which requests wait: its store has to be closed first.
 const RECEIVE_LIMIT: Duration = Duration::from_secs(6);
-/// Upper bound on one message, in bytes: each run of pages that have changed takes some 35.
+/// Upper bound on one message, in bytes: each range of changed pages takes about 35.
 const MAX_BYTES: u32 = 256 << 20;
 
 /// Sends the position of `run` to the next process, in case this process ends before it sends more.
@@ -45,18 +45,20 @@ pub(super) fn send(to: &UnixStream, run: &SuspendedRun) {
 fn send_json(to: &UnixStream, value: &impl Serialize) -> io::Result<()> {
     let json = serde_json::to_vec(value)?;
     if json.len() > MAX_BYTES as usize {
-        return Err(io::Error::other(format!("it has {} bytes, over {MAX_BYTES}", json.len())));
+        let bytes = json.len();
+        let why = format!("a message of {bytes} bytes exceeds the limit of {MAX_BYTES} bytes");
+        return Err(io::Error::other(why));
     }
     to.set_write_timeout(Some(WRITE_LIMIT))?;
     write(to, &json)
 }
 
-/// Receives the `offered` run over `from`. What the previous process does not send, the run
-/// continues without.
+/// Receives the `offered` run over `from`. If the previous process does not send all of the run,
+/// the run continues without the rest.
 pub fn receive_run(from: OwnedFd, offered: &OfferedRun) -> MovedRun {
     let mut from = TimedStream { stream: from.into(), end: Instant::now() + RECEIVE_LIMIT };
     let position = receive_json(&mut from).unwrap_or_else(|e| {
-        tracing::warn!("nothing of the checkpoint run has come, and it begins anew: {e}");
+        tracing::warn!("nothing of the checkpoint run has arrived, and it begins anew: {e}");
         offered.begin()
     });
     receive_json(&mut from)

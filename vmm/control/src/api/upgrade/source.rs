@@ -23,7 +23,7 @@ pub(crate) enum UpgradeError {
     #[error("this process cannot be replaced: {0}")]
     NotPossible(&'static str),
     /// The next process does not take the guest.
-    #[error("the guest is not offered to the process at {socket}: {cause}")]
+    #[error("offering the guest to the process at {socket} failed: {cause}")]
     GuestOffer {
         /// Path of its socket.
         socket: String,

@@ -133,7 +133,7 @@ pub(crate) fn latency_names(operation: &Operation) -> Option<LatencyNames> {
     })
 }
 
-/// A request, as far as it is counted.
+/// The parts of a request that decide how it is counted.
 pub(crate) struct CountedCall<'a> {
     pub(crate) method: &'a str,
     pub(crate) path: &'a str,

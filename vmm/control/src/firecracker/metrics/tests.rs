@@ -1,4 +1,4 @@
-//! Lines of metrics.
+//! Tests of the lines of metrics.
 
 use std::time::Duration;
 

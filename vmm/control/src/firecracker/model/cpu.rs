@@ -25,7 +25,8 @@ impl From<&CustomCpuTemplate> for CpuTemplate {
         for capability in &custom.kvm_capabilities {
             match *capability {
                 KvmCapability::Add(number) => template.require(number),
-                // Of a capability that every machine needs, only the check could go.
+                // Removes only what the template requires: every machine still checks the
+                // capabilities that it needs.
                 KvmCapability::Remove(number) => template.release(number),
             }
         }

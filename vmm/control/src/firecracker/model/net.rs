@@ -7,7 +7,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::model::RateLimiterConfig;
 
-/// An Ethernet address. Any six bytes are accepted here, as Firecracker does.
+/// An Ethernet address. Any six bytes are accepted here, as in Firecracker.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct GuestMac(pub [u8; 6]);
 

@@ -1,3 +1,5 @@
+//! Tests of the parser.
+
 use proptest::prelude::*;
 use serde_json::json;
 

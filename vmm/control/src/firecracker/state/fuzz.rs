@@ -22,7 +22,7 @@ use super::*;
 
 /// Limit of the metadata in bytes.
 const METADATA_LIMIT: usize = 100;
-/// Most bytes of an arbitrary path or body.
+/// Maximum length of an arbitrary path or body, in bytes.
 const MAX_TEXT: usize = 64;
 
 const METHODS: [&str; 5] = ["GET", "PUT", "PATCH", "DELETE", "POST"];
@@ -51,7 +51,7 @@ const PATHS: [&str; 26] = [
     "/snapshot/load",
     "/vm/config",
     "/vsock",
-    // Appended, because the seeds count.
+    // At the end, because the bytes of existing seeds select paths by their position.
     "/version",
     "/vm",
 ];
@@ -87,7 +87,7 @@ pub fn api(bytes: &[u8]) {
                 run.call(method, &path, body.as_bytes());
             }
         }
-        // Else later requests wait.
+        // Otherwise later requests wait for the task.
         if step & 0x10 == 0 {
             run.end_task(step & 0x20 == 0);
         }

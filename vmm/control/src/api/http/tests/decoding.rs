@@ -1,4 +1,4 @@
-//! Bytes to requests.
+//! Tests of turning bytes into requests.
 
 use std::iter;
 

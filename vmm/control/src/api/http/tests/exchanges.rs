@@ -1,4 +1,4 @@
-//! Connections to a real socket.
+//! Tests with connections to a real socket.
 
 use std::io::{Read, Write};
 use std::net::Shutdown;

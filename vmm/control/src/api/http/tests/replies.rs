@@ -1,4 +1,4 @@
-//! Replies to bytes.
+//! Tests of turning replies into bytes.
 
 use axum::body::Bytes;
 use axum::http::header::{CONTENT_LENGTH, CONTENT_TYPE};

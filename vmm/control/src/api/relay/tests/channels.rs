@@ -1,4 +1,4 @@
-//! Channels that fail, and what does not belong on one.
+//! Tests of channels that fail, and of what is not a connection on a channel.
 
 use std::fs::File;
 use std::io::IoSlice;

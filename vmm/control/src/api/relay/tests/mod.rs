@@ -57,7 +57,7 @@ impl Process {
     }
 }
 
-/// A socket's directory and its first process.
+/// Returns a socket's directory and its first process.
 fn start(name: &'static str) -> (TempDir, Process) {
     let dir = tempfile::tempdir().unwrap();
     let first = Process::first(&dir.path().join("api"), name);

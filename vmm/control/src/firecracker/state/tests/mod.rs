@@ -1,3 +1,5 @@
+//! Tests of the state machine.
+
 mod configuring;
 mod stages;
 
