@@ -181,7 +181,7 @@ fn migration_in_doubt_is_resolved_by_the_operator() {
         resolved["action"] == "run" && resolved["peers"] == serde_json::json!(peers),
         "{resolved}"
     );
-    assert!(stderr.contains("if it does, two run"), "the command warns: {stderr}");
+    assert!(stderr.contains("if it does, the guest runs twice"), "the command warns: {stderr}");
     source.wait_state("running");
     source.console().wait_reports(2, 1, SOON);
     source.console().assert_clean();

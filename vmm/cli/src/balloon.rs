@@ -16,7 +16,7 @@ pub(super) fn balloon(args: &BalloonArgs) -> Result<ExitCode, Failure> {
     if let Some(bytes) = args.size {
         if !bytes.is_multiple_of(1 << 20) {
             return Err(Failure::usage(format_args!(
-                "a balloon of {bytes} bytes is not whole MiB"
+                "--size is {bytes} bytes; give whole MiB, such as 256M"
             )));
         }
         let request = BalloonRequest { amount_mib: bytes >> 20 };
@@ -27,9 +27,9 @@ pub(super) fn balloon(args: &BalloonArgs) -> Result<ExitCode, Failure> {
         print_json(&view)?;
     } else {
         print(output::table(&[
-            ("wanted", output::bytes(view.target_bytes)),
-            ("in it", output::bytes(view.actual_bytes)),
-            ("given back so far", output::bytes(view.discarded_bytes)),
+            ("target size", output::bytes(view.target_bytes)),
+            ("actual size", output::bytes(view.actual_bytes)),
+            ("returned so far", output::bytes(view.discarded_bytes)),
         ]))?;
     }
     Ok(ExitCode::SUCCESS)

@@ -23,9 +23,9 @@ use super::output::{self, print, print_json, print_message};
 /// How long the server may delay an answer until there is news, in ms.
 const WAIT_MS: u64 = 10_000;
 /// Instruction for users of `--disks=external`.
-const EXTERNAL: &str = "disks are yours to keep: each checkpoint can only be restored with copies \
-    of them as they were in its pause (driftline pause, checkpoint, copy them or snapshot their \
-    storage, driftline resume)";
+const EXTERNAL: &str = "a checkpoint of this run contains no disks: restore it only with copies of \
+    the disks from its pause (driftline pause, driftline checkpoint, copy the disks or snapshot \
+    their storage, driftline resume)";
 
 /// `driftline checkpoint`.
 pub(super) fn checkpoint(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
@@ -51,7 +51,7 @@ async fn stop(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
         Err(ClientError::Silent { .. }) => {
             return Err(Failure::error(format_args!(
                 "the checkpoint run (job {job}) has not ended within {timeout:?}: the checkpoint \
-                 in progress may wait for its storage or a disk; --timeout waits longer"
+                 in progress may be waiting for its storage or a disk; --timeout waits longer"
             )));
         }
         Err(e) => return Err(e.into()),
@@ -316,7 +316,8 @@ fn describe(line: &EpochLine) -> String {
     )
 }
 
-/// Summarizes a run in three lines.
+/// Formats a run's counts in one line, then its pauses, intervals and times until durable in a line
+/// each.
 fn summary(achieved: &CadenceTotals) -> String {
     let CadenceTotals { epochs, failed, early, skipped, pause, interval, write } = *achieved;
     let line = |name: &str, s: Percentiles| {

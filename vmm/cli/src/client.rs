@@ -1,4 +1,4 @@
-//! Implements the short commands that send a single request to a running driftline.
+//! Implements the short commands that send a single request to a running VMM.
 
 use std::fmt::Display;
 use std::os::fd::OwnedFd;
@@ -180,8 +180,8 @@ impl VmmProcess {
         let found = block_on(api.client().process())??;
         let pid = found.and_then(Pid::from_raw).ok_or_else(|| {
             Failure::error(format_args!(
-                "the process behind {} cannot be seen from here, so its end cannot be waited for: \
-                 stop without --wait",
+                "the process that listens on {} is in another PID namespace, so --wait cannot see \
+                 its end: stop without --wait",
                 api.api_sock.display()
             ))
         })?;
@@ -214,7 +214,7 @@ impl VmmProcess {
     }
 }
 
-/// Where a driftline's guest is, after an operation on it failed.
+/// Where a VMM's guest is, after an operation on it failed.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) enum GuestPresence {
     /// The guest is here, in this state.
@@ -226,7 +226,7 @@ pub(super) enum GuestPresence {
 }
 
 impl GuestPresence {
-    /// Queries the driftline.
+    /// Asks the VMM.
     pub(super) async fn ask(client: &Client) -> Self {
         let Ok(Info { state, .. }) = client.get("/v1/info").await else { return Self::Ended };
         let to = match state {
@@ -288,9 +288,9 @@ pub(super) fn ask<T: DeserializeOwned>(
 }
 
 /// Runs a client's future to completion.
-pub(super) fn block_on<T>(conversation: impl Future<Output = T>) -> Result<T, Failure> {
+pub(super) fn block_on<T>(future: impl Future<Output = T>) -> Result<T, Failure> {
     let runtime = Builder::new_current_thread().enable_all().build()?;
-    Ok(runtime.block_on(conversation))
+    Ok(runtime.block_on(future))
 }
 
 #[cfg(test)]

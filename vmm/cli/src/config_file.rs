@@ -22,7 +22,7 @@ use super::values;
 /// Largest configuration file, in bytes. A guest of 16 devices needs a few KiB.
 const MAX_BYTES: u64 = 1 << 20;
 
-/// Returns `args`, completed with the file of `--config-file`. Options win over the file.
+/// Returns `args`, completed with the file of `--config-file`. Options override the file.
 pub(super) fn complete(args: RunArgs) -> Result<RunArgs, Failure> {
     let Some(path) = args.config_file.clone() else { return Ok(args) };
     let completed = read(&path).and_then(|config| fill(args, config));
@@ -33,7 +33,7 @@ fn read(path: &Path) -> Result<VmConfig, Failure> {
     let bytes = contents(path).map_err(Failure::error)?;
     if bytes.len() as u64 > MAX_BYTES {
         let most = MAX_BYTES >> 20;
-        let why = "is it really a configuration?";
+        let why = "a configuration has a few KiB";
         return Err(Failure::usage(format_args!("it has more than {most} MiB: {why}")));
     }
     let mut json = serde_json::Deserializer::from_slice(&bytes);
@@ -82,8 +82,8 @@ fn fill(mut args: RunArgs, config: VmConfig) -> Result<RunArgs, Failure> {
     Ok(args)
 }
 
-/// Fills in the image. `--guest` replaces all that the file says about it; `--kernel` replaces the
-/// embedded guest of a file, and the kernel of another, whose other settings stay.
+/// Fills in the image. `--guest` replaces the file's whole boot source. `--kernel` replaces the
+/// file's embedded guest, or its kernel; initrd and command line of that kernel stay.
 fn fill_boot(args: &mut RunArgs, boot: BootSource) -> Result<(), Failure> {
     let BootSource { guest, kernel_image_path: kernel, initrd_path, boot_args, bare_boot_args } =
         boot;
@@ -104,7 +104,8 @@ fn fill_boot(args: &mut RunArgs, boot: BootSource) -> Result<(), Failure> {
     }
     args.kernel = args.kernel.take().or(kernel);
     if args.kernel.is_none() {
-        let why = "neither kernel_image_path nor guest is there, nor --kernel or --guest";
+        let why =
+            "neither kernel_image_path nor guest is set: set one, or give --kernel or --guest";
         return Err(wrong("boot-source", why));
     }
     args.initrd = args.initrd.take().or(initrd_path);
@@ -192,7 +193,7 @@ fn disk(i: usize, drive: DriveSettings) -> Result<DiskSpec, Failure> {
         if found != expected {
             let path = path_on_host.display();
             let why = format!(
-                "it is {expected}, and {path} has {found}: is that the disk? If so, leave it out"
+                "it is {expected}, and {path} has {found} bytes: name the right disk, or omit bytes"
             );
             return Err(wrong(format_args!("drives[{i}].bytes"), why));
         }
@@ -236,7 +237,7 @@ fn balloon(settings: &BalloonSettings) -> Result<BalloonConfig, Failure> {
     })
 }
 
-/// A refusal that names the field.
+/// Returns a refusal that names the field.
 fn wrong(field: impl Display, why: impl Display) -> Failure {
     Failure::usage(format_args!("{field}: {why}"))
 }

@@ -47,7 +47,7 @@ fn verdict(diagnosis: &Diagnosis) -> String {
     };
     match (diagnosis.kvm, missing(false).as_str()) {
         (false, _) => format!(
-            "this host cannot run KVM guests: it lacks {}; --backend threads remains",
+            "this host cannot run KVM guests: it lacks {}; --backend threads needs no KVM",
             missing(true)
         ),
         (true, "") => "this host can run KVM guests; nothing is missing".to_owned(),
@@ -89,7 +89,8 @@ fn describe(finding: &Finding) -> String {
     }
 }
 
-/// Breaks `text`, which starts at column `indent`, into lines that start and end like the first.
+/// Breaks `text`, which starts at column `indent`, into lines that start there and have at
+/// most [`COLUMNS`] columns.
 fn wrap(text: &str, indent: usize) -> String {
     let mut wrapped = String::new();
     let mut column = indent;

@@ -24,7 +24,7 @@ pub(super) fn run_to_end(
     requests: Option<JoinHandle<()>>,
 ) -> Result<ExitCode, Failure> {
     let end = vm.wait_end(None);
-    // After an upgrade, the service and its socket are the next process's.
+    // After an upgrade, the service and its socket belong to the next process.
     match jobs.is_upgraded() {
         true => server.leave_socket(),
         false => notify::stopping(),
@@ -43,7 +43,7 @@ pub(super) fn run_to_end(
     let is_upgraded = jobs.is_upgraded();
     drop((jobs, vm));
     let end = match is_upgraded {
-        // The next process has said so.
+        // The guest continues in the next process, which reports that.
         true => Ok(()),
         false => report_end(end),
     };
@@ -79,7 +79,7 @@ pub(super) fn end_in_bounded_time(mem_bytes: u64, outcome: &'static str) {
     let end = move || {
         std::thread::sleep(limit);
         print_message(format_args!(
-            "storage or a reader of the serial port is stuck for {} s: ending without it; \
+            "storage or a reader of the serial port has been stuck for {} s: ending without it; \
              {outcome}",
             limit.as_secs()
         ));
@@ -87,7 +87,7 @@ pub(super) fn end_in_bounded_time(mem_bytes: u64, outcome: &'static str) {
     };
     let thread = std::thread::Builder::new().name("end-limit".into()).spawn(end);
     if let Err(e) = thread {
-        tracing::warn!("the end of this process has no limit: {e}");
+        tracing::warn!("cannot start the thread that bounds the end of this process: {e}");
     }
 }
 

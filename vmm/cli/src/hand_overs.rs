@@ -202,13 +202,13 @@ pub(super) fn resolve(dir: &Path, args: &ResolveArgs) -> Result<ExitCode, Failur
         if action == Resolution::Run {
             print_message(format_args!(
                 "run: `driftline restore` may run the guest here. You assert that {} does not run \
-                 it and never will, and that no driftline here still has it; if one does, two \
-                 run",
+                 it and never will, and that no process here still has it; if one does, the guest \
+                 runs twice",
                 record.peer
             ));
         } else {
             print_message(format_args!(
-                "discard: the guest is that of {}. If it does not run there, what it did since its \
+                "discard: the guest belongs to {}. If it does not run there, what it did since its \
                  last checkpoint is lost",
                 record.peer
             ));

@@ -1,5 +1,5 @@
-//! A destination of lines that is never waited for without a limit: a file, a FIFO, or standard
-//! output.
+//! A destination of lines: a file, a FIFO, or standard output. A write waits for a reader only up
+//! to a limit.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, ErrorKind, Write};

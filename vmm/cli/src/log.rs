@@ -161,7 +161,7 @@ pub(super) fn message(level: Level, message: &str) {
 }
 
 fn dropped(lines: u64) -> String {
-    format!("{lines} log lines were dropped: what reads the log does not keep up")
+    format!("{lines} log lines were dropped: the reader of the log does not keep up")
 }
 
 fn text_line(level: Level, message: &str) -> Vec<u8> {

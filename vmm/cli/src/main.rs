@@ -115,8 +115,8 @@ fn run(command: Command, verbose: bool, started: Instant) -> Result<ExitCode, Fa
         Command::Checkpoint(args) => checkpoint::checkpoint(&args),
         Command::SendMigration(args) => migration::send(&args),
         Command::Upgrade(args) => upgrade::upgrade(&args),
-        // Its command line is another one by now.
-        Command::TakeOver(_) => Err(Failure::usage("take-over continues no process of its kind")),
+        // `take_over::begin` has replaced it by the command of the guest's process.
+        Command::TakeOver(_) => Err(Failure::usage("take-over cannot continue another take-over")),
         Command::Plan(args) => plan::plan(&args),
         Command::Top(args) => top::top(&args),
         Command::CancelMigration(args) => migration::cancel(&args),

@@ -221,7 +221,7 @@ pub(super) fn resolve(args: &ResolveArgs) -> Result<ExitCode, Failure> {
     let action = if args.action.run {
         print_message(format_args!(
             "run: the guest continues here. You assert that {} does not run it and never will; if \
-             it does, two run",
+             it does, the guest runs twice",
             page.to
         ));
         Resolution::Run

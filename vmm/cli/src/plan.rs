@@ -36,7 +36,7 @@ pub(super) fn plan(args: &PlanArgs) -> Result<ExitCode, Failure> {
 
 fn report(plan: &Plan) -> String {
     let (profile, migration) = (&plan.guest, &plan.migration);
-    let assumed = if plan.bandwidth_assumed { ", assumed: say --bandwidth" } else { "" };
+    let assumed = if plan.bandwidth_assumed { ", assumed: set it with --bandwidth" } else { "" };
     let mut rows = vec![
         ("link", format!("{}{assumed}", output::bytes_per_s(plan.bandwidth_bytes_per_s))),
         ("downtime target", format!("{} ms", plan.downtime_target_ms)),
@@ -67,9 +67,9 @@ fn report(plan: &Plan) -> String {
         "cadence",
         match plan.checkpoint_every_ms {
             Some(ms) => format!(
-                "every {ms} ms is the most that the guest would bear (a store's speed is assumed)"
+                "every {ms} ms is the shortest bearable interval (a store's speed is assumed)"
             ),
-            None => "the guest would bear none of these".to_owned(),
+            None => "none of these intervals is bearable".to_owned(),
         },
     ));
     rows.extend(notes(plan).into_iter().map(|why| ("note", why)));

@@ -85,7 +85,7 @@ pub(super) fn receiving_line(p: &Progress) -> String {
     let received = output::bytes(p.sent_bytes);
     match p.phase {
         Phase::Waiting | Phase::Connect => "waiting for a migration".to_owned(),
-        Phase::Setup => "building the machine of a guest that is to come".to_owned(),
+        Phase::Setup => "building the machine of an arriving guest".to_owned(),
         Phase::Precopy => {
             let left = output::bytes(p.remaining_frames.saturating_mul(PAGE_SIZE));
             let line = format!(

@@ -100,7 +100,7 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
 
 fn print_arrival(report: &ReceiveReport) {
     if report.disk_bytes > 0 {
-        print_message(format_args!("{} of its disks came along", bytes(report.disk_bytes)));
+        print_message(format_args!("{} of its disks were copied", bytes(report.disk_bytes)));
     }
     print_message(format_args!(
         "guest {} has arrived and {}: {} in {:.1} ms, taken over in {:.1} ms",

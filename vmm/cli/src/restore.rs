@@ -39,8 +39,8 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
     named.read.push(args.store.clone());
     schedule::default_slices();
     let confined = confine(&args.host, named)?;
-    // The kernel needs a millisecond for a VM. Meanwhile the other threads start, and the store is
-    // read, which says what guest it is for.
+    // The kernel needs a millisecond to create a VM. Meanwhile the other threads start, and the
+    // store is read, which describes the guest.
     let early = EarlyVm::begin();
     let listeners = confined.start_threads(&args.host)?;
     driftline_machine::exit::set_lost_memory(end_without_memory);
@@ -106,8 +106,9 @@ fn warn_of_current_disks(vm: &dyn Vm, epoch: u64) {
     let disks = driftline_machine::config::disks(&vm.machine_config().devices);
     for disk in disks.filter(|disk| !disk.readonly) {
         tracing::warn!(
-            "disk \"{}\" is used as {} is now; if that was written to after checkpoint {epoch}, \
-             give a copy from then (--disk path=COPY), or the guest will damage it",
+            "disk \"{}\" has the current content of {}: if that has changed since checkpoint \
+             {epoch}, the guest will damage it; give a copy from that checkpoint with --disk \
+             path=COPY",
             disk.id,
             disk.path.display()
         );

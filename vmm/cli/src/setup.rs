@@ -101,7 +101,7 @@ pub(super) fn confine(host: &HostArgs, named: NamedFiles) -> Result<Confined, Fa
     Ok(Confined { metrics: address, ..enter(host, named, listeners)? })
 }
 
-/// Does as [`prepare`] in a process that continues another one, and gets its listeners.
+/// Does the same as [`prepare`] in a process that continues another one, whose listeners it gets.
 pub(super) fn prepare_to_continue(host: &HostArgs, named: NamedFiles) -> Result<(), Failure> {
     notify::connect();
     enter(host, named, Listeners::default())?.start_threads(host).map(drop)
@@ -230,7 +230,7 @@ pub(super) fn enter_sandbox(options: &sandbox::SandboxOptions) -> Result<(), Fai
 /// configuration contains them and may be used elsewhere.
 pub(super) fn host_config(host: &HostArgs, devices: DeviceArgs) -> io::Result<HostConfig> {
     if host.serial == SerialSink::Stdio && io::stdin().is_terminal() {
-        print_message("the terminal is the guest's; Ctrl-A x ends it");
+        print_message("the guest has the terminal; Ctrl-A x ends the guest");
     }
     let memory = MemoryOptions {
         backing: host.memory_backing,

@@ -39,7 +39,7 @@ fn compact(args: &StoreArgs) -> Result<ExitCode, Failure> {
         print_json(&report)?;
     } else {
         print(format_args!(
-            "{} in {}, which took {}",
+            "{} in {}, {} before",
             output::count(report.epochs, "checkpoint"),
             output::bytes(report.after_bytes),
             output::bytes(report.before_bytes)

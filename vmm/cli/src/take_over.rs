@@ -190,7 +190,7 @@ pub(super) fn take_over(command: Command, taken: TakenProcess) -> Result<ExitCod
 
 /// Continues the checkpoint run of the guest's process, if it had one.
 fn continue_run(jobs: &Jobs, factory: &FollowingFactory<Factory>, socket: Option<OwnedFd>) {
-    // Not followed for longer than the run needs it.
+    // Taken even without a run, so that the writes are not followed any longer.
     let writes = factory.take_writes();
     let Some((run, socket)) = factory.run().zip(socket) else { return };
     if let Err(e) = jobs.continue_run(run, receive_run(socket, run), writes) {

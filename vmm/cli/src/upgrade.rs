@@ -23,8 +23,8 @@ use super::output::{print_json, print_message};
 
 /// Upper bound on waiting for the end of a next process that does not have the guest.
 const END_LIMIT: Duration = Duration::from_millis(200);
-/// Interval between two looks at that process.
-const LOOK_INTERVAL: Duration = Duration::from_millis(20);
+/// Interval between two checks of that process.
+const CHECK_INTERVAL: Duration = Duration::from_millis(20);
 
 /// `driftline upgrade`.
 pub(super) fn upgrade(args: &UpgradeArgs) -> Result<ExitCode, Failure> {
@@ -39,20 +39,20 @@ pub(super) fn upgrade(args: &UpgradeArgs) -> Result<ExitCode, Failure> {
     drop(listener);
     let client = args.query.api.client();
     let request = UpgradeRequest { socket };
-    let (answer, keeper) = block_on(async {
+    let (answer, page) = block_on(async {
         let answer = client.call::<SendReport>(Method::POST, "/v1/upgrade", Some(&request)).await;
-        let keeper = match &answer {
+        let page = match &answer {
             Err(ClientError::Fault(_)) => client.get::<InfoPage>("/v1/info").await.ok(),
             _ => None,
         };
-        (answer, keeper)
+        (answer, page)
     })?;
     match answer {
         Ok(report) => {
             conclude(args, &report, next.id())?;
             Ok(ExitCode::SUCCESS)
         }
-        Err(ClientError::Fault(why)) => Err(match keeper {
+        Err(ClientError::Fault(why)) => Err(match page {
             Some(InfoPage::Guest(info)) if info.pid != next.id() => {
                 end(next);
                 match info.state {
@@ -67,7 +67,7 @@ pub(super) fn upgrade(args: &UpgradeArgs) -> Result<ExitCode, Failure> {
             Err(e.into())
         }
         Err(e) => {
-            let next = format!("; process {} may get the guest yet", next.id());
+            let next = format!("; process {} may still receive the guest", next.id());
             Err(Failure::from(e).followed_by(&next))
         }
     }
@@ -90,7 +90,7 @@ fn end(mut next: Child) {
         if !matches!(next.try_wait(), Ok(None)) {
             return;
         }
-        sleep(LOOK_INTERVAL);
+        sleep(CHECK_INTERVAL);
     }
     if let Err(e) = next.kill().and_then(|()| next.wait()) {
         print_message(format_args!("the next process, {}, does not end: {e}", next.id()));

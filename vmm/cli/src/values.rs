@@ -121,7 +121,7 @@ pub(super) fn downtime_ms(text: &str) -> Result<u64, String> {
     at_most(text, driftline_control::model::MAX_DOWNTIME_MS, "a downtime target", "milliseconds")
 }
 
-/// Parses a time limit for copying in seconds.
+/// Parses the time limit of pre-copy, in seconds.
 pub(super) fn timeout_s(text: &str) -> Result<u64, String> {
     at_most(text, driftline_control::model::MAX_TIMEOUT_S, "a timeout", "seconds")
 }

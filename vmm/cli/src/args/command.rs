@@ -112,10 +112,10 @@ pub(crate) enum Command {
     Demo(DemoArgs),
     #[command(flatten)]
     Start(StartCommand),
-    /// Do as `firecracker`: its arguments, messages and exit codes
+    /// Behave like `firecracker`: its arguments, messages and exit codes
     ///
-    /// The arguments are Firecracker's, without Driftline's before them. A program of the name
-    /// `firecracker` does the same.
+    /// The arguments are Firecracker's; no option of Driftline may precede them. The program does
+    /// the same if it is started under the name `firecracker`.
     #[command(after_help = examples::FIRECRACKER)]
     Firecracker(FirecrackerLine),
     /// Show a guest's state and figures
@@ -165,7 +165,7 @@ pub(crate) enum Command {
     /// Show live where, how fast and by which vCPU a guest's memory is written
     ///
     /// Shows a heat map of guest memory by write rate, the figures of each vCPU and its dirty ring,
-    /// and a migration or checkpoints under way. These miss no page because of this command. Keys:
+    /// and a migration or checkpoints under way. Watching makes neither of them miss a page. Keys:
     /// q quits, p pauses the view, + and - change the interval. Watching slows the guest's writes
     /// down as a migration does, at any interval, and ends with this command. With NO_COLOR set,
     /// signs replace colours.

@@ -60,8 +60,8 @@ pub(crate) struct CompareArgs {
     pub(crate) interval: Duration,
     /// Time of all runs of one way, guest and size together
     ///
-    /// With the default, the default matrix of 195 guests, which take another 0.2 s each, takes two
-    /// minutes on two processors.
+    /// The default matrix has 195 guests, each of which takes another 0.2 s. With the default of
+    /// this option, it takes two minutes on two processors.
     #[arg(long, value_name = "TIME", default_value = "1500ms", value_parser = of_all_epochs,
           help_heading = headings::TIMING)]
     pub(crate) duration: Duration,

@@ -30,8 +30,8 @@ pub(crate) struct SendArgs {
     pub(crate) timeout_strategy: TimeoutStrategy,
     /// Do not throttle vCPUs, even if the guest outruns the link
     ///
-    /// Without this option the source throttles the vCPUs that write when passes over memory do not
-    /// get shorter, by at most 20 ms at a time.
+    /// Without this option, if passes over memory do not get shorter, the source throttles the
+    /// vCPUs that write, by at most 20 ms at a time.
     #[arg(long, help_heading = headings::CONVERGENCE)]
     pub(crate) no_throttle: bool,
     /// Limit of pre-copy, in bytes a second, such as 100M

@@ -2,7 +2,7 @@ use clap::{Arg, Command, CommandFactory, Parser};
 
 use super::{Cli, with_hint};
 
-/// Every command, with those above it in its name.
+/// Returns every command, with the names of its parents before its own.
 fn commands() -> Vec<(String, Command)> {
     let mut all = Vec::new();
     let mut left = vec![(String::new(), Cli::command())];

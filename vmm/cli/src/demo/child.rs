@@ -29,8 +29,8 @@ pub(super) struct DemoVmm {
 }
 
 impl DemoVmm {
-    /// Starts `args` as life `name` of the guest. The caller's thread must live as long as the
-    /// demo: the process is killed when that thread ends.
+    /// Starts a process with `args`, whose files in `dir` begin with `name`. The caller's thread
+    /// must live as long as the demo: the process is killed when that thread ends.
     pub(super) fn start(dir: &Path, name: &str, args: &[&str]) -> Result<Self, StepError> {
         let file = |end: &str| dir.join(format!("{name}.{end}"));
         let (socket, serial, stderr) = (file("sock"), file("serial"), file("stderr"));
@@ -125,8 +125,8 @@ impl DemoVmm {
         Err(StepError::Ended { status, stderr: self.stderr() })
     }
 
-    /// Returns the last report of each vCPU in this life, ordered by vCPU, or an error if the guest
-    /// reports one.
+    /// Returns the last report of each vCPU in this process, ordered by vCPU, or an error if the
+    /// guest reports one.
     pub(super) fn reports(&self) -> Result<Vec<PayloadReport>, StepError> {
         let log = fs::read_to_string(&self.serial).unwrap_or_default();
         last_reports(&log)

@@ -17,7 +17,7 @@ pub(super) enum StepError {
     #[error("cannot start a VMM: {0}")]
     Start(io::Error),
     /// The process has ended too early.
-    #[error("the VMM ended ({status}) before {what}: {}", stderr.trim())]
+    #[error("the VMM ended ({status}) while the demo waited for {what}: {}", stderr.trim())]
     EndedBefore {
         /// What the demo waited for.
         what: &'static str,
@@ -42,7 +42,7 @@ pub(super) enum StepError {
     /// The guest has found that its memory is not what it wrote.
     #[error("the guest found {errors} errors: {}", line.trim())]
     GuestErrors { errors: u64, line: String },
-    /// The guest cannot go on.
+    /// The guest cannot continue.
     #[error("the guest says: {}", line.trim())]
     GuestFailed { line: String },
     /// A checkpoint is not stored; the text is the VMM's.

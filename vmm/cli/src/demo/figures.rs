@@ -36,7 +36,7 @@ pub(super) struct DemoFigures {
     pub(super) migration_bytes: u64,
     /// Longest time between two ticks of a vCPU's loop as measured by the guest, in µs.
     pub(super) guest_longest_gap_us: u64,
-    /// Number of pages written by all vCPUs in all lives.
+    /// Number of pages written by all vCPUs in all processes.
     pub(super) pages_written: u64,
     /// Number of pages whose content the guest found wrong.
     pub(super) errors: u64,

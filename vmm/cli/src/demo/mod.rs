@@ -1,4 +1,4 @@
-//! `driftline demo`: the three lives of one guest. The guest is launched and checkpointed, and its
+//! `driftline demo`: one guest in three processes. The guest is launched and checkpointed, and its
 //! VMM is killed. It is restored in a second process, live-migrated to a third, and stopped there.
 //! It verifies its own memory throughout.
 
@@ -74,7 +74,7 @@ struct DemoSetup {
     tracking: TrackingMode,
 }
 
-/// Prints a first line that says what the demo runs on.
+/// Chooses what the demo runs on, and prints a line that says so.
 fn choose(args: &DemoArgs) -> Result<DemoSetup, Failure> {
     let kvm = driftline_machine::doctor::usable_kvm();
     let (setup, line) = setup(args.backend, &kvm).map_err(Failure::host_lacks)?;
@@ -140,8 +140,8 @@ impl Demo<'_> {
         let (mut second, before) = self.restore(&before)?;
         self.begin("live-migrate");
         let mut third = self.migrate(&mut second)?;
-        self.begin("run on");
-        run_on(&mut third, &before)?;
+        self.begin("keep running");
+        keep_running(&mut third, &before)?;
         self.begin("stop");
         third.call::<()>(Method::POST, "/v1/stop", None::<&()>)?;
         third.await_exit()?;
@@ -163,7 +163,7 @@ impl Demo<'_> {
         self.line.show(format!("{} {detail}", self.step));
     }
 
-    /// Starts the first life and waits until every vCPU has reported.
+    /// Starts the guest in the first process and waits until every vCPU has reported.
     fn launch(&mut self) -> Result<(DemoVmm, Vec<PayloadReport>), StepError> {
         let begun = Instant::now();
         let DemoSetup { backend, tracking } = self.setup;
@@ -215,8 +215,8 @@ impl Demo<'_> {
         }
     }
 
-    /// Starts the second life, which must contain all pages that the first wrote before its
-    /// checkpoints.
+    /// Restores the guest in a second process. Each vCPU must report more pages than in `before`,
+    /// which the first process reported before its checkpoints.
     fn restore(
         &mut self,
         before: &[PayloadReport],
@@ -263,7 +263,7 @@ impl Demo<'_> {
 }
 
 /// Lets the guest run after its migration. Each vCPU must write more pages than in `before`.
-fn run_on(vmm: &mut DemoVmm, before: &[PayloadReport]) -> Result<(), StepError> {
+fn keep_running(vmm: &mut DemoVmm, before: &[PayloadReport]) -> Result<(), StepError> {
     let begun = Instant::now();
     vmm.await_progress(VCPUS, before)?;
     std::thread::sleep(RUN_AFTER_MIGRATION.saturating_sub(begun.elapsed()));

@@ -1,7 +1,7 @@
 //! Parses Firecracker's arguments: `--name value` and `--flag`, nothing else.
 //!
-//! An argument that this version does not honour is refused by name. Each step that honours one
-//! removes its reason from [`ARGUMENTS`].
+//! An argument that this version does not honour is refused by name, with its reason in
+//! [`ARGUMENTS`].
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -171,7 +171,7 @@ pub(super) fn parse(line: Vec<OsString>) -> Result<FirecrackerCommand, Firecrack
     }
 }
 
-/// Collects the arguments, and checks which of them may be together.
+/// Collects the arguments, and checks which of them may be combined.
 fn given_arguments(line: &[String]) -> Result<GivenArguments, ArgumentFault> {
     let mut given = GivenArguments::new();
     let mut line = line.iter();

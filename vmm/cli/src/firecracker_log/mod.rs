@@ -5,7 +5,7 @@
 //! 2026-11-24T18:19:40.123456789 [web-1:main:INFO:src/serve/mod.rs:104] API socket /run/fc.sock
 //! ```
 //!
-//! A process named `firecracker` has no other log, and writes it to stdout until it is told a file.
+//! A process named `firecracker` has no other log, and writes it to stdout until a file is set.
 //! In `driftline serve` this log is silent until `PUT /logger`. The lines pass through the queue of
 //! a [`LogOutput`], so that a reader that has stopped does not stop the threads that log. A FIFO is
 //! opened and written without waiting: lines that it does not take are dropped and counted
@@ -164,12 +164,12 @@ impl FirecrackerLog {
     }
 }
 
-/// Returns the line that reports lines which found the queue full.
+/// Returns the line that reports lines which were dropped because the queue was full.
 fn dropped_line(lines: u64) -> Vec<u8> {
     if let Some(log) = LOG.get() {
         log.target.add_missed(lines);
     }
-    let why = format!("{lines} log lines were dropped: what reads the log does not keep up");
+    let why = format!("{lines} log lines were dropped: the reader of the log does not keep up");
     let settings =
         LogSettings { level: LevelFilter::WARN, module: None, has_level: false, has_origin: false };
     let id = LOG.get().and_then(|log| log.id.get()).map_or(DEFAULT_ID, String::as_str);
@@ -243,7 +243,7 @@ pub(super) fn suppressed_lines() -> u64 {
     LOG.get().map_or(0, |log| log.limits.suppressed())
 }
 
-/// The destination of the lines, which [`configure`] has as well.
+/// The destination of the lines, shared with [`configure`].
 struct SharedTarget(Arc<LogTarget>);
 
 impl LineSink for SharedTarget {

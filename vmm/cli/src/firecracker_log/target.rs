@@ -31,7 +31,7 @@ impl LogTarget {
         Self { current: Mutex::new(stdout.ok()), next: Mutex::default(), missed: AtomicU64::new(0) }
     }
 
-    /// Makes `file` the destination of the next line, even if another destination is waited for.
+    /// Makes `file` the destination of the next line, even while a write to another one waits.
     pub(super) fn replace(&self, file: LineFile) {
         *self.next.lock() = Some(file);
     }

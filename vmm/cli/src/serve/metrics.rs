@@ -45,7 +45,7 @@ impl MetricsFile {
         let file = LineFile::open(&config.metrics_path).map_err(MetricsFault::File)?;
         let missed = Arc::<AtomicU64>::default();
         let sink = MetricsSink { file: Mutex::new(file), missed: missed.clone() };
-        // How many lines found the queue full is counted by the sink, and not written.
+        // The sink counts the lines that found the queue full. It does not write their number.
         let output = LogOutput::new(sink, |lines| lines.to_string().into_bytes());
         Ok(Self { config: config.clone(), output, missed })
     }
@@ -97,8 +97,8 @@ impl LineSchedule {
         self.next.saturating_duration_since(now)
     }
 
-    /// Returns whether a line is due, which is then taken as written. A thread that was busy with a
-    /// request does not make up for lines.
+    /// Returns whether a line is due, and then schedules the next one. Lines that fell due while
+    /// the thread was busy with a request are not made up for.
     fn take_due(&mut self, now: Instant) -> bool {
         let is_due = now >= self.next;
         if is_due {
@@ -177,7 +177,7 @@ impl MetricsWriter {
             if let Some(lines) = shared.upgrade() {
                 let mut lines = lines.lock();
                 lines.metrics.set_fatal_signal(signal);
-                // The handler waits no longer for one that is not taken.
+                // If the line is not written, the handler does not wait any longer.
                 let _ = lines.flush();
             }
         });

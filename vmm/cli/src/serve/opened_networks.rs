@@ -28,9 +28,10 @@ pub(super) struct ClientNetworks {
 
 impl ClientNetworks {
     /// Attaches to an interface's tap for the guest `holder`. An earlier tap of the same interface
-    /// is given back first.
+    /// is released first.
     ///
     /// # Errors
+    ///
     /// The tap cannot be attached to. The interface has none then.
     pub(super) fn open_tap(
         &mut self,
@@ -51,6 +52,7 @@ impl ClientNetworks {
     /// closed and removed first.
     ///
     /// # Errors
+    ///
     /// The old socket cannot be removed, or the new one cannot be bound. The vsock has none then.
     pub(super) fn bind_vsock(&mut self, vsock: &VsockDeviceConfig) -> Result<(), ApiFault> {
         if let Some((path, socket)) = self.vsock.take() {

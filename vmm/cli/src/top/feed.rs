@@ -1,5 +1,5 @@
-//! Owns `top`'s requests to a driftline: starts a watch as soon as there is a guest, and requests
-//! one window after another.
+//! Owns `top`'s requests to a VMM: starts a watch as soon as there is a guest, and requests one
+//! window after another.
 
 use std::time::Duration;
 
@@ -20,7 +20,7 @@ pub(super) enum Update {
     Arriving(Box<ArrivingInfo>),
 }
 
-/// See the module documentation.
+/// A client that requests the windows of a guest.
 pub(super) struct Feed {
     client: Client,
     watch: Option<u64>,

@@ -19,7 +19,7 @@ use crate::output;
 use crate::progress::receiving_line;
 
 /// The cost of watching.
-const WATCH_COST: &str = "watching costs the guest what it would in a migration, at any interval";
+const WATCH_COST: &str = "watching slows the guest's writes as a migration does, at any interval";
 /// Minimum number of lines of the map with its legend, reserved before other parts grow.
 const MIN_MAP_LINES: u16 = 6;
 /// Columns of a vCPU's figures, before its curve.
@@ -189,8 +189,8 @@ fn machine(page: &WatchPage) -> String {
     let vcpus = if info.vcpus == 1 { "1 vCPU".to_owned() } else { format!("{} vCPUs", info.vcpus) };
     let others = match info.dirty.subscribers {
         0 | 1 => String::new(),
-        2 => "; 1 more follows its writes".to_owned(),
-        all => format!("; {} more follow its writes", all - 1),
+        2 => "; 1 other subscriber".to_owned(),
+        all => format!("; {} other subscribers", all - 1),
     };
     format!(
         "{}, {vcpus}, {}, {}, here for {}{others}",

@@ -42,7 +42,7 @@ pub(super) async fn live(
     let terminal = RawTerminal::new()?;
     let result = show(terminal, &mut view, first, &every, &mut updates, &mut signals).await;
     drop((quit, updates));
-    // The driftline may not answer. The watch then ends by itself.
+    // The VMM may not answer. The watch then ends by itself.
     let _ = tokio::time::timeout(END_LIMIT, following).await;
     result
 }
@@ -152,8 +152,8 @@ impl RawTerminal {
     fn new() -> Result<Self, Failure> {
         if matches!(ratatui::crossterm::terminal::size(), Ok((0, _) | (_, 0))) {
             return Err(Failure::error(
-                "this terminal says that it has no room (0 rows or columns): set that (stty rows \
-                 24 columns 80), or use --once",
+                "this terminal reports a size of 0 rows or columns: set its size (stty rows 24 \
+                 columns 80), or use --once",
             ));
         }
         ratatui::try_init().map(Self).map_err(|e| {

@@ -147,7 +147,7 @@ fn figures_are_under_their_headings() {
     let view = view(page);
     let lines = lines(&drawn(&view, 80, 24));
     assert_eq!(lines[0], "guest 7a0c1e5c-3f51-4fd2-8d1b-0a9d6f0c2b11 running");
-    let machine = "1 GiB, 2 vCPUs, kvm, dirty-ring, here for 1 h 2 min; 1 more follows its writes";
+    let machine = "1 GiB, 2 vCPUs, kvm, dirty-ring, here for 1 h 2 min; 1 other subscriber";
     assert_eq!(lines[1], machine);
     // All but four frames are in bins that were written completely: 256 KiB in half a second.
     assert_eq!(lines[2], "writes 32 MiB/s, 4100 pages in 500 ms; most at 0x10000000, 512 KiB/s");
@@ -170,7 +170,7 @@ fn figures_are_under_their_headings() {
     }
     assert!(one(&lines, "no migration").contains("no checkpoints"));
     assert!(
-        one(&lines, "watching costs the guest what it would in a migration")
+        one(&lines, "watching slows the guest's writes as a migration does")
             .ends_with("at any interval")
     );
     assert!(one(&lines, "q quits").ends_with("(every 1 s)"), "{lines:#?}");

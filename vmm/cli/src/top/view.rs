@@ -21,7 +21,7 @@ pub(super) enum LastAnswer {
     Arriving(Box<ArrivingInfo>),
 }
 
-/// See the module documentation.
+/// What `top` shows, and how.
 pub(super) struct TopView {
     pub(super) last_answer: Option<LastAnswer>,
     /// The guest's state in the last answer, whether shown or not, and its destination while it

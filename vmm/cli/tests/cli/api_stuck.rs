@@ -16,8 +16,8 @@ fn requests_fail_in_hanging_flush() {
     side_by_side([(1, "pause"), (4, "checkpoint")], |(code, request)| {
         let tmp = TestDir::new();
         let test = "requests_fail_in_hanging_flush";
-        let Some(world) = StuckGuest::in_a_flush(&tmp, test) else { return };
-        let (vmm, store) = (&world.vmm, tmp.text("store"));
+        let Some(stuck) = StuckGuest::in_a_flush(&tmp, test) else { return };
+        let (vmm, store) = (&stuck.vmm, tmp.text("store"));
         let to_store = ["--store", &store];
         let options: &[&str] = if request == "checkpoint" { &to_store } else { &[] };
         let refused = || vmm.refuse(code, &[&[request], options].concat());
@@ -30,8 +30,8 @@ fn requests_fail_in_hanging_flush() {
 fn run_in_hanging_flush_can_be_ended() {
     let tmp = TestDir::new();
     let test = "run_in_hanging_flush_can_be_ended";
-    let Some(world) = StuckGuest::in_a_flush(&tmp, test) else { return };
-    let (vmm, store) = (&world.vmm, tmp.text("store"));
+    let Some(stuck) = StuckGuest::in_a_flush(&tmp, test) else { return };
+    let (vmm, store) = (&stuck.vmm, tmp.text("store"));
     // A run whose checkpoints wait for the disk ends with the checkpoint in progress.
     vmm.tell(&["checkpoint", "--store", &store, "--every", "1ms", "--detach"]);
     let stderr = vmm.refuse(1, &["checkpoint", "--stop", "--timeout", "1s"]);
@@ -43,8 +43,8 @@ fn run_in_hanging_flush_can_be_ended() {
 fn second_interrupt_ends_a_command_that_waits() {
     let tmp = TestDir::new();
     let test = "second_interrupt_ends_a_command_that_waits";
-    let Some(world) = StuckGuest::in_a_flush(&tmp, test) else { return };
-    let vmm = &world.vmm;
+    let Some(stuck) = StuckGuest::in_a_flush(&tmp, test) else { return };
+    let vmm = &stuck.vmm;
     let (store, socket) = (tmp.text("store"), vmm.socket());
     let run = ["checkpoint", "--store", &store, "--every", "1ms", "--api-sock", &socket];
     let mut run = driftline(&run);
@@ -79,8 +79,8 @@ const ANSWERING: usize = 64 + 2 * 16 + 16;
 fn abandoned_requests_keep_no_operator_out() {
     let tmp = TestDir::new();
     let test = "abandoned_requests_keep_no_operator_out";
-    let Some(world) = StuckGuest::in_a_flush(&tmp, test) else { return };
-    let vmm = &world.vmm;
+    let Some(stuck) = StuckGuest::in_a_flush(&tmp, test) else { return };
+    let vmm = &stuck.vmm;
     let before = vmm.resources().threads;
     // A watchdog whose timeout is shorter than a pause that waits for a disk.
     let began = Instant::now();
@@ -96,13 +96,13 @@ fn abandoned_requests_keep_no_operator_out() {
     assert_eq!(vmm.state(), "running");
     sigterm(vmm);
     wait_for("the guest's end", || vmm.stderr().contains("a device has not").then_some(()));
-    world.ends_with(0);
+    stuck.ends_with(0);
 }
 
 fn stops_that_wait_are_bounded() {
     let tmp = TestDir::new();
-    let Some(world) = StuckGuest::in_a_flush(&tmp, "stops_that_wait_are_bounded") else { return };
-    let vmm = &world.vmm;
+    let Some(stuck) = StuckGuest::in_a_flush(&tmp, "stops_that_wait_are_bounded") else { return };
+    let vmm = &stuck.vmm;
     let before = vmm.resources().threads;
     // The first request waits for the flush, and the others wait for the first.
     wait_for("a refusal", || {
@@ -112,7 +112,7 @@ fn stops_that_wait_are_bounded() {
         refused.then_some(())
     });
     assert!(vmm.info().is_some(), "stops have places of their own");
-    world.ends_with(0);
+    stuck.ends_with(0);
 }
 
 #[test]

@@ -22,8 +22,8 @@ fn guest_is_shown_paused_resumed_and_stopped() {
     assert_eq!(info["state"], "running");
     assert_eq!((&info["vcpus"], &info["mem_bytes"]), (&2.into(), &(64 << 20).into()));
     assert_eq!((&info["tracking"], &info["backend"]), (&"dirty-ring".into(), &"threads".into()));
-    let people = vmm.tell(&["info"]);
-    assert!(people.contains("memory             64 MiB\n"), "{people}");
+    let table = vmm.tell(&["info"]);
+    assert!(table.contains("memory             64 MiB\n"), "{table}");
 
     vmm.tell(&["pause"]);
     vmm.tell(&["pause"]);
@@ -158,7 +158,7 @@ fn a_job_is_followed_by_its_number() {
     let mut vmm = Vmm::run(&tmp, "a", &payload("payload,ws=1M,rate=1M"));
     let socket = vmm.socket();
     let ask = |method: &str, path: &str, body: &str| request(&socket, method, path, body);
-    // An older client sends null for fields that it does not use.
+    // A client may send null for a field that it does not use.
     for (n, epochs, disks) in [(1, 1, ""), (2, 3, r#","disks":null"#)] {
         let body = format!(
             r#"{{"store":"{}","every_ms":1,"count":{epochs}{disks}}}"#,

@@ -242,7 +242,7 @@ fn wrong_boot_source_is_refused_by_its_field() {
     let boot = |value: Value| json!({ "boot-source": value });
     let both = json!({ "kernel_image_path": "/vmlinux", "guest": "payload" });
     let cases = [
-        (json!({}), "boot-source: neither kernel_image_path nor guest is there"),
+        (json!({}), "boot-source: neither kernel_image_path nor guest is set"),
         (with("name", json!("a b")), "name: \"a b\" is not a valid name of a guest"),
         (boot(both), "boot-source.guest: the embedded guest has no kernel"),
         (boot(json!({ "guest": "payload,colour=red" })), "boot-source.guest: "),

@@ -153,7 +153,7 @@ fn violation_stops_only_its_device() {
         // Another device continues meanwhile.
         let witness = if device.label.contains("rng") { "blk" } else { "rng" };
         let witness = *targets.iter().find(|t| t.label.contains(witness)).unwrap();
-        let mut commit = |violation: &dyn Fn(&mut DriverScript), says: &str| {
+        let mut add_case = |violation: &dyn Fn(&mut DriverScript), says: &str| {
             script.start(device);
             violation(&mut script);
             script.await_stop(device);
@@ -161,14 +161,14 @@ fn violation_stops_only_its_device() {
             expected.push((device.label, says.to_owned()));
         };
         for (_, violation, says) in &VIOLATIONS {
-            commit(&|s| violation(s, device), says);
+            add_case(&|s| violation(s, device), says);
         }
         if let Some(says) = read_only(device.label) {
             let violation = |s: &mut DriverScript| {
                 s.describe(0, BUFFERS, 64, 0, 0);
                 s.offer(device, 0, 1);
             };
-            commit(&violation, says);
+            add_case(&violation, says);
         }
     }
     // The device works again for a correct driver.

@@ -24,7 +24,7 @@ const ENTER: &str = "cd \"$1\" && \
      mount --bind --read-only \"$2\" firecracker && \
      shift 2 && exec chroot --userspec=65534:65534 . /firecracker \"$@\"";
 
-/// A jail, whose files are also here.
+/// A jail. Its root is this directory.
 struct Jail(TestDir);
 
 impl Jail {

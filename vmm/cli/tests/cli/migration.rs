@@ -147,8 +147,8 @@ fn cancelled_migration_leaves_the_guest_running() {
     let work = "payload,ws=64M,rate=64M,fill=random,report=200";
     let guest = [&guest[..], &["--guest", work]].concat();
     let mut first = Vmm::run(&tmp, "first", &guest);
-    // Pass 0 has all of its memory, and so takes seconds: on a busy host, a guest that has just
-    // started has little, writes nothing during a short pass, and would migrate.
+    // Pass 0 then sends all of its memory, which takes seconds. On a busy host, a guest that has
+    // just started has written little: the pass would be short, and the migration would complete.
     wait_for("the guest to have written all pages", || {
         let reports = first.reports();
         (reports.len() == 2 && reports.iter().all(|report| report.passes > 0)).then_some(())

@@ -12,8 +12,8 @@ fn hand_over_fails_where_a_flush_hangs() {
     side_by_side([1, 0], |answered| {
         let tmp = TestDir::new();
         let test = "hand_over_fails_where_a_flush_hangs";
-        let Some(mut world) = StuckGuest::or_skip(&tmp, test) else { return };
-        let StuckGuest { storage, vmm } = &mut world;
+        let Some(mut stuck) = StuckGuest::or_skip(&tmp, test) else { return };
+        let StuckGuest { storage, vmm } = &mut stuck;
         storage.answer_only(answered);
         let (_receiver, address) = receiver(&tmp, "destination", &["--disk", &disk(storage)]);
         let stderr = in_time("a migration", || vmm.refuse(4, &["send-migration", &address]));
@@ -29,7 +29,7 @@ fn hand_over_fails_where_a_flush_hangs() {
         in_time("a pause", || vmm.tell(&["pause"]));
         in_time("a resume", || vmm.tell(&["resume"]));
         in_time("a stop", || stop(vmm));
-        world.ends_with(0);
+        stuck.ends_with(0);
     });
 }
 
@@ -53,8 +53,8 @@ fn guest_continues_where_the_last_pass_hangs() {
         &["--initrd", &initrd, "--disk", &disk_of_guest],
     ];
     let vmm = Vmm::run(&tmp, "source", &guest.concat());
-    let world = StuckGuest { storage, vmm };
-    let StuckGuest { storage, vmm } = &world;
+    let stuck = StuckGuest { storage, vmm };
+    let StuckGuest { storage, vmm } = &stuck;
     let copy = format!("path={},id=disk0,copy", tmp.text("copy"));
     let (_receiver, to) = receiver(&tmp, "destination", &["--disk", &copy]);
     storage.answer_only_reads(0);
@@ -72,23 +72,23 @@ fn guest_continues_where_the_last_pass_hangs() {
     storage.fail_reads_that_wait();
     wait_for("the guest's next write", || (storage.stuck() == 1).then_some(()));
     in_time("a stop", || stop(vmm));
-    world.ends_with(0);
+    stuck.ends_with(0);
 }
 
 fn sigterm_ends_a_process_whose_flush_hangs() {
     let tmp = TestDir::new();
-    let Some(world) = StuckGuest::or_skip(&tmp, "sigterm_ends_a_process_whose_flush_hangs") else {
+    let Some(stuck) = StuckGuest::or_skip(&tmp, "sigterm_ends_a_process_whose_flush_hangs") else {
         return;
     };
-    let StuckGuest { storage, vmm } = &world;
+    let StuckGuest { storage, vmm } = &stuck;
     storage.answer_only(1);
     let (_receiver, address) = receiver(&tmp, "destination", &["--disk", &disk(storage)]);
     let socket = vmm.socket();
     let mut sending =
         driftline(&["send-migration", &address, "--api-sock", &socket]).spawn().unwrap();
-    world.await_stuck("the flush in the hand-over");
+    stuck.await_stuck("the flush in the hand-over");
     sigterm(vmm);
-    world.ends_with(0);
+    stuck.ends_with(0);
     assert_ne!(sending.wait().unwrap().code(), Some(0), "it did not move");
 }
 

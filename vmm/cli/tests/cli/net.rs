@@ -134,7 +134,7 @@ impl<'p> LoggedProcess<'p> {
         Self { tmp, name, child }
     }
 
-    /// Starts a driftline on `host`, with its own socket, serial file and directory.
+    /// Starts a VMM on `host`, with its own socket, serial file and directory.
     fn driftline(
         tmp: &'p TestDir,
         name: &'static str,
@@ -279,7 +279,7 @@ fn unusable_tap_is_refused_with_the_reason() {
     assert!(refused_on_host("tap=many,queues=2").contains("tap \"many\" is in use by another"));
 }
 
-/// Migrates the guest of `from` to a new driftline `name` on `host`.
+/// Migrates the guest of `from` to a new VMM `name` on `host`.
 fn migrate<'p>(
     tmp: &'p TestDir,
     from: &str,

@@ -46,7 +46,7 @@ fn plan_leaves_the_guest_as_it_was() {
     assert_eq!(vmm.info().unwrap()["dirty"]["subscribers"], 0);
 
     let table = vmm.tell(&["plan"]);
-    assert!(table.contains("assumed: say --bandwidth"), "{table}");
+    assert!(table.contains("assumed: set it with --bandwidth"), "{table}");
     for row in ["migration ", "downtime ", "cadence "] {
         assert!(table.lines().any(|line| line.starts_with(row)), "{row}in {table}");
     }

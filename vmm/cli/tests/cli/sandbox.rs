@@ -53,7 +53,7 @@ fn guest_threads_have_more_filters() {
 }
 
 /// If the main thread already has a signal pending, the kernel delivers the next one to any thread
-/// that does not block it. A second SIGTERM once ended the process that way, and the guest with it.
+/// that does not block it. A second SIGTERM would then end the process, and the guest with it.
 #[test]
 fn guest_threads_block_process_signals() {
     if !kvm_or_skip("guest_threads_block_process_signals") {

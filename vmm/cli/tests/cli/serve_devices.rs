@@ -60,7 +60,7 @@ fn tap_belongs_to_one_interface_at_once() {
     vmm.done("PUT", "/network-interfaces/a", &interface("a", &tap.0));
     assert_eq!(vmm.refusal("PUT", "/network-interfaces/b", &interface("b", &tap.0)), busy);
     assert_eq!(other.refusal("PUT", "/network-interfaces/a", &interface("a", &tap.0)), busy);
-    // The same tap again, and then another one, which gives the first back.
+    // The same tap again, and then another one, which releases the first.
     vmm.done("PUT", "/network-interfaces/a", &interface("a", &tap.0));
     vmm.done("PUT", "/network-interfaces/a", &interface("a", &second.0));
     other.done("PUT", "/network-interfaces/a", &interface("a", &tap.0));

@@ -15,9 +15,9 @@ fn guest_in_hanging_flush_can_be_stopped() {
     side_by_side([stop_in_a_run, |vmm, _| sigterm(vmm)], |way| {
         let tmp = TestDir::new();
         let test = "guest_in_hanging_flush_can_be_stopped";
-        let Some(world) = StuckGuest::in_a_flush(&tmp, test) else { return };
-        way(&world.vmm, &tmp.text("store"));
-        let stderr = world.ends_with(0);
+        let Some(stuck) = StuckGuest::in_a_flush(&tmp, test) else { return };
+        way(&stuck.vmm, &tmp.text("store"));
+        let stderr = stuck.ends_with(0);
         assert!(stderr.contains("\"disk0\""), "{stderr}");
     });
 }

@@ -61,7 +61,7 @@ fn once_prints_one_window_then_stops_watching() {
     assert!(lines[0].ends_with(" running"), "{plain}");
     assert!(lines[1].starts_with("64 MiB, 2 vCPUs, threads, dirty-ring, here for "), "{plain}");
     for expected in
-        ["each cell ", "no migration and no checkpoints", "watching costs the guest what "]
+        ["each cell ", "no migration and no checkpoints", "watching slows the guest's writes "]
     {
         assert!(plain.contains(expected), "{expected}: {plain}");
     }

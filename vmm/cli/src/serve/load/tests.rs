@@ -1,4 +1,4 @@
-//! Snapshots whose state is sound as a file, and says something that cannot be.
+//! Snapshots whose state file is well-formed and describes an impossible machine.
 
 use std::fs::File;
 use std::path::PathBuf;

@@ -1,4 +1,4 @@
-//! Configurations with files of their own, and the machines that follow.
+//! Configurations with files of their own, and the machines that they result in.
 
 use driftline_machine::config::{
     ChangedBits, DiskCache, DiskEngine, MetadataVersion, MsrChange, NetMetadata,
