@@ -10,7 +10,7 @@ without_common() {
         /^ +(-[a-zA-Z], )?--?[a-z]/ { common = /--(verbose|log|log-format|log-file|help)( |\.|$)/ }
         /^[^ ]/ { common = 0 }
         !common { print }' | sed 's/ *$//' | cat -s | awk '
-        # A heading with nothing under it goes, too.
+        # A heading with nothing under it is dropped, too.
         /^Output:$/ { heading = $0; next }
         heading != "" && NF { if (/^ /) print heading; heading = "" }
         { print }' | sed -e :a -e '/^\n*$/{$d;N;ba' -e '}'

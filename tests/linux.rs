@@ -5,8 +5,8 @@
 //! `images/linux/build.sh` builds. A test reports what is missing. `images/linux/README.md`
 //! describes the checkers.
 //!
-//! The peer of a connection is not part of a checkpoint. With `--disks external` the disk is not
-//! either. Therefore the tests restore a guest in three ways:
+//! The peer of a connection is not part of a checkpoint. With `--disks external`, neither is the
+//! disk. Therefore the tests restore a guest in three ways:
 //! - The guest is paused, checkpointed and killed, so nothing happens after the checkpoint. The
 //!   restored guest uses the same disk, and its connections continue.
 //! - The guest is paused and checkpointed, its disk is copied, and the guest runs until it is

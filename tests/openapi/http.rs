@@ -1,5 +1,5 @@
-//! Each status of an answer that no operation has for itself is documented, and seen: those of the
-//! HTTP server.
+//! Each status with which the HTTP server itself answers, whatever the operation, is documented,
+//! and is seen here.
 
 use std::collections::BTreeSet;
 use std::os::unix::net::UnixStream;

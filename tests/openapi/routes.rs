@@ -12,7 +12,7 @@ use super::model::{ApiModel, BodyKind, parse, root, rust_files};
 
 /// The sources of the API's routes and handlers.
 const API: &str = "vmm/control/src/api";
-/// The function whose routes only a process answers that is not configured over the API.
+/// The function with the routes of processes that are not configured over the API.
 const SHARED: &str = "shared";
 /// The source of Firecracker's operations.
 const OPERATIONS: &str = "vmm/control/src/firecracker/operation.rs";

@@ -1,5 +1,5 @@
-//! Dependencies between the workspace's crates: every arrow of a product points to its left. Only
-//! one crate uses KVM.
+//! Dependencies between the workspace's crates: each crate of the product depends only on crates to
+//! its left. Only one crate uses KVM.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::process::Command;
@@ -112,8 +112,8 @@ pub(crate) fn members() -> Vec<WorkspaceMember> {
     packages.iter().map(member).collect()
 }
 
-/// Returns a sentence for each way in which `members` and `allowed` differ, and for each arrow of
-/// `allowed` that does not point to the left.
+/// Returns a sentence for each way in which `members` and `allowed` differ, and for each dependency
+/// in `allowed` that is not on a crate to the left.
 fn wrong_arrows(allowed: &[(&str, &[&str])], members: &[WorkspaceMember]) -> Vec<String> {
     let mut wrong = Vec::new();
     let mut left = BTreeSet::new();

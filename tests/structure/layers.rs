@@ -21,7 +21,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ),
 ];
 
-/// Returns a sentence for each import that leaves a layer without leave.
+/// Returns a sentence for each import that its layer may not have.
 fn wrong_imports(
     allowed: &[(&str, &[&str])],
     imports: &BTreeMap<Module, BTreeSet<Module>>,

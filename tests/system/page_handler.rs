@@ -183,7 +183,7 @@ fn handlers_death_ends_a_load() {
     }
 }
 
-/// The short form leaves it out: a load waits for half a minute.
+/// The short form skips this test: the load waits for half a minute.
 #[test]
 fn load_with_a_hanging_handler_fails() {
     let test = "load_with_a_hanging_handler_fails";

@@ -22,7 +22,7 @@ struct disk_verdict {
  * Opens `log->path`, with O_DIRECT if possible, and finds its size. Prints the reason if it fails.
  */
 bool disk_log_open(struct disk_log *log, int flags);
-/* Reads the header; false if there is none, or if it names more slots than the file has. */
+/* Reads the header; false if there is none, or if no file can have as many slots as it names. */
 bool disk_log_header(struct disk_log *log);
 /*
  * Reads the entire log and checks every slot, given that record `promised` was flushed. False if it

@@ -133,12 +133,12 @@ static bool connection_turn(struct server *server, struct connection *connection
             return false;
     }
     if (connection->sent < connection->checked) {
-        ssize_t gone = send(connection->fd, connection->buffer + connection->sent,
+        ssize_t sent = send(connection->fd, connection->buffer + connection->sent,
                             connection->checked - connection->sent, MSG_NOSIGNAL);
-        if (gone < 0 && errno != EAGAIN && errno != EINTR)
+        if (sent < 0 && errno != EAGAIN && errno != EINTR)
             return false;
-        if (gone > 0)
-            connection->sent += (size_t)gone;
+        if (sent > 0)
+            connection->sent += (size_t)sent;
     }
     if (connection->sent == connection->checked) {
         connection->filled -= connection->checked;

@@ -116,11 +116,11 @@ static bool client_send(struct client *client, bool due)
                        &(struct message){.number = client->sent++, .nonce = client->nonce});
         client->out_left = MESSAGE_BYTES;
     }
-    ssize_t gone = send(client->fd, client->out + MESSAGE_BYTES - client->out_left,
+    ssize_t sent = send(client->fd, client->out + MESSAGE_BYTES - client->out_left,
                         client->out_left, MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (gone < 0)
+    if (sent < 0)
         return errno == EAGAIN || errno == EINTR;
-    client->out_left -= (size_t)gone;
+    client->out_left -= (size_t)sent;
     return true;
 }
 
