@@ -7,10 +7,11 @@ use std::io::Read;
 use std::net::TcpListener;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use driftline_backends::Factory;
 use driftline_control::api::{
@@ -38,6 +39,8 @@ use super::setup::{NamedFiles, check_state_dir, host_config, log_machine, prepar
 
 /// Upper bound on waiting for the guest's process, which is asked for the guest at once.
 const OFFER_LIMIT: Duration = Duration::from_secs(30);
+/// Interval between two checks whether an offer can still come.
+const CHECK_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Why a process of another service is refused: the service manager would end the guest with the
 /// service's main process.
@@ -107,12 +110,20 @@ pub(super) fn begin(args: &TakeOverArgs) -> Result<(Cli, TakenProcess), Failure>
     Ok((cli, taken))
 }
 
+/// Waits for the guest's process. Once the command that has started this process has ended, the
+/// socket is gone, and no process can connect any more.
 fn accept(listener: &UnixListener) -> Result<UnixStream, Failure> {
-    let limit = Timespec::try_from(OFFER_LIMIT).map_err(io::Error::other)?;
-    let mut polled = [PollFd::new(listener, PollFlags::IN)];
-    match poll(&mut polled, Some(&limit))? {
-        0 => Err(Failure::error(format_args!("no guest was offered within {OFFER_LIMIT:?}"))),
-        _ => Ok(listener.accept()?.0),
+    let interval = Timespec::try_from(CHECK_INTERVAL).map_err(io::Error::other)?;
+    let path = listener.local_addr()?.as_pathname().map(Path::to_owned);
+    let end = Instant::now() + OFFER_LIMIT;
+    loop {
+        let is_over = Instant::now() > end || path.as_ref().is_some_and(|path| !path.exists());
+        let mut polled = [PollFd::new(listener, PollFlags::IN)];
+        match poll(&mut polled, Some(&interval))? {
+            0 if is_over => return Err(Failure::error("no guest was offered")),
+            0 => {}
+            _ => return Ok(listener.accept()?.0),
+        }
     }
 }
 
