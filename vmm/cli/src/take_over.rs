@@ -186,6 +186,9 @@ pub(super) fn take_over(command: Command, taken: TakenProcess) -> Result<ExitCod
     let app = App::new(jobs.clone());
     app.set_process_line(process_line(&host));
     let api = api.map(|api| ListeningSocket::adopt(api, api_file)).transpose()?;
+    if let Some(Err(e)) = api.as_ref().map(ListeningSocket::listen_here) {
+        tracing::warn!("clients of the API see the previous process behind its socket: {e}");
+    }
     server.serve(Listeners { api, metrics, adopted: Some(connections) }, app)?;
     notify::continued(format_args!("guest {} runs", vm.vm_id()));
     TakenOffer::note_serving(&stream);

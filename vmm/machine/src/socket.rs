@@ -166,6 +166,16 @@ impl ListeningSocket {
         Ok(Self { listener, file: Mutex::new(file) })
     }
 
+    /// Makes this the process that clients see behind a socket of another one: `SO_PEERCRED` names
+    /// the last process that has called `listen`. Programs that have connected are not affected.
+    ///
+    /// # Errors
+    ///
+    /// That of `listen(2)`.
+    pub fn listen_here(&self) -> io::Result<()> {
+        Ok(rustix::net::listen(&self.listener, BACKLOG)?)
+    }
+
     /// Leaves the socket's file where it is when the socket is dropped or the process ends.
     pub fn keep_file(&self) {
         self.file.lock().take().iter().for_each(exit::forget);

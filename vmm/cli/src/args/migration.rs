@@ -67,8 +67,8 @@ pub(crate) struct SendArgs {
     /// Hand the guest over on this host, without copying memory
     ///
     /// ADDRESS is the receiver's unix:PATH. Both processes map the same memory, so the guest must
-    /// have been started with --memory-backing memfd. Its disks and taps change hands as in any
-    /// migration. The receiver must run as the same user, or this process as root.
+    /// have been started with --memory-backing memfd. The receiver gets its open disks and taps and
+    /// the connections of its vsock. It must run as the same user, or this process as root.
     #[arg(long, conflicts_with_all = ["max_bandwidth", "connections", "compress", "verify",
           "copy_disks", "tls_dir", "insecure"], help_heading = headings::TRANSFER)]
     pub(crate) local: bool,

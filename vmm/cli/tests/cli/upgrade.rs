@@ -94,7 +94,8 @@ fn upgrades(machine: &[&str], times: u32) {
     assert_eq!(idle.get("/v1/info")["pid"], latest.pid(), "the connection has moved along");
     vmm.await_progress(2, &before);
     latest.await_resources(resources);
-    vmm.tell(&["stop"]);
+    // It waits for the process that has the guest, not for the one that has bound the socket.
+    vmm.tell(&["stop", "--wait"]);
     wait_for("the socket's end", || (!fs::exists(vmm.socket()).unwrap()).then_some(()));
 }
 

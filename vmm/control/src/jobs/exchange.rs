@@ -59,7 +59,7 @@ impl Jobs {
     ) -> Result<(MutexGuard<'_, ()>, MutexGuard<'_, SnapshotBase>), KeptFile> {
         let starting = self.starting.try_lock_for(limit).ok_or(KeptFile::Starting)?;
         if let Some(job) = self.migration_job().filter(|job| !job.is_over()) {
-            let to = job.page().to;
+            let to = job.to().to_owned();
             return Err(KeptFile::Job(JobError::MigrationUnderWay { to }));
         }
         if let Some(job) = self.checkpoint_job().filter(|job| !job.is_over()) {

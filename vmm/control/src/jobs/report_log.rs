@@ -48,10 +48,10 @@ impl ReportLog {
     }
 
     /// Returns the log of a run that continues in another process, with the reports that a client
-    /// may not have read.
-    pub(super) fn moved(&mut self) -> Self {
+    /// may not have read. They stay here, too, for readers that this process still answers.
+    pub(super) fn moved(&self) -> Self {
         let older = self.reports.len().saturating_sub(MAX_PAGE);
-        let reports = self.reports.split_off(older);
+        let reports = self.reports.iter().skip(older).cloned().collect();
         let (first, tally) = (self.first + older as u64, self.tally.clone());
         Self { first, reports, tally, ..Self::default() }
     }

@@ -94,7 +94,7 @@ impl Table {
         let own = u64::from(std::process::id());
         self.allow_values(tgkill, 0, [own])?;
         self.allow_values(kill, 0, [own])?;
-        self.allow_values(prlimit64, 2, [0])?;
+        self.allow_null(prlimit64, 2)?;
         // The handler of a forbidden call restores the terminal on standard input.
         let terminal = [(0, libc::STDIN_FILENO as u64), (1, u64::from(crate::terminal::SET))];
         self.allow_both(ioctl, terminal)?;
@@ -174,6 +174,14 @@ impl Table {
     ) -> Result<(), BackendError> {
         let low = value & u64::from(u32::MAX);
         let condition = SeccompCondition::new(index, SeccompCmpArgLen::Dword, op, low)?;
+        self.allow_rule(call, SeccompRule::new(vec![condition])?);
+        Ok(())
+    }
+
+    /// Allows `call` if an argument is a null pointer.
+    fn allow_null(&mut self, call: Sysno, index: u8) -> Result<(), BackendError> {
+        let length = SeccompCmpArgLen::Qword;
+        let condition = SeccompCondition::new(index, length, SeccompCmpOp::Eq, 0)?;
         self.allow_rule(call, SeccompRule::new(vec![condition])?);
         Ok(())
     }

@@ -136,6 +136,8 @@ fn forbidden_call(name: &str) -> Option<(Sysno, [i64; 3])> {
         "packet" => (socket, [libc::AF_PACKET.into(), libc::SOCK_RAW.into(), 0]),
         "fork" => (clone, [libc::SIGCHLD.into(), 0, 0]),
         "kill" => (kill, [1, 0, 0]),
+        // A new limit at an address whose low half is zero.
+        "limit" => (prlimit64, [0, libc::RLIMIT_NOFILE.into(), 1 << 32]),
         "code" => (mprotect, [0, 4096, libc::PROT_EXEC.into()]),
         // KVM_CREATE_VM, and TIOCSTI, which injects input into a terminal.
         "create-vm" => (ioctl, [-1, 0xae01, 0]),
@@ -254,6 +256,7 @@ fn no_class_opens_files_or_starts_programs() {
         assert_killed(&class, "socket", Sysno::socket);
         assert_killed(&class, "code", Sysno::mprotect);
         assert_killed(&class, "handler", Sysno::rt_sigaction);
+        assert_killed(&class, "limit", Sysno::prlimit64);
         done(&class, "no-file-by-landlock");
     }
 }
@@ -413,6 +416,7 @@ fn operator_threads_have_no_more_than_they_need() {
         ("mount", Sysno::mount),
         ("packet", Sysno::socket),
         ("kill", Sysno::kill),
+        ("limit", Sysno::prlimit64),
         ("type", Sysno::ioctl),
         ("code", Sysno::mprotect),
     ] {

@@ -1,13 +1,17 @@
 //! A disk's work by ordinary system calls, on the device's own thread.
 
-use std::fs::File;
-use std::io::{self, Seek, SeekFrom};
+use std::io;
+use std::os::unix::fs::FileExt;
 
 use driftline_guest::GuestRam;
-use vm_memory::{Bytes, GuestMemoryError};
+use vm_memory::{Address, Bytes, GuestAddress, GuestMemoryError};
 
 use crate::devices::block::file::DiskFile;
 use crate::devices::block::operation::{DiskOperation, DiskWork};
+use crate::devices::virtio::Buffer;
+
+/// Bytes that one system call transfers: on the stack, as many as a request of Linux often has.
+const CHUNK_BYTES: usize = 32 << 10;
 
 /// Performs an operation and waits for its end.
 pub(super) fn perform(
@@ -21,25 +25,17 @@ pub(super) fn perform(
 }
 
 fn work(disk: &DiskFile, work: &DiskWork, ram: &GuestRam) -> io::Result<()> {
-    // Only this device uses the file position: the file was opened for it.
-    let mut file: &File = disk.file();
+    // Not by the file's position, which another process has as well once the disk is offered to it.
+    let file = disk.file();
     match work {
-        DiskWork::Read { offset, to } => {
-            file.seek(SeekFrom::Start(*offset))?;
-            for piece in to.pieces() {
-                ram.read_exact_volatile_from(piece.addr, &mut file, piece.len as usize)
-                    .map_err(system)?;
-            }
-            Ok(())
-        }
-        DiskWork::Write { offset, from } => {
-            file.seek(SeekFrom::Start(*offset))?;
-            for piece in from.pieces() {
-                ram.write_all_volatile_to(piece.addr, &mut file, piece.len as usize)
-                    .map_err(system)?;
-            }
-            Ok(())
-        }
+        DiskWork::Read { offset, to } => by_chunks(to.pieces(), *offset, |bytes, at, addr| {
+            file.read_exact_at(bytes, at)?;
+            ram.write_slice(bytes, addr).map_err(system)
+        }),
+        DiskWork::Write { offset, from } => by_chunks(from.pieces(), *offset, |bytes, at, addr| {
+            ram.read_slice(bytes, addr).map_err(system)?;
+            file.write_all_at(bytes, at)
+        }),
         DiskWork::Flush => file.sync_data(),
         DiskWork::Discard(ranges) => {
             ranges.iter().try_for_each(|(offset, len)| disk.discard(*offset, *len))
@@ -49,6 +45,26 @@ fn work(disk: &DiskFile, work: &DiskWork, ram: &GuestRam) -> io::Result<()> {
         }
         DiskWork::Identify(_) => Ok(()),
     }
+}
+
+/// Calls `transfer` for each chunk of `pieces`, which lie one after another in the file from
+/// `offset` on: with a buffer of the chunk's length, its offset in the file and its guest address.
+fn by_chunks(
+    pieces: &[Buffer],
+    mut offset: u64,
+    mut transfer: impl FnMut(&mut [u8], u64, GuestAddress) -> io::Result<()>,
+) -> io::Result<()> {
+    let mut buffer = [0; CHUNK_BYTES];
+    for piece in pieces {
+        let mut done = 0;
+        while done < piece.len {
+            let len = CHUNK_BYTES.min((piece.len - done) as usize);
+            transfer(&mut buffer[..len], offset, piece.addr.unchecked_add(done.into()))?;
+            done += len as u32;
+            offset += len as u64;
+        }
+    }
+    Ok(())
 }
 
 fn system(e: GuestMemoryError) -> io::Error {
