@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{scope, sleep};
 use std::time::Duration;
 
-use crate::common::latest_process::LatestProcess;
+use crate::common::latest_process::{LatestProcess, is_running, taken_by_first_run};
 use crate::common::{TIMEOUT, TestDir, Vmm, driftline, output, succeed, text, wait_for};
 use driftline_machine::testing::{full, kvm_or_skip};
 use serde_json::Value;
@@ -95,7 +95,9 @@ fn upgrades(machine: &[&str], times: u32) {
     vmm.await_progress(2, &before);
     latest.await_resources(resources);
     // It waits for the process that has the guest, not for the one that has bound the socket.
+    let last = latest.pid();
     vmm.tell(&["stop", "--wait"]);
+    assert!(!is_running(last));
     wait_for("the socket's end", || (!fs::exists(vmm.socket()).unwrap()).then_some(()));
 }
 
@@ -116,18 +118,13 @@ fn kvm_guest_outlives_its_processes() {
 fn checkpoints_continue(machine: &[&str], times: u32) {
     let tmp = TestDir::new();
     let store = tmp.text("store");
-    let mut vmm = Vmm::run(&tmp, "first", &[machine, SLOW_GUEST].concat());
+    let vmm = Vmm::run(&tmp, "first", &[machine, SLOW_GUEST].concat());
     let run = ["checkpoint", "--every", "20ms", "--json", "--store", &store, "--api-sock"];
     let mut run = driftline(&[&run[..], &[&vmm.socket()]].concat());
     let run = run.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let latest = LatestProcess::of(&vmm);
     let before = vmm.await_progress(2, &[]);
-    let taken = || {
-        let page: Value =
-            serde_json::from_str(&vmm.tell(&["checkpoint", "--status", "--json"])).unwrap();
-        assert!(page["job"] == 1 && page["running"] == true, "{page}");
-        page["achieved"]["taken"].as_u64().unwrap()
-    };
+    let taken = || taken_by_first_run(&vmm);
     for _ in 0..times {
         let before = wait_for("a checkpoint", || {
             vmm.info().filter(|info| info["checkpointing"] == true)?;
@@ -154,13 +151,7 @@ fn checkpoints_continue(machine: &[&str], times: u32) {
     assert_eq!((all.len(), full), (numbers.len(), 1), "the chain has not begun again");
     let mut restored = Vmm::start(&tmp, "second", &["restore", "--same-id", "--store", &store]);
     restored.await_api();
-    let first = restored.await_progress(2, &before);
-    wait_for("each page to be checked", || {
-        let now = restored.reports();
-        assert!(now.iter().all(|report| report.errors == 0), "{now:?}");
-        now.iter().zip(&first).all(|(now, first)| now.passes > first.passes + 1).then_some(())
-    });
-    vmm.kill();
+    restored.await_checked_pages(2, &before);
 }
 
 #[test]
@@ -192,12 +183,7 @@ fn checkpoint_run_stays_if_the_guest_does() {
     let mut vmm = Vmm::start_by(&tmp, "first", command);
     vmm.await_api();
     vmm.tell(&["checkpoint", "--store", &store, "--every", "10ms", "--detach"]);
-    let taken = || {
-        let page: Value =
-            serde_json::from_str(&vmm.tell(&["checkpoint", "--status", "--json"])).unwrap();
-        assert!(page["job"] == 1 && page["running"] == true, "{page}");
-        page["achieved"]["taken"].as_u64().unwrap()
-    };
+    let taken = || taken_by_first_run(&vmm);
     for _ in 0..3 {
         let before = taken();
         let said = vmm.refuse(4, &["upgrade"]);

@@ -57,3 +57,17 @@ impl Drop for LatestProcess<'_> {
         let _ = pid.map(|pid| kill_process(pid, Signal::KILL));
     }
 }
+
+/// Returns whether a process runs. One that has ended and was not waited for does not.
+pub fn is_running(pid: u32) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
+}
+
+/// Returns how many checkpoints the guest's first run has taken. The run must not have ended.
+pub fn taken_by_first_run(vmm: &Vmm<'_>) -> u64 {
+    let page: Value =
+        serde_json::from_str(&vmm.tell(&["checkpoint", "--status", "--json"])).unwrap();
+    assert!(page["job"] == 1 && page["running"] == true, "{page}");
+    page["achieved"]["taken"].as_u64().unwrap()
+}

@@ -316,6 +316,17 @@ impl<'p> Vmm<'p> {
         last_reports(&self.tmp.path(&format!("{}.serial", self.name)))
     }
 
+    /// Waits until each of `vcpus` vCPUs has gone through its pages twice since it has written more
+    /// than in `than`, and so has checked each, without an error.
+    pub fn await_checked_pages(&self, vcpus: usize, than: &[PayloadReport]) {
+        let first = self.await_progress(vcpus, than);
+        wait_for("each page to be checked", || {
+            let now = self.reports();
+            assert!(now.iter().all(|report| report.errors == 0), "{now:?}");
+            now.iter().zip(&first).all(|(now, first)| now.passes > first.passes + 1).then_some(())
+        });
+    }
+
     /// Waits until each of `vcpus` vCPUs has written more pages than in `than`, and checks that
     /// none found an error.
     pub fn await_progress(&self, vcpus: usize, than: &[PayloadReport]) -> Vec<PayloadReport> {
