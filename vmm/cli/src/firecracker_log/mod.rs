@@ -19,7 +19,7 @@ use std::io;
 use std::os::fd::AsFd;
 use std::sync::{Arc, OnceLock};
 use std::thread;
-use std::time::{Instant, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use driftline_control::firecracker::{LoggerConfig, LoggerLevel};
 use driftline_machine::log::{LineSink, LogOutput};
@@ -40,6 +40,9 @@ pub(super) const DEFAULT_ID: &str = "anonymous-instance";
 /// The target of events whose text has several lines, which are the program's own. The line feeds
 /// of all others are escaped: a text of a client must not look like a line.
 pub(super) const SEVERAL_LINES: &str = "driftline::several_lines";
+
+/// Limit on waiting for lines that still belong into the file that a client replaces.
+const REPLACE_LIMIT: Duration = Duration::from_secs(1);
 
 /// The log of this process, once it is created.
 static LOG: OnceLock<FirecrackerLog> = OnceLock::new();
@@ -201,7 +204,8 @@ pub(super) fn set_id(id: &str) {
     }
 }
 
-/// Changes the log as `PUT /logger` does.
+/// Changes the log as `PUT /logger` does. Queued lines are written to the old file first, for at
+/// most a second: its reader may have stopped.
 ///
 /// # Errors
 ///
@@ -218,6 +222,7 @@ pub(super) fn configure(config: &LoggerConfig) -> io::Result<()> {
     fatal_signals::set_logged(settings.level != LevelFilter::OFF);
     drop(settings);
     if let Some(file) = file {
+        log.output.flush(REPLACE_LIMIT);
         log.target.replace(file);
     }
     tracing::callsite::rebuild_interest_cache();
@@ -318,7 +323,7 @@ impl Visit for EventText {
 
 #[cfg(test)]
 mod tests {
-    use std::time::{Duration, UNIX_EPOCH};
+    use std::time::UNIX_EPOCH;
 
     use tracing_subscriber::layer::SubscriberExt;
 

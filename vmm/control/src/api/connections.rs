@@ -4,7 +4,8 @@
 //! process answers it. Every other connection is idle, including a connection that has sent
 //! nothing, has sent half a request, or does not read its answer. If [`MAX_IDLE`] connections are
 //! idle, a new connection displaces the oldest idle one, so that silent clients cannot lock an
-//! operator out.
+//! operator out. Shortly after requests were held, none is displaced: those that have not begun yet
+//! are on idle connections.
 //!
 //! The server answers a request once its whole body has arrived, within [`BODY_LIMIT`], unless the
 //! limit of the request's [`RequestClass`] is reached. Shortly after requests were held, a request
@@ -46,9 +47,9 @@ const MAX_IDLE: usize = 64;
 const DISCONNECT_POLL: Duration = Duration::from_millis(250);
 /// Limit for receiving a request's body.
 pub(super) const BODY_LIMIT: Duration = Duration::from_secs(10);
-/// Upper bound on waiting for another request of the same class to end. Only requests that begin
-/// within this time after requests were held wait at all: held requests begin at the same time, and
-/// may exceed the limit of their class.
+/// Time after requests were held in which no connection is displaced, and in which a request waits
+/// for another one of its class to end: held requests begin at the same time, and may exceed both
+/// limits.
 const ROOM_LIMIT: Duration = Duration::from_secs(1);
 /// Delay after a connection could not be accepted, most likely because the process has no free file
 /// descriptor.
@@ -143,10 +144,10 @@ impl BoundedListener {
     /// Adds an open connection, which is idle.
     pub(super) fn add(&self, stream: ServerStream) -> (BoundedStream, ConnectionHandle) {
         let mut table = self.table.lock();
-        table.make_room();
         table.last_id += 1;
         let id = table.last_id;
-        table.entries.push(ConnectionEntry { id, busy: false, reader: None, writer: None });
+        let entry = ConnectionEntry { id, busy: false, reader: None, writer: None };
+        self.table.push_idle(&mut table, entry);
         drop(table);
         let stream = Arc::new(stream);
         let table = self.table.clone();
@@ -160,6 +161,15 @@ impl ConnectionTable {
     fn lock(&self) -> MutexGuard<'_, Connections> {
         self.connections.lock()
     }
+
+    /// Adds an idle connection. Displaces the oldest idle ones beyond [`MAX_IDLE`], unless requests
+    /// were held just now.
+    fn push_idle(&self, connections: &mut Connections, entry: ConnectionEntry) {
+        connections.entries.push(entry);
+        if !self.relay.held_within(ROOM_LIMIT) {
+            connections.displace_idle();
+        }
+    }
 }
 
 impl Connections {
@@ -167,15 +177,14 @@ impl Connections {
         self.entries.iter_mut().find(|entry| entry.id == id)
     }
 
-    /// Makes room for one idle connection: displaces the oldest idle one if there are
-    /// [`MAX_IDLE`].
-    fn make_room(&mut self) {
-        if self.entries.iter().filter(|entry| !entry.busy).count() < MAX_IDLE {
-            return;
-        }
-        if let Some(oldest) = self.entries.iter().position(|entry| !entry.busy) {
-            let ConnectionEntry { reader, writer, .. } = self.entries.remove(oldest);
-            reader.into_iter().chain(writer).for_each(Waker::wake);
+    /// Displaces the oldest idle connections beyond [`MAX_IDLE`].
+    fn displace_idle(&mut self) {
+        let idle = self.entries.iter().filter(|entry| !entry.busy).count();
+        for _ in MAX_IDLE..idle {
+            if let Some(oldest) = self.entries.iter().position(|entry| !entry.busy) {
+                let ConnectionEntry { reader, writer, .. } = self.entries.remove(oldest);
+                reader.into_iter().chain(writer).for_each(Waker::wake);
+            }
         }
     }
 }
@@ -328,8 +337,7 @@ impl Drop for BusyGuard {
         table.answering[self.class as usize] -= 1;
         if let Some(at) = table.entries.iter().position(|entry| entry.id == *id) {
             let entry = table.entries.remove(at);
-            table.make_room();
-            table.entries.push(ConnectionEntry { busy: false, ..entry });
+            self.connection.table.push_idle(&mut table, ConnectionEntry { busy: false, ..entry });
         }
         self.connection.table.room.notify_waiters();
     }
