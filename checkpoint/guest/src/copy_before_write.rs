@@ -217,7 +217,8 @@ impl CopyBeforeWrite {
     }
 
     /// Waits until the device may change `bytes` bytes from `from` on. The device calls this before
-    /// the change. Returns after about two seconds at most.
+    /// the change. Returns after about two seconds at most, if the drive's storage answers: a block
+    /// that would be overwritten may be read first.
     pub fn before_write(&self, from: u64, bytes: u64) {
         if bytes > 0 && self.is_active.load(Ordering::Acquire) {
             let (start, last) = (Gfn::containing(from), Gfn::containing(from + bytes - 1));

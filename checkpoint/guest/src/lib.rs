@@ -69,7 +69,7 @@ pub use factory::{GuestFactory, GuestWithCopies};
 pub use guest::Guest;
 pub use hand_over::{HandOver, MAX_QUEUED_PACKETS, NextHost};
 pub use identity::GuestIdentity;
-pub use lifecycle::{Lifecycle, Paused, VcpuPauses};
+pub use lifecycle::{Lifecycle, Paused, SavedPause, VcpuPauses};
 pub use lineage::{Line, LineId, Origin};
 pub use memory_claim::{ClaimState, MemoryRight, OfferedClaim};
 pub use page_source::{LazyRestoreProgress, PageSource, PageSourceError};

@@ -1,6 +1,6 @@
 //! Whether a guest runs: pause, resume, end.
 
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use driftline_dirty_tracker::{DirtySet, Subscription};
 
@@ -15,8 +15,9 @@ pub trait Lifecycle: Send + Sync {
     /// Returns the guest's run state.
     fn run_state(&self) -> RunState;
 
-    /// Stops all vCPUs between two instructions and quiesces devices. Returns the state before; a
-    /// guest that is already paused stays paused. Prefer [`Paused::new`], which resumes by itself.
+    /// Quiesces devices, and then stops all vCPUs between two instructions, so that the
+    /// vCPUs run while a disk finishes what is in flight. Returns the state before; a guest that is already
+    /// paused stays paused. Prefer [`Paused::new`], which resumes by itself.
     ///
     /// # Errors
     ///
@@ -30,7 +31,7 @@ pub trait Lifecycle: Send + Sync {
     /// # Errors
     ///
     /// As [`pause`](Self::pause).
-    fn pause_and_save(&self) -> Result<(RunState, SavedState), GuestError>;
+    fn pause_and_save(&self) -> Result<SavedPause, GuestError>;
 
     /// Resumes a paused guest. Returns when its vCPUs have resumed, if they report that, so that
     /// the caller's next work does not take a processor from a woken vCPU. Does not wait for any
@@ -61,7 +62,7 @@ impl<T: Delegate<dyn Lifecycle>> Lifecycle for T {
         self.delegate().pause()
     }
 
-    fn pause_and_save(&self) -> Result<(RunState, SavedState), GuestError> {
+    fn pause_and_save(&self) -> Result<SavedPause, GuestError> {
         self.delegate().pause_and_save()
     }
 
@@ -76,6 +77,18 @@ impl<T: Delegate<dyn Lifecycle>> Lifecycle for T {
     fn vcpu_pauses(&self) -> Vec<VcpuPauses> {
         self.delegate().vcpu_pauses()
     }
+}
+
+/// A pause, and the state that was saved in it.
+#[derive(Debug)]
+pub struct SavedPause {
+    /// The state before the pause.
+    pub before: RunState,
+    /// When the vCPUs were told to stop: devices were quiesced by then. Now, if they had stopped
+    /// already.
+    pub since: Instant,
+    /// The state; or why it cannot be saved, although the guest is paused.
+    pub saved: SavedState,
 }
 
 /// A vCPU's own account of its pauses, by the host's clock.
@@ -118,8 +131,18 @@ impl<'g, G: Lifecycle + GuestIdentity + ?Sized> Paused<'g, G> {
     ///
     /// As [`Lifecycle::pause`].
     pub fn saving(guest: &'g G) -> Result<(Self, SavedState), GuestError> {
-        let (before, saved) = guest.pause_and_save()?;
-        Ok((Self { guest, resume: before == RunState::Running }, saved))
+        let (paused, pause) = Self::timed(guest)?;
+        Ok((paused, pause.saved))
+    }
+
+    /// Does [`saving`](Self::saving), and also returns the time of the pause.
+    ///
+    /// # Errors
+    ///
+    /// As [`Lifecycle::pause`].
+    pub fn timed(guest: &'g G) -> Result<(Self, SavedPause), GuestError> {
+        let pause = guest.pause_and_save()?;
+        Ok((Self { guest, resume: pause.before == RunState::Running }, pause))
     }
 
     /// Returns whether the guest ran before the pause, and so will run when this is dropped.

@@ -11,7 +11,7 @@ use driftline_checkpoint::{
 };
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, repeats};
 use driftline_guest::{
-    Clock, DirtyLog, GuestContents, GuestError, GuestIdentity, Lifecycle, RunState, SavedState,
+    Clock, DirtyLog, GuestContents, GuestError, GuestIdentity, Lifecycle, RunState, SavedPause,
     Stateful, VcpuPauses,
 };
 use driftline_store::Store;
@@ -58,7 +58,7 @@ impl Lifecycle for CountingGuest {
         self.guest.pause()
     }
 
-    fn pause_and_save(&self) -> Result<(RunState, SavedState), GuestError> {
+    fn pause_and_save(&self) -> Result<SavedPause, GuestError> {
         self.pauses.fetch_add(1, Ordering::SeqCst);
         self.guest.pause_and_save()
     }

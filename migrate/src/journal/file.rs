@@ -1,7 +1,7 @@
 //! Files of records: staging, syncing, naming, reading and removing them.
 
-use std::fs;
-use std::io::{self, Write};
+use std::fs::{self, File};
+use std::io::{self, Read, Write};
 use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -15,6 +15,9 @@ use crate::protocol::ids::Token;
 
 /// The version of the records that this program writes.
 pub(super) const VERSION: u32 = 1;
+
+/// Largest record that is read. One has a few hundred bytes, and a path or an address.
+const MAX_RECORD: u64 = 1 << 16;
 
 /// Prefix of the name of a staged file.
 const STAGED: &str = ".staged-";
@@ -43,10 +46,15 @@ pub(super) fn read<T: DeserializeOwned>(
     path: &Path,
     token: Token,
 ) -> Result<Option<T>, RecordsError> {
-    let bytes = match fs::read(path) {
+    let file = match File::open(path) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
-        read => read.map_err(failed("read", path))?,
+        opened => opened.map_err(failed("read", path))?,
     };
+    let mut bytes = Vec::new();
+    file.take(MAX_RECORD + 1).read_to_end(&mut bytes).map_err(failed("read", path))?;
+    if bytes.len() as u64 > MAX_RECORD {
+        return Err(invalid(path, format!("it is longer than {MAX_RECORD} bytes")));
+    }
     let no_record = |e: serde_json::Error| failed("read", path)(e.into());
     let envelope: RecordEnvelope = serde_json::from_slice(&bytes).map_err(no_record)?;
     if envelope.version != VERSION {

@@ -320,12 +320,13 @@ fn invalid_records_are_listed_and_hide_no_others() {
     let good = records.place_source(good).unwrap();
     let path = |name: &str| dir.path().join(format!("{name}.source.json"));
     let text = fs::read_to_string(path(&token.to_string())).unwrap();
-    // Another migration's name, a later version, half a file, and a name without a token.
-    let names = [(); 3].map(|()| Token::random().to_string());
+    // Another migration's name, a later version, half a file, a long one, and a name without a token.
+    let names = [(); 4].map(|()| Token::random().to_string());
     fs::write(path(&names[0]), &text).unwrap();
     let later = text.replace("\"version\": 1", "\"version\": 2");
     fs::write(path(&names[1]), later.replace(&token.to_string(), &names[1])).unwrap();
     fs::write(path(&names[2]), &text[..20]).unwrap();
+    fs::write(path(&names[3]), text.replace("{", &format!("{{{}", " ".repeat(1 << 16)))).unwrap();
     fs::write(path("mine"), &text).unwrap();
     let found = records.pending().unwrap();
     assert_eq!(found.records, [good.record().clone()]);
@@ -338,6 +339,7 @@ fn invalid_records_are_listed_and_hide_no_others() {
     because(&names[0], &format!("its token is {token}, not that in its name"));
     because(&names[1], "its version is 2, and this program reads 1");
     because(&names[2], "EOF while parsing");
+    because(&names[3], "it is longer than 65536 bytes");
     because("mine", "its name does not begin with a token");
     assert!(message.is_empty(), "{message:?}");
 }

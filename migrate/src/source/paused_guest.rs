@@ -9,7 +9,7 @@ use std::time::{Duration, Instant, SystemTime};
 use driftline_dirty_tracker::{DirtySet, Subscription};
 use driftline_guest::{
     DirtyLog, GuestContents, GuestError, GuestIdentity, HandOver, Lifecycle, NextHost, Paused,
-    SavedState,
+    SavedPause, SavedState,
 };
 
 use super::job::SendFailed;
@@ -36,8 +36,8 @@ pub(super) struct PausedGuest<'g, G: GuestIdentity + GuestContents + Lifecycle +
 impl<'g, G: GuestIdentity + GuestContents + Lifecycle + HandOver + ?Sized> PausedGuest<'g, G> {
     /// Pauses the guest and saves its state.
     pub(super) fn saving(guest: &'g G) -> Result<(Self, SavedState), GuestError> {
-        let (since, clock) = (Instant::now(), SystemTime::now());
-        let (paused, saved) = Paused::saving(guest)?;
+        let (paused, SavedPause { since, saved, .. }) = Paused::timed(guest)?;
+        let clock = SystemTime::now() - since.elapsed();
         let (was_running, paused) = (paused.was_running(), Some(paused));
         Ok((Self { guest, paused, was_running, released: false, since, clock }, saved))
     }

@@ -1,7 +1,7 @@
 //! Whole migrations over loopback sockets, between guests that check their own memory.
 
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::common::{
     HostPair, LONG, Proxy, ProxyPlan, Sender, await_writes, exactly_one_runs, quick_send, tag,
@@ -11,8 +11,8 @@ use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
 use driftline_guest::{
     Clock, DirtyLog, DriveHead, Guest, GuestContents, GuestError, GuestFactory, GuestIdentity,
-    GuestWithCopies, HandOver, Lifecycle, Origin, Populate, RunState, SavedState, Section,
-    SharedGuest, Stateful, VcpuPauses, VmId, WriteThrottle,
+    GuestWithCopies, HandOver, Lifecycle, Origin, Populate, RunState, SavedPause, SavedState,
+    Section, SharedGuest, Stateful, VcpuPauses, VmId, WriteThrottle,
 };
 use driftline_migrate::{MIN_BANDWIDTH, Phase, SendControl, SendStatus, TimeoutStrategy, send};
 use vm_memory::{Bytes, GuestAddress};
@@ -232,9 +232,10 @@ impl Lifecycle for WritesWhenSaved {
     fn pause(&self) -> Result<RunState, GuestError> {
         self.0.pause()
     }
-    fn pause_and_save(&self) -> Result<(RunState, SavedState), GuestError> {
+    fn pause_and_save(&self) -> Result<SavedPause, GuestError> {
+        let since = Instant::now();
         let before = self.pause()?;
-        Ok((before, self.save_state()))
+        Ok(SavedPause { before, since, saved: self.save_state() })
     }
     fn resume(&self) -> Result<(), GuestError> {
         self.0.resume()

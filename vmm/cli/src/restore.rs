@@ -2,7 +2,7 @@
 
 use std::fs::Metadata;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
 
@@ -48,7 +48,7 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
     let source = CheckpointSource::open(&args.store)?;
     source.check(args.checkpoint, args.lazy)?;
     let pending_hand_overs = check_hand_overs(&args, &source)?;
-    let copies = !args.devices.disks.is_empty();
+    let given: Vec<PathBuf> = args.devices.disks.iter().map(|disk| disk.path.clone()).collect();
     let host = host_config(&args.host, args.devices)?;
     let memory = host.memory;
     let restored = Restored { same: args.same_id, name: args.name };
@@ -65,8 +65,8 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
         return Err(after_restore(&report, e.into()));
     }
     log_machine(&*vm, &memory);
-    if !copies && report.drives == 0 {
-        warn_of_current_disks(&*vm, report.epoch);
+    if report.drives == 0 {
+        warn_of_current_disks(&*vm, report.epoch, &given);
     }
     let jobs = Jobs::new(vm.clone(), args.host.state_dir.clone());
     let app = App::new(jobs.clone());
@@ -101,10 +101,12 @@ fn check_hand_overs(
     Ok(pending)
 }
 
-/// Warns that the disks of a guest from checkpoint `epoch` have their current content.
-fn warn_of_current_disks(vm: &dyn Vm, epoch: u64) {
+/// Warns that the disks of a guest from checkpoint `epoch` have their current content, except those
+/// in the files `given`.
+fn warn_of_current_disks(vm: &dyn Vm, epoch: u64, given: &[PathBuf]) {
     let disks = driftline_machine::config::disks(&vm.machine_config().devices);
-    for disk in disks.filter(|disk| !disk.readonly) {
+    let is_given = |disk: &DiskConfig| given.iter().any(|path| same_file(path, &disk.path));
+    for disk in disks.filter(|disk| !disk.readonly && !is_given(disk)) {
         tracing::warn!(
             "disk \"{}\" has the current content of {}: if that has changed since checkpoint \
              {epoch}, the guest will damage it; give a copy from that checkpoint with --disk \

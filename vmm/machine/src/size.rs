@@ -1,8 +1,8 @@
 //! Parses sizes as users write them.
 
 /// The forms of a size, as the end of a sentence that begins with "a size is".
-pub const SIZE_FORMS: &str = "a number of bytes, or a number with K, M, G, KiB, MiB or GiB \
-                              (powers of two; not KB, MB or GB), such as 64M";
+pub const SIZE_FORMS: &str = "a number of bytes, or a number with K, M, G or T, or with KiB, \
+                              MiB, GiB or TiB (powers of two; not KB, MB or GB), such as 64M";
 
 /// Returns the bytes of a size: digits, perhaps with a fraction, then nothing or `K`, `M`, `G` or
 /// `T` (powers of two), each perhaps with `i` or `iB`. A unit such as `MB`, which others read as a

@@ -7,7 +7,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Subscription, Tracker};
 use parking_lot::Mutex;
@@ -26,7 +26,7 @@ use crate::collection_report::CollectionReport;
 use crate::{
     DirtyLog, GuestContents, GuestDrive, GuestError, GuestIdentity, GuestRam, HandOver,
     LazyRestoreProgress, Lifecycle, Line, LineId, MemoryLoader, MemoryRight, PageSource, Populate,
-    RunState, SavedState, Stateful, VcpuPauses, VcpuWrites, VmId, WriteProtection, WriteThrottle,
+    RunState, SavedPause, Stateful, VcpuPauses, VcpuWrites, VmId, WriteProtection, WriteThrottle,
 };
 
 /// Maximum number of wrong frames listed individually.
@@ -440,9 +440,10 @@ impl Lifecycle for MemoryGuest {
         }
     }
 
-    fn pause_and_save(&self) -> Result<(RunState, SavedState), GuestError> {
+    fn pause_and_save(&self) -> Result<SavedPause, GuestError> {
+        let since = Instant::now();
         let before = self.pause()?;
-        Ok((before, self.save_state()))
+        Ok(SavedPause { before, since, saved: self.save_state() })
     }
 
     fn resume(&self) -> Result<(), GuestError> {

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, Op};
 use driftline_guest::{
     DirtyLog, GuestContents, GuestError, GuestIdentity, Lifecycle, PAGE_BYTES, RunState,
-    SavedState, Stateful, VcpuPauses,
+    SavedPause, Stateful, VcpuPauses,
 };
 use driftline_store::{Damage, StoreError};
 
@@ -68,7 +68,7 @@ impl Lifecycle for Resumed {
         self.guest.pause()
     }
 
-    fn pause_and_save(&self) -> Result<(RunState, SavedState), GuestError> {
+    fn pause_and_save(&self) -> Result<SavedPause, GuestError> {
         self.guest.pause_and_save()
     }
 

@@ -3,13 +3,13 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, Layout, PAGE_SIZE, Subscription};
 use driftline_guest::testing::MemoryGuest;
 use driftline_guest::{
     Clock, CollectionReport, DirtyLog, GuestContents, GuestDrive, GuestError, GuestIdentity,
-    GuestRam, HandOver, Lifecycle, Populate, RunState, SavedState, Section, Stateful, VcpuPauses,
+    GuestRam, HandOver, Lifecycle, Populate, RunState, SavedPause, Section, Stateful, VcpuPauses,
     WriteProtection, WriteThrottle,
 };
 use parking_lot::{Mutex, MutexGuard};
@@ -276,9 +276,10 @@ impl Lifecycle for ScriptedGuest {
         Ok(before)
     }
 
-    fn pause_and_save(&self) -> Result<(RunState, SavedState), GuestError> {
+    fn pause_and_save(&self) -> Result<SavedPause, GuestError> {
+        let since = Instant::now();
         let before = self.pause()?;
-        Ok((before, self.save_state()))
+        Ok(SavedPause { before, since, saved: self.save_state() })
     }
 
     fn resume(&self) -> Result<(), GuestError> {

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, RwLock};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::HostPair;
 use driftline_dirty_tracker::{FrameRun, Gfn, Layout, NoMemory, Subscription, Tracker};
@@ -15,8 +15,8 @@ use driftline_guest::testing::{MemoryGuest, MemoryGuestFactory};
 use driftline_guest::{
     Clock, CollectionReport, CopyBeforeWrite, DirtyLog, DriveCopy, DriveHead, GuestContents,
     GuestDrive, GuestError, GuestFactory, GuestIdentity, GuestRam, GuestWithCopies, HandOver,
-    Lifecycle, Line, Origin, Populate, RunState, SavedState, Section, SharedGuest, Stateful,
-    VcpuPauses, VmId, WriteProtection, WriteThrottle, block_layout,
+    Lifecycle, Line, Origin, Populate, RunState, SavedPause, SavedState, Section, SharedGuest,
+    Stateful, VcpuPauses, VmId, WriteProtection, WriteThrottle, block_layout,
 };
 
 const SECTOR: u64 = 512;
@@ -221,9 +221,10 @@ impl Lifecycle for GuestWithDrives {
         *self.runs.write().unwrap() = false;
         Ok(before)
     }
-    fn pause_and_save(&self) -> Result<(RunState, SavedState), GuestError> {
+    fn pause_and_save(&self) -> Result<SavedPause, GuestError> {
+        let since = Instant::now();
         let before = self.pause()?;
-        Ok((before, self.save_state()))
+        Ok(SavedPause { before, since, saved: self.save_state() })
     }
     fn resume(&self) -> Result<(), GuestError> {
         self.guest.resume()?;

@@ -26,7 +26,7 @@ use driftline_dirty_tracker::{FrameRun, Layout, Subscription};
 use driftline_guest::{
     Clock, CollectionReport, DirtyLog, GuestContents, GuestDrive, GuestError, GuestIdentity,
     GuestRam, LazyRestoreProgress, Lifecycle, Line, MemoryLoader, MemoryRight, PageSource,
-    Populate, RunState, SavedState, Section, SharedGuest, Stateful, VcpuPauses, VcpuWrites, VmId,
+    Populate, RunState, SavedPause, Section, SharedGuest, Stateful, VcpuPauses, VcpuWrites, VmId,
     WriteProtection, WriteThrottle,
 };
 use driftline_images::PayloadSpec;
@@ -340,9 +340,10 @@ impl Lifecycle for ThreadMachine {
         }
     }
 
-    fn pause_and_save(&self) -> Result<(RunState, SavedState), GuestError> {
+    fn pause_and_save(&self) -> Result<SavedPause, GuestError> {
+        let since = Instant::now();
         let before = self.pause()?;
-        Ok((before, self.save_state()))
+        Ok(SavedPause { before, since, saved: self.save_state() })
     }
 
     fn resume(&self) -> Result<(), GuestError> {

@@ -104,8 +104,9 @@ fn external_disks_are_given_to_the_restore() {
         return;
     }
     let tmp = TestDir::new();
-    let spec = disk(&tmp, "disk", 1 << 20);
-    let mut first = Vmm::run(&tmp, "first", &[GUEST, &["--disk", &spec]].concat());
+    let (spec, other) = (disk(&tmp, "disk", 1 << 20), disk(&tmp, "other", 1 << 20));
+    let disks = ["--disk", &spec, "--disk", &other];
+    let mut first = Vmm::run(&tmp, "first", &[GUEST, &disks].concat());
     let (store, socket) = (tmp.text("store"), first.socket());
     let args = ["checkpoint", "--api-sock", &socket, "--store", &store, "--disks", "external"];
     let out = output(&args);
@@ -123,7 +124,7 @@ fn external_disks_are_given_to_the_restore() {
         (&["--disk", &*small][..], "has 1048576 bytes, and its file"),
         (&["--disk", &wrong], "the guest has no disk \"disk7\""),
         (&["--disk", &readonly], "only its path can be another one"),
-        (&["--disk", &spec, "--disk", &small], "2 disks are given"),
+        (&["--disk", &spec, "--disk", &other, "--disk", &small], "3 disks are given"),
     ] {
         let stderr = refuse_restore(&tmp, &store, disks);
         assert!(stderr.contains(why), "{stderr}");
@@ -136,6 +137,10 @@ fn external_disks_are_given_to_the_restore() {
     second.await_progress(1, &before);
     second.tell(&["stop"]);
     assert_eq!(second.wait(), Some(0));
+    // Only the disk that was not given may have other content than in the checkpoint.
+    let warned =
+        |disk| second.stderr().contains(&format!("disk \"{disk}\" has the current content"));
+    assert!(warned("disk1") && !warned("disk0"), "{}", second.stderr());
 }
 
 const DISK_BYTES: usize = 1 << 20;

@@ -8,10 +8,11 @@
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
 
 use driftline_guest::{
     DirtyLog, GuestContents, GuestError, GuestIdentity, HandOver, Lifecycle, Populate, RunState,
-    SavedState, Stateful, VcpuPauses, WriteThrottle,
+    SavedPause, Stateful, VcpuPauses, WriteThrottle,
 };
 use driftline_machine::vm::SharedVm;
 use parking_lot::{Mutex, MutexGuard};
@@ -248,13 +249,14 @@ impl PauseControl {
         Ok(state.add_job(role))
     }
 
-    fn pause_and_save_for(&self, role: JobRole) -> Result<(RunState, SavedState), GuestError> {
+    fn pause_and_save_for(&self, role: JobRole) -> Result<SavedPause, GuestError> {
         let mut state = self.lock();
+        let mut since = Instant::now();
         let mut saved = match state.jobs {
             0 => {
-                let (before, saved) = self.vm.pause_and_save()?;
-                state.wanted = before;
-                saved
+                let pause = self.vm.pause_and_save()?;
+                (state.wanted, since) = (pause.before, pause.since);
+                pause.saved
             }
             _ => self.vm.save_state(),
         };
@@ -262,7 +264,7 @@ impl PauseControl {
             // Afterwards, because saving may make the host write into guest memory.
             saved = saved.and_then(|sections| self.vm.collect().map(|_| sections));
         }
-        Ok((state.add_job(role), saved))
+        Ok(SavedPause { before: state.add_job(role), since, saved })
     }
 
     fn resume_for(&self, role: JobRole) -> Result<(), GuestError> {
@@ -319,7 +321,7 @@ impl Lifecycle for JobGuest {
         self.pauses.pause_for(self.role)
     }
 
-    fn pause_and_save(&self) -> Result<(RunState, SavedState), GuestError> {
+    fn pause_and_save(&self) -> Result<SavedPause, GuestError> {
         self.pauses.pause_and_save_for(self.role)
     }
 
@@ -340,6 +342,7 @@ impl Lifecycle for JobGuest {
 mod tests {
     use super::*;
     use RunState::{Paused, Running};
+    use driftline_guest::SavedState;
     use driftline_machine::config::{
         BackendKind, DeviceConfig, HostConfig, MachineConfig, SerialSink,
     };
@@ -461,13 +464,13 @@ mod tests {
         let (vm, pauses) = running();
         let (checkpoint, migration) =
             (pauses.guest_for(JobRole::Checkpoint), pauses.guest_for(JobRole::Migration));
-        let (before, saved) = checkpoint.pause_and_save().unwrap();
+        let SavedPause { before, saved, .. } = checkpoint.pause_and_save().unwrap();
         assert_eq!(before, Running);
         // The sections contain the time at which they were saved, so only their tags are compared.
         let tags = |saved: SavedState| saved.unwrap().iter().map(|s| s.tag).collect::<Vec<_>>();
         let alone = tags(saved);
         assert!(!alone.is_empty());
-        let (before, saved) = migration.pause_and_save().unwrap();
+        let SavedPause { before, saved, .. } = migration.pause_and_save().unwrap();
         assert_eq!(before, Running, "the guest ran before the first pause");
         assert_eq!(tags(saved), alone, "the guest is paused already");
         checkpoint.resume().unwrap();
@@ -475,11 +478,11 @@ mod tests {
         migration.resume().unwrap();
         assert_eq!(vm.run_state(), Running);
         pauses.operator_pause().unwrap();
-        let (before, saved) = migration.pause_and_save().unwrap();
+        let SavedPause { before, saved, .. } = migration.pause_and_save().unwrap();
         assert_eq!(before, Paused, "the guest stays paused at the destination");
         saved.unwrap();
-        let (before, _) = checkpoint.pause_and_save().unwrap();
-        assert_eq!(before, Running, "a checkpoint ends each pause that it begins");
+        let pause = checkpoint.pause_and_save().unwrap();
+        assert_eq!(pause.before, Running, "a checkpoint ends each pause that it begins");
         checkpoint.resume().unwrap();
         assert_eq!(vm.run_state(), Paused, "the operator paused it");
         pauses.operator_resume().unwrap();

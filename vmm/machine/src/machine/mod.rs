@@ -50,8 +50,8 @@ use driftline_dirty_tracker::{FrameRun, FrameSet, Layout, Subscription};
 use driftline_guest::{
     Clock, CollectionReport, DirtyLog, GuestContents, GuestDrive, GuestError, GuestIdentity,
     GuestRam, HandOver, LazyRestoreProgress, Lifecycle, Line, MemoryLoader, MemoryRight, NextHost,
-    PageSource, Populate, RunState, SavedState, Section, SectionHead, SharedGuest, Stateful,
-    VcpuPauses, VcpuWrites, VmId, WriteProtection, WriteThrottle,
+    PageSource, Populate, RunState, SavedPause, SavedState, Section, SectionHead, SharedGuest,
+    Stateful, VcpuPauses, VcpuWrites, VmId, WriteProtection, WriteThrottle,
 };
 
 use crate::actor::Handle;
@@ -316,12 +316,13 @@ impl Lifecycle for KvmMachine {
     }
 
     fn pause(&self) -> Result<RunState, GuestError> {
-        self.ask("pause the guest", Supervisor::pause)
+        self.ask("pause the guest", |supervisor| supervisor.pause().map(|(before, _)| before))
     }
 
-    fn pause_and_save(&self) -> Result<(RunState, SavedState), GuestError> {
-        let (before, saved) = self.ask("pause the guest", Supervisor::pause_and_save)?;
-        Ok((before, saved.map_err(GuestError::from)))
+    fn pause_and_save(&self) -> Result<SavedPause, GuestError> {
+        let paused = self.ask("pause the guest", Supervisor::pause_and_save)?;
+        let (before, since, saved) = paused;
+        Ok(SavedPause { before, since, saved: saved.map_err(GuestError::from) })
     }
 
     fn resume(&self) -> Result<(), GuestError> {

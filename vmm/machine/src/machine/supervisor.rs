@@ -132,35 +132,30 @@ impl Supervisor {
         self.status.require(request, needed)
     }
 
-    pub(super) fn pause(&mut self) -> Result<RunState, SupervisorError> {
+    /// Pauses the guest. Returns its state before, and when its vCPUs were told to stop.
+    pub(super) fn pause(&mut self) -> Result<(RunState, Instant), SupervisorError> {
         match self.status.state() {
-            RunState::Paused => return Ok(RunState::Paused),
+            RunState::Paused => return Ok((RunState::Paused, Instant::now())),
             RunState::Stopped => self.require("pause", RunState::Running)?,
             RunState::Running => {}
         }
-        // Comes first: while the vCPUs pause, a disk ends its wait for an epoch.
-        self.bus.virtio().cancel_disk_waits();
-        let paused = match self.halt() {
-            Halted::Paused => Some(device_result("pausing the guest", self.bus.virtio().quiesce())),
-            Halted::TimedOut(why) => {
-                // No device has been asked to quiesce, so all continue.
-                self.bus.virtio().allow_disk_waits();
-                Some(Err(call_failed("pausing the guest")(why)))
-            }
-            Halted::Ended => None,
-        };
-        match paused {
-            Some(Ok(())) => {
+        // Comes first: the vCPUs run while a disk finishes the requests in flight, a flush among
+        // them. What they ask of a device meanwhile waits for the resume.
+        device_result("pausing the guest", self.bus.virtio().quiesce())?;
+        let since = Instant::now();
+        match self.halt() {
+            Halted::Paused => {
                 self.status.set(RunState::Paused);
-                return Ok(RunState::Running);
+                return Ok((RunState::Running, since));
             }
-            Some(Err(why)) => {
+            Halted::TimedOut(why) => {
                 // The guest continues as if no pause had been requested. A vCPU that has
                 // not paused in time receives the resume as well.
+                self.bus.virtio().resume();
                 self.resume_all();
-                return Err(why);
+                return Err(call_failed("pausing the guest")(why));
             }
-            None => {}
+            Halted::Ended => {}
         }
         // The guest has ended meanwhile. A vCPU reports that before it has finished.
         self.end_as_reported();
@@ -169,9 +164,9 @@ impl Supervisor {
     }
 
     /// Pauses the guest and saves its state.
-    pub(super) fn pause_and_save(&mut self) -> Result<(RunState, Saved), SupervisorError> {
-        let before = self.pause()?;
-        Ok((before, self.save()))
+    pub(super) fn pause_and_save(&mut self) -> Result<(RunState, Instant, Saved), SupervisorError> {
+        let (before, since) = self.pause()?;
+        Ok((before, since, self.save()))
     }
 
     /// Pauses all vCPUs.

@@ -105,6 +105,30 @@ fn failed_pause_leaves_guest_and_console_running() {
     fixture.wait_for("abd");
 }
 
+#[test]
+fn guest_runs_while_its_pause_waits_for_a_device() {
+    if !kvm_or_skip("guest_runs_while_its_pause_waits_for_a_device") {
+        return;
+    }
+    let fixture = FakeDeviceMachine::new(&ECHO, LONG);
+    let (machine, com1) = (&fixture.machine, fixture.machine.bus.com1());
+    machine.resume().unwrap();
+    fake::Script::set(&fixture.script.busy, true);
+    let pause = std::thread::scope(|scope| {
+        let pause = scope.spawn(|| machine.pause_and_save().unwrap());
+        wait_until("the pause waits", || fake::Script::is(&fixture.script.quiescing));
+        assert_eq!(com1.feed(b"a", false), 1);
+        fixture.wait_for("a");
+        let answered = Instant::now();
+        fake::Script::set(&fixture.script.busy, false);
+        let pause = pause.join().unwrap();
+        assert!(pause.since > answered, "the guest's time in that wait is none of its pause");
+        pause
+    });
+    assert_eq!((pause.before, machine.run_state()), (RunState::Running, RunState::Paused));
+    pause.saved.unwrap();
+}
+
 /// Returns a machine whose guest waits for a device reset, which waits for requests under way.
 fn in_a_reset(stall: Duration) -> FakeDeviceMachine {
     let fixture = FakeDeviceMachine::new(&RESET, stall);

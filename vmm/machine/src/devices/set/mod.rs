@@ -345,21 +345,20 @@ impl DeviceSet {
         Some((self.devices.get(index)?, offset))
     }
 
-    /// Cancels the disks' waits for an epoch, until [`resume`](Self::resume) or
-    /// [`allow_disk_waits`](Self::allow_disk_waits). Call it before pausing any vCPU: a disk that
-    /// waits for an epoch does not handle [`quiesce`](Self::quiesce), and a vCPU that waits for
-    /// that disk cannot be paused.
+    /// Cancels the disks' waits for an epoch, until [`resume`](Self::resume). Call it before
+    /// pausing any vCPU: a disk that waits for an epoch handles no request, and a vCPU that waits
+    /// for that disk cannot be paused.
     pub(crate) fn cancel_disk_waits(&self) {
         self.sources.iter().for_each(DriveSource::cancel_waits);
     }
 
-    /// Allows the disks' waits for an epoch again, if no pause has followed.
-    pub(crate) fn allow_disk_waits(&self) {
+    /// Allows the disks' waits for an epoch again.
+    fn allow_disk_waits(&self) {
         self.sources.iter().for_each(DriveSource::allow_waits);
     }
 
-    /// Quiesces all devices in parallel. Call it after all vCPUs have paused. If one device cannot
-    /// be quiesced, the others resume.
+    /// Quiesces all devices in parallel. The vCPUs may run: what they ask of a device waits for
+    /// [`resume`](Self::resume). If one device cannot be quiesced, the others resume.
     ///
     /// # Errors
     ///

@@ -19,6 +19,8 @@ pub(crate) struct Script {
     pub(crate) busy: AtomicBool,
     /// Whether a reset waits for the end of that request.
     pub(crate) resetting: AtomicBool,
+    /// Whether a pause waits for the end of that request.
+    pub(crate) quiescing: AtomicBool,
     /// Whether the device refuses to be acquired.
     pub(crate) refuses_acquire: AtomicBool,
     /// Whether the device refuses to be released.
@@ -109,10 +111,10 @@ impl Device for FakeDevice {
     }
 
     fn quiesce(&mut self, deadline: Instant, _: &mut DeviceIo<'_>) -> Result<(), QuiesceError> {
-        match self.0.wait_until_idle(Some(deadline)) {
-            true => Ok(()),
-            false => Err(QuiesceError::InFlight(1)),
-        }
+        Script::set(&self.0.quiescing, true);
+        let is_idle = self.0.wait_until_idle(Some(deadline));
+        Script::set(&self.0.quiescing, false);
+        if is_idle { Ok(()) } else { Err(QuiesceError::InFlight(1)) }
     }
 
     fn resume(&mut self, _: bool, _: &mut DeviceIo<'_>) -> Result<(), Violation> {
