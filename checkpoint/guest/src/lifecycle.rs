@@ -15,8 +15,8 @@ pub trait Lifecycle: Send + Sync {
     /// Returns the guest's run state.
     fn run_state(&self) -> RunState;
 
-    /// Quiesces devices, and then stops all vCPUs between two instructions, so that the
-    /// vCPUs run while a disk finishes what is in flight. Returns the state before; a guest that is already
+    /// Quiesces devices, and then stops all vCPUs between two instructions, so that the vCPUs run
+    /// while a disk finishes what is in flight. Returns the state before; a guest that is already
     /// paused stays paused. Prefer [`Paused::new`], which resumes by itself.
     ///
     /// # Errors

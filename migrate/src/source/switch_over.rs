@@ -204,6 +204,10 @@ impl<'a, G: Migratable + ?Sized> PauseTransfer<'_, 'a, G> {
         wire.stream().set_cork(false);
         self.timings.end("sent");
         paused.release(self.next_host())?;
+        if self.next_host() == NextHost::This {
+            // Its peers stay attached through the same files, so there is nothing to wait for.
+            self.send_late(wire, paused)?;
+        }
         self.timings.end("released");
         let state_digest = StateDigest::of(&self.sections);
         // Read only now, because a separate round trip would prolong the pause.
@@ -280,8 +284,8 @@ impl<'a, G: Migratable + ?Sized> PauseTransfer<'_, 'a, G> {
         Ok(())
     }
 
-    /// Reads PREPARED, compares it with what was sent, and sends LATE. Returns the site that
-    /// PREPARED names.
+    /// Reads PREPARED, compares it with what was sent, and sends LATE unless that was sent. Returns
+    /// the site that PREPARED names.
     fn await_prepared(
         &mut self,
         wire: &mut Wire<Link>,
@@ -310,10 +314,18 @@ impl<'a, G: Migratable + ?Sized> PauseTransfer<'_, 'a, G> {
         same("the state's digest", state_digest.into(), prepared.digest.into())?;
         same("the count of frames with content", ours.normal, prepared.counts.normal)?;
         same("the count of zero frames", ours.zero, prepared.counts.zero)?;
+        if self.next_host() == NextHost::Another {
+            // Last, because no peer reaches the guest afterwards.
+            self.send_late(wire, paused)?;
+        }
+        Ok(prepared.site)
+    }
+
+    /// Detaches the guest from its peers, and sends what they have sent since its state was saved.
+    fn send_late(&self, wire: &mut Wire<Link>, paused: &PausedGuest<'a, G>) -> Result<(), Cause> {
         let late = paused.detach(self.next_host())?;
         fits("the guest's late packets", late.len() as u64, MAX_QUEUED_PACKETS as u64)?;
-        wire.send(&WireMessage::Late(&late))?;
-        Ok(prepared.site)
+        Ok(wire.send(&WireMessage::Late(&late))?)
     }
 }
 

@@ -37,7 +37,7 @@ const RETRY: Duration = Duration::from_millis(50);
 
 /// Upper bound on waiting for the thread's end: a read of a file on storage that hangs may never
 /// return.
-const END_LIMIT: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 10 });
+const END_LIMIT: Duration = Duration::from_secs(if cfg!(test) { 3 } else { 10 });
 
 const CTRL_A: u8 = 0x01;
 

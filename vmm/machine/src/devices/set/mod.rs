@@ -484,14 +484,23 @@ impl DeviceSet {
 
     /// Saves the states of all devices, which must be quiesced.
     pub(crate) fn save(&self) -> Result<Vec<VirtioState>, RequestError> {
-        self.devices.iter().map(|device| device.save_by(self.ask_deadline())).collect()
+        let by = self.ask_deadline();
+        let saves: Vec<_> = self.devices.iter().map(|device| device.begin_save(by)).collect();
+        let all = self.devices.iter().zip(saves);
+        all.map(|(device, pending)| device.finish_save(pending)).collect()
     }
 
     /// Restores saved states into devices that have never run. The error contains the device's
     /// index.
     pub(crate) fn restore(&self, states: Vec<VirtioState>) -> Result<(), (usize, RequestError)> {
-        for (i, (device, state)) in self.devices.iter().zip(states).enumerate() {
-            device.restore_by(state, self.ask_deadline()).map_err(|why| (i, why))?;
+        let by = self.ask_deadline();
+        let begin = |(i, (device, state)): (usize, (&Transport, VirtioState))| {
+            device.begin_restore(state, by).map_err(|why| (i, why))
+        };
+        let restores: Result<Vec<_>, _> =
+            self.devices.iter().zip(states).enumerate().map(begin).collect();
+        for (i, (device, pending)) in self.devices.iter().zip(restores?).enumerate() {
+            device.finish_restore(pending).map_err(|why| (i, why))?;
         }
         Ok(())
     }

@@ -197,7 +197,7 @@ fn stuck_set(memory: &Memory) -> (DeviceSet, Arc<Script>) {
 #[test]
 fn missed_deadline_does_not_end_the_device() {
     let device = spawn("d", Box::new(FakeDevice(Arc::default())), &memory());
-    let why = device.save_by(Instant::now()).unwrap_err().to_string();
+    let why = device.finish_save(device.begin_save(Instant::now())).unwrap_err().to_string();
     assert!(why.contains("virtio-rng \"d\" did not save its state"), "{why}");
     device.save().unwrap();
 }

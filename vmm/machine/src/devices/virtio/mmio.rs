@@ -29,6 +29,14 @@ pub(super) struct MmioInterface {
     pub(super) kicks: Vec<Arc<LatchedEvent>>,
 }
 
+/// The part of a saved state that is restored last.
+#[derive(Debug)]
+pub(super) struct RestoredInterrupt {
+    status: u32,
+    needs_reset: bool,
+    config_generation: u32,
+}
+
 impl MmioInterface {
     /// Creates the interface of `device`; `id` is its name in messages.
     pub(super) fn new(id: &str, device: &dyn Device) -> io::Result<Self> {
@@ -130,13 +138,13 @@ impl MmioInterface {
         }
     }
 
-    /// Restores a saved state, which is hostile, into a device that has never worked. `restore`
-    /// restores the thread's part.
-    pub(super) fn restore(
+    /// Restores the registers of a saved state, which is hostile, into a device that has never
+    /// worked. Returns the thread's part, and what [`finish_restore`](Self::finish_restore) takes
+    /// once the thread has restored that.
+    pub(super) fn begin_restore(
         &self,
         state: VirtioState,
-        restore: impl FnOnce(RestoredWorkerState) -> Result<(), RequestError>,
-    ) -> Result<(), RequestError> {
+    ) -> Result<(RestoredWorkerState, RestoredInterrupt), RequestError> {
         if state.device_id != self.kind.id() {
             let (id, device) = (state.device_id, self.label.clone());
             return Err(RequestError::OtherDevice { id, device });
@@ -148,14 +156,24 @@ impl MmioInterface {
         registers.restore(state.registers).map_err(DeviceError::from)?;
         let of = registers.state();
         let active = of.is_active() && !state.needs_reset;
-        restore(RestoredWorkerState {
+        let worker = RestoredWorkerState {
             active: active.then(|| (of.driver_features, ready_rings(of))),
             positions: state.positions,
             device: state.device,
             limiters: state.limiters,
-        })?;
-        self.shared.restore(state.interrupt_status, state.needs_reset, state.config_generation);
-        Ok(())
+        };
+        let interrupt = RestoredInterrupt {
+            status: state.interrupt_status,
+            needs_reset: state.needs_reset,
+            config_generation: state.config_generation,
+        };
+        Ok((worker, interrupt))
+    }
+
+    /// Restores what the thread shares.
+    pub(super) fn finish_restore(&self, interrupt: &RestoredInterrupt) {
+        let RestoredInterrupt { status, needs_reset, config_generation } = *interrupt;
+        self.shared.restore(status, needs_reset, config_generation);
     }
 
     fn apply(

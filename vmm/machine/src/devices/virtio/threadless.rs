@@ -82,6 +82,9 @@ impl ThreadlessDevice {
     }
 
     pub(crate) fn restore(&self, state: VirtioState) -> Result<(), RequestError> {
-        self.mmio.restore(state, |worker| self.worker.borrow_mut().restore(worker))
+        let (worker, interrupt) = self.mmio.begin_restore(state)?;
+        self.worker.borrow_mut().restore(worker)?;
+        self.mmio.finish_restore(&interrupt);
+        Ok(())
     }
 }

@@ -16,8 +16,8 @@ use std::time::{Duration, Instant};
 use driftline_guest::{GuestRam, NextHost};
 use parking_lot::Mutex;
 
-use super::messages::DriverCommand;
-use super::mmio::MmioInterface;
+use super::messages::{DriverCommand, SavedWorkerState};
+use super::mmio::{MmioInterface, RestoredInterrupt};
 use super::rate_limit_control::RateLimitControl;
 use super::request::RequestError;
 use super::worker::DeviceWorker;
@@ -94,6 +94,17 @@ impl<T> PendingRequest<T> {
     pub(crate) fn wait(self) -> Result<T, RequestError> {
         self.0.wait_for(REPLY_GRACE)?
     }
+}
+
+/// A save under way.
+#[must_use]
+pub(crate) struct PendingSave(PendingRequest<SavedWorkerState>);
+
+/// A restore under way.
+#[must_use]
+pub(crate) struct PendingRestore {
+    request: PendingRequest<()>,
+    interrupt: RestoredInterrupt,
 }
 
 impl Transport {
@@ -261,17 +272,32 @@ impl Transport {
         self.ask("attach its peers", by, move |worker| worker.attach(&queued_packets)).wait()
     }
 
-    /// Returns the state of a paused device.
-    pub(crate) fn save_by(&self, by: Instant) -> Result<VirtioState, RequestError> {
-        let saved = self.ask("save its state", by, |worker| worker.save()).wait()?;
-        Ok(self.mmio.save(saved))
+    /// Begins to save the state of a paused device.
+    pub(crate) fn begin_save(&self, by: Instant) -> PendingSave {
+        PendingSave(self.ask("save its state", by, |worker| worker.save()))
     }
 
-    /// Restores a saved state, which is hostile, into a device that has never worked.
-    pub(crate) fn restore_by(&self, state: VirtioState, by: Instant) -> Result<(), RequestError> {
-        self.mmio.restore(state, |state| {
-            self.ask("take its state", by, move |worker| worker.restore(state)).wait()
-        })
+    /// Returns the state that [`begin_save`](Self::begin_save) saves.
+    pub(crate) fn finish_save(&self, pending: PendingSave) -> Result<VirtioState, RequestError> {
+        Ok(self.mmio.save(pending.0.wait()?))
+    }
+
+    /// Begins to restore a saved state, which is hostile, into a device that has never worked.
+    pub(crate) fn begin_restore(
+        &self,
+        state: VirtioState,
+        by: Instant,
+    ) -> Result<PendingRestore, RequestError> {
+        let (worker, interrupt) = self.mmio.begin_restore(state)?;
+        let request = self.ask("take its state", by, move |device| device.restore(worker));
+        Ok(PendingRestore { request, interrupt })
+    }
+
+    /// Waits until the state is restored.
+    pub(crate) fn finish_restore(&self, pending: PendingRestore) -> Result<(), RequestError> {
+        pending.request.wait()?;
+        self.mmio.finish_restore(&pending.interrupt);
+        Ok(())
     }
 
     /// Returns whether the driver has not acknowledged an interrupt: it may have been lost between
@@ -307,10 +333,10 @@ impl Transport {
     }
 
     pub(crate) fn save(&self) -> Result<VirtioState, RequestError> {
-        self.save_by(soon())
+        self.finish_save(self.begin_save(soon()))
     }
 
     pub(crate) fn restore(&self, state: VirtioState) -> Result<(), RequestError> {
-        self.restore_by(state, soon())
+        self.finish_restore(self.begin_restore(state, soon())?)
     }
 }
