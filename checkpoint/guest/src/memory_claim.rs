@@ -11,6 +11,9 @@
 //!    +---- keep ---> Kept
 //! ```
 //!
+//! Beside the word, the process that has run the guest notes when it did, by the host's clock. Zero
+//! is no time.
+//!
 //! A pipe beside the word tells the process that has offered the guest when the other one has
 //! ended: the other process has the writing end, which the kernel closes with it. What was only
 //! taken by then has not run, and is kept after all.
@@ -19,8 +22,9 @@ use std::fs::File;
 use std::io::{self, PipeReader};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::SeqCst;
+use std::sync::atomic::{AtomicU32, AtomicU64};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use driftline_dirty_tracker::PAGE_SIZE;
 use parking_lot::Mutex;
@@ -36,6 +40,9 @@ const KEPT: u32 = 1;
 const TAKEN: u32 = 2;
 const RUNNING: u32 = 3;
 const STARTING: u32 = 4;
+
+/// Offset of the time at which the guest has run, in the page of the word.
+const RESUMED_AT: usize = 8;
 
 /// Seals of a claim's file: its size cannot change.
 pub(crate) const SIZE_SEALS: SealFlags =
@@ -104,6 +111,12 @@ impl MemoryClaim {
     fn word(&self) -> io::Result<&AtomicU32> {
         // Aligned and within the page.
         self.0.get_atomic_ref(0).map_err(io::Error::other)
+    }
+
+    /// Returns where the time at which the guest has run is noted, in nanoseconds since 1970.
+    fn resumed_ns(&self) -> io::Result<&AtomicU64> {
+        // Aligned and within the page.
+        self.0.get_atomic_ref(RESUMED_AT).map_err(io::Error::other)
     }
 
     fn state(&self) -> ClaimState {
@@ -235,11 +248,28 @@ impl MemoryRight {
         }
     }
 
-    /// Notes that the take-over is complete: this process has the guest for good, and runs it or
-    /// keeps it paused as it arrived.
-    pub fn mark_running(&self) {
+    /// Notes that the take-over is complete: this process has the guest for good, and runs it since
+    /// `resumed` or keeps it paused as it arrived.
+    pub fn mark_running(&self, resumed: SystemTime) {
         if let Side::Receives { claim, .. } = &*self.0.lock() {
+            let since_epoch = resumed.duration_since(UNIX_EPOCH).unwrap_or_default();
+            if let Ok(place) = claim.resumed_ns() {
+                place.store(since_epoch.as_nanos() as u64, SeqCst);
+            }
             claim.change(STARTING, RUNNING);
+        }
+    }
+
+    /// Returns when the other process has resumed the guest that was offered to it, if it has said
+    /// so. Only for reports: that process may note any time.
+    pub fn resumed_there(&self) -> Option<SystemTime> {
+        match &*self.0.lock() {
+            Side::Alone | Side::Receives { .. } => None,
+            Side::Offers(claim, _) => {
+                let ns = claim.resumed_ns().ok()?.load(SeqCst);
+                let noted = claim.state() == ClaimState::Running && ns != 0;
+                noted.then(|| UNIX_EPOCH + Duration::from_nanos(ns))
+            }
         }
     }
 
@@ -296,7 +326,7 @@ mod tests {
     fn memory_that_is_not_shared_is_always_here() {
         let alone = MemoryRight::default();
         alone.give_back();
-        alone.mark_running();
+        alone.mark_running(SystemTime::now());
         assert_eq!((alone.keep(), alone.take(), alone.check()), (Ok(()), Ok(()), Ok(())));
         assert_eq!(alone.offered(), None);
     }
@@ -329,7 +359,10 @@ mod tests {
         let (here, there) = both();
         there.take().unwrap();
         there.start();
-        there.mark_running();
+        let at = UNIX_EPOCH + Duration::from_nanos(1_790_000_000_000_000_005);
+        assert_eq!(here.resumed_there(), None);
+        there.mark_running(at);
+        assert_eq!(here.resumed_there(), Some(at));
         there.give_back();
         assert_eq!(
             (here.keep(), here.offered()),

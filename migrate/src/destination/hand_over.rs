@@ -59,12 +59,10 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
                 return Err(self.inform_source(&mut wire, token, asks, cause));
             }
         };
-        if let Err(e) = take_over(&*guest, &mut copies, permit, was_running) {
-            return Err(self.take_over_failed(&mut wire, guest, copies, token, asks, e));
-        }
-        // The vCPUs' own time, because this thread may wait for a processor that they use.
-        let resumed = guest.vcpu_pauses().iter().filter_map(|vcpu| vcpu.resumed).max();
-        let taken_over_at = resumed.unwrap_or_else(SystemTime::now);
+        let taken_over_at = match take_over(&*guest, &mut copies, permit, was_running) {
+            Ok(at) => at,
+            Err(e) => return Err(self.take_over_failed(&mut wire, guest, copies, token, asks, e)),
+        };
         // The clock may have been set meanwhile, so this thread's measurement is the upper bound.
         let took = taken_over_at.duration_since(committed_at).unwrap_or_default();
         let took = took.min(committed.elapsed());
@@ -215,20 +213,23 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
     }
 }
 
-/// Acquires what only one host may hold, and resumes the guest if it ran at its source. On failure
-/// the guest holds nothing and is detached from its networks, because its source may resume it.
+/// Acquires what only one host may hold, and resumes the guest if it ran at its source. Returns
+/// when the last vCPU has resumed. On failure the guest holds nothing and is detached from its
+/// networks, because its source may resume it.
 fn take_over<G: GuestIdentity + GuestContents + Lifecycle + HandOver + ?Sized>(
     guest: &G,
     copies: &mut Copies,
     _permit: MayRun,
     was_running: bool,
-) -> Result<(), Cause> {
+) -> Result<SystemTime, Cause> {
     if let Err(cause) = copies.yield_to_guest() {
         detach(guest);
         return Err(cause);
     }
+    let begun = Instant::now();
     // Releases everything again if it fails.
     guest.acquire()?;
+    let acquired = begun.elapsed();
     let right = guest.memory_right();
     let resume = || if was_running { guest.resume() } else { Ok(()) };
     // The source may keep memory that both have until this takes it.
@@ -245,6 +246,14 @@ fn take_over<G: GuestIdentity + GuestContents + Lifecycle + HandOver + ?Sized>(
         right.give_back();
         return Err(e.into());
     }
-    right.mark_running();
-    Ok(())
+    // The vCPUs' own time, because this thread may wait for a processor that they use.
+    let resumed = guest.vcpu_pauses().iter().filter_map(|vcpu| vcpu.resumed).max();
+    let taken_over_at = resumed.unwrap_or_else(SystemTime::now);
+    right.mark_running(taken_over_at);
+    tracing::debug!(
+        "the take-over, in us: acquired {} all {}",
+        acquired.as_micros(),
+        begun.elapsed().as_micros()
+    );
+    Ok(taken_over_at)
 }

@@ -320,7 +320,8 @@ fn invalid_records_are_listed_and_hide_no_others() {
     let good = records.place_source(good).unwrap();
     let path = |name: &str| dir.path().join(format!("{name}.source.json"));
     let text = fs::read_to_string(path(&token.to_string())).unwrap();
-    // Another migration's name, a later version, half a file, a long one, and a name without a token.
+    // Another migration's name, a later version, half a file, a long file, and a name without a
+    // token.
     let names = [(); 4].map(|()| Token::random().to_string());
     fs::write(path(&names[0]), &text).unwrap();
     let later = text.replace("\"version\": 1", "\"version\": 2");

@@ -195,15 +195,19 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
         wire.stream_mut().set_deadline(Some(Instant::now() + self.options.commit_timeout));
         wire.stream_mut().set_progress_timeout(self.options.commit_timeout);
         let answer = (|| {
-            let sent_at = Instant::now();
+            let (sent_at, sent_at_clock) = (Instant::now(), SystemTime::now());
             wire.send(&WireMessage::Commit { token: self.token })?;
             match wire.recv()? {
                 WireMessage::Running { token, took_us } => {
                     self.check_token(Tag::Running, token)?;
                     let (waited, took) = (sent_at.elapsed(), Duration::from_micros(took_us));
+                    let until_resumed = match self.guest.memory_right().resumed_there() {
+                        // By the clock that both processes have.
+                        Some(at) => at.duration_since(sent_at_clock).unwrap_or_default(),
+                        None => waited.saturating_sub(waited.saturating_sub(took) / 2),
+                    };
                     // A wrong figure of the peer cannot exceed the time that this side has waited.
-                    let ways = waited.saturating_sub(took);
-                    known.ran_at = Some(sent_at + waited - ways / 2);
+                    known.ran_at = Some(sent_at + until_resumed.min(waited));
                     Ok(SourceEvent::Running)
                 }
                 WireMessage::Answer { token, verdict } => {

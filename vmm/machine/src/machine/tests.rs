@@ -106,8 +106,8 @@ fn failed_pause_leaves_guest_and_console_running() {
 }
 
 #[test]
-fn guest_runs_while_its_pause_waits_for_a_device() {
-    if !kvm_or_skip("guest_runs_while_its_pause_waits_for_a_device") {
+fn guest_runs_while_pause_waits_for_device() {
+    if !kvm_or_skip("guest_runs_while_pause_waits_for_device") {
         return;
     }
     let fixture = FakeDeviceMachine::new(&ECHO, LONG);

@@ -47,7 +47,7 @@ use crate::thread_end::join_until;
 
 /// Limit on waiting for a handler to serve a piece of at most 4 MiB. 0.4 MiB/s is slower than any
 /// storage that works.
-const FETCH_LIMIT: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 10 });
+const FETCH_LIMIT: Duration = Duration::from_secs(if cfg!(test) { 3 } else { 10 });
 /// Interval between two checks whether a handler that is waited for has ended.
 const LOSS_CHECK_INTERVAL: Duration = Duration::from_millis(50);
 /// Interval between two checks of the guest's state, before threads that wait are freed.

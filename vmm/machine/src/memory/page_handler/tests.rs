@@ -88,6 +88,15 @@ impl ReceivedMemory {
     }
 }
 
+/// Tells a handler to stop.
+struct StopOnDrop<'s>(&'s AtomicBool);
+
+impl Drop for StopOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
 /// Records that the guest has ended.
 #[derive(Default)]
 struct EndReports {
@@ -160,8 +169,9 @@ impl HandedOver {
         let (stop, served) = (AtomicBool::new(false), AtomicU64::new(0));
         thread::scope(|scope| {
             scope.spawn(|| self.received.serve(&stop, &served));
+            // Also if `act` panics, or the scope would wait for ever.
+            let _stop = StopOnDrop(&stop);
             act(self);
-            stop.store(true, Ordering::Relaxed);
         });
         served.load(Ordering::Relaxed)
     }
@@ -234,7 +244,7 @@ fn fetched_memory_needs_no_handler() {
 fn silent_handler_is_not_waited_for_ever() {
     let Some(served) = serve("silent_handler_is_not_waited_for_ever", BYTES) else { return };
     let fetch = || served.memory.fetch(&[run(3, 1)]).unwrap_err().to_string();
-    assert!(fetch().contains("has not served the 4 MiB from page 0x3 on within 1s"));
+    assert!(fetch().contains("has not served the 4 MiB from page 0x3 on within 3s"));
     // The first one is still waited for.
     assert!(served.memory.resident().unwrap_err().to_string().contains("from page 0x0 on"));
     assert!(served.memory.write_protection().is_err());
