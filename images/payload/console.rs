@@ -11,8 +11,6 @@ pub const BUSY_BYTES: u32 = 2;
 pub const IDLE_BYTES: u32 = 12;
 /// Capacity of the queue in bytes.
 pub const QUEUE: usize = 4096;
-/// Bytes that COM1 accepts once it is ready. Each access to COM1 is an exit to the VMM.
-const FIFO_BYTES: u32 = 16;
 
 /// Lock, held from the first byte of a line to its last.
 static LOCK: AtomicU32 = AtomicU32::new(0);
@@ -63,9 +61,8 @@ impl Console {
     #[cold]
     #[inline(never)]
     fn send(&mut self, bytes: u32) {
-        let mut room = 0;
         for _ in 0..bytes {
-            if self.head == self.tail {
+            if self.head == self.tail || !ready() {
                 return;
             }
             if !self.holding {
@@ -76,15 +73,7 @@ impl Console {
                     return;
                 }
                 self.holding = true;
-                room = 0;
             }
-            if room == 0 {
-                if !ready() {
-                    return;
-                }
-                room = FIFO_BYTES;
-            }
-            room -= 1;
             // SAFETY: the index stays within the queue, below what was written.
             let byte = unsafe { self.queue.add(self.tail % QUEUE).read() };
             self.tail += 1;
@@ -95,15 +84,6 @@ impl Console {
             }
         }
     }
-}
-
-/// Makes COM1 accept [`FIFO_BYTES`] at once.
-pub fn enable_fifo() {
-    // SAFETY: sets COM1's FIFO control.
-    unsafe {
-        asm!("out dx, al", in("dx") 0x3fau16, in("al") 1u8,
-            options(nomem, nostack, preserves_flags))
-    };
 }
 
 /// Prints immediately and bypasses the lock, for output that cannot wait.

@@ -39,7 +39,6 @@ const START_NS: u64 = 20_000_000_000;
 /// Entry of the boot processor, in ring 0, with the first 4 GiB mapped.
 #[unsafe(no_mangle)]
 extern "C" fn boot_main(start_info: u64) -> ! {
-    console::enable_fifo();
     let mut line = LineBuffer::new();
     let mut setup = pvh::read(start_info, &mut line);
     heap::start(setup.ram());

@@ -84,8 +84,8 @@ impl<T: Delegate<dyn Lifecycle>> Lifecycle for T {
 pub struct SavedPause {
     /// The state before the pause.
     pub before: RunState,
-    /// When the vCPUs were told to stop: devices were quiesced by then. Now, if they had stopped
-    /// already.
+    /// When the vCPUs were told to stop, after devices had been quiesced. If the guest was paused
+    /// before, the time of the call.
     pub since: Instant,
     /// The state; or why it cannot be saved, although the guest is paused.
     pub saved: SavedState,

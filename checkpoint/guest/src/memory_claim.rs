@@ -11,8 +11,8 @@
 //!    +---- keep ---> Kept
 //! ```
 //!
-//! Beside the word, the process that has run the guest notes when it did, by the host's clock. Zero
-//! is no time.
+//! The same page has the time at which the other process has resumed the guest, by the host's
+//! clock. It is 0 until then.
 //!
 //! A pipe beside the word tells the process that has offered the guest when the other one has
 //! ended: the other process has the writing end, which the kernel closes with it. What was only
@@ -41,7 +41,7 @@ const TAKEN: u32 = 2;
 const RUNNING: u32 = 3;
 const STARTING: u32 = 4;
 
-/// Offset of the time at which the guest has run, in the page of the word.
+/// Offset, in the page of the word, of the time at which the guest was resumed.
 const RESUMED_AT: usize = 8;
 
 /// Seals of a claim's file: its size cannot change.
@@ -113,7 +113,7 @@ impl MemoryClaim {
         self.0.get_atomic_ref(0).map_err(io::Error::other)
     }
 
-    /// Returns where the time at which the guest has run is noted, in nanoseconds since 1970.
+    /// Returns the time at which the guest was resumed, in nanoseconds since 1970; 0 if it was not.
     fn resumed_ns(&self) -> io::Result<&AtomicU64> {
         // Aligned and within the page.
         self.0.get_atomic_ref(RESUMED_AT).map_err(io::Error::other)
@@ -248,8 +248,8 @@ impl MemoryRight {
         }
     }
 
-    /// Notes that the take-over is complete: this process has the guest for good, and runs it since
-    /// `resumed` or keeps it paused as it arrived.
+    /// Notes that the take-over is complete: this process has the guest for good. It has run it
+    /// since `resumed`, or keeps it paused as it arrived.
     pub fn mark_running(&self, resumed: SystemTime) {
         if let Side::Receives { claim, .. } = &*self.0.lock() {
             let since_epoch = resumed.duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -260,8 +260,8 @@ impl MemoryRight {
         }
     }
 
-    /// Returns when the other process has resumed the guest that was offered to it, if it has said
-    /// so. Only for reports: that process may note any time.
+    /// Returns when the other process has resumed the guest that was offered to it. `None` if it
+    /// has not, or does not note the time. Only for reports: the other process may write any time.
     pub fn resumed_there(&self) -> Option<SystemTime> {
         match &*self.0.lock() {
             Side::Alone | Side::Receives { .. } => None,

@@ -16,7 +16,7 @@ use crate::protocol::ids::Token;
 /// The version of the records that this program writes.
 pub(super) const VERSION: u32 = 1;
 
-/// Largest record that is read. One has a few hundred bytes, and a path or an address.
+/// Largest record that is read, in bytes. A record has a few hundred, besides a path or an address.
 const MAX_RECORD: u64 = 1 << 16;
 
 /// Prefix of the name of a staged file.

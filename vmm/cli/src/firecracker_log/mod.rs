@@ -41,7 +41,7 @@ pub(super) const DEFAULT_ID: &str = "anonymous-instance";
 /// of all others are escaped: a text of a client must not look like a line.
 pub(super) const SEVERAL_LINES: &str = "driftline::several_lines";
 
-/// Limit on waiting for lines that still belong into the file that a client replaces.
+/// Limit on waiting until queued lines are written to the file that a client replaces.
 const REPLACE_LIMIT: Duration = Duration::from_secs(1);
 
 /// The log of this process, once it is created.

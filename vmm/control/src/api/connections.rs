@@ -4,8 +4,8 @@
 //! process answers it. Every other connection is idle, including a connection that has sent
 //! nothing, has sent half a request, or does not read its answer. If [`MAX_IDLE`] connections are
 //! idle, a new connection displaces the oldest idle one, so that silent clients cannot lock an
-//! operator out. Shortly after requests were held, none is displaced: those that have not begun yet
-//! are on idle connections.
+//! operator out. Shortly after requests were held, no connection is displaced: it may have a held
+//! request that has not begun, and so counts as idle.
 //!
 //! The server answers a request once its whole body has arrived, within [`BODY_LIMIT`], unless the
 //! limit of the request's [`RequestClass`] is reached. Shortly after requests were held, a request

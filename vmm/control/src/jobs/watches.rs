@@ -159,7 +159,8 @@ impl DirtyWatch {
         let seconds = self.window_start.saturating_duration_since(start).as_secs_f64();
         let (frames, bin_frames) = (epoch.frames(), self.bins.count(epoch.runs()));
         epoch.commit();
-        // These counters belong to the same window, but for what is harvested in between.
+        // Read just after the drain: what is harvested in between counts in this window here, and
+        // in the next one there.
         WatchWindow { seconds, frames, bin_frames, vcpu_writes: vm.vcpu_writes() }
     }
 

@@ -203,14 +203,12 @@ impl Supervisor {
         self.wait_for_idle_vcpus()?;
         self.status.run()?;
         self.has_run = true;
+        self.bus.virtio().resume();
+        self.bus.com1().take_input(true);
         let all = self.vcpus.iter().map(|vcpu| vcpu.paused().clone()).collect();
         // Needs no limit: every vCPU waits for a job, and nothing in `resume_in` blocks. No vCPU
         // may be told to pause again before all have resumed.
         let _ = ResumeFanout::begin(all, Vcpu::resume_in).recv();
-        // The vCPUs come first: the devices' threads have work, for which they would take the
-        // processors.
-        self.bus.virtio().resume();
-        self.bus.com1().take_input(true);
         Ok(())
     }
 

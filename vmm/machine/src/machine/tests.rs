@@ -122,7 +122,7 @@ fn guest_runs_while_pause_waits_for_device() {
         let answered = Instant::now();
         fake::Script::set(&fixture.script.busy, false);
         let pause = pause.join().unwrap();
-        assert!(pause.since > answered, "the guest's time in that wait is none of its pause");
+        assert!(pause.since > answered, "the wait for the device is not part of the pause");
         pause
     });
     assert_eq!((pause.before, machine.run_state()), (RunState::Running, RunState::Paused));

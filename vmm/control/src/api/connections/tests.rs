@@ -9,10 +9,17 @@ use crate::api::relay::Relay;
 
 /// Returns the API's socket, and a function that connects to it.
 fn listen() -> (BoundedListener, impl Fn() -> std::os::unix::net::UnixStream) {
+    listen_with(&Relay::default())
+}
+
+/// Does the same for a process that answers requests, or holds them, as `relay` says.
+fn listen_with(
+    relay: &Relay,
+) -> (BoundedListener, impl Fn() -> std::os::unix::net::UnixStream + use<>) {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("api");
     let listener = ServerSocket::Unix(UnixListener::bind(&path).unwrap());
-    (BoundedListener::new(listener, None, Relay::default().gate()), move || {
+    (BoundedListener::new(listener, None, relay.gate()), move || {
         let _dir = &dir;
         std::os::unix::net::UnixStream::connect(&path).unwrap()
     })
@@ -57,6 +64,22 @@ async fn displaced_caller_begins_nothing() {
         others.push((client, listener.accept().await));
     }
     assert_eq!(connection.begin(RequestClass::Other).unwrap_err(), Refusal::Displaced);
+}
+
+#[tokio::test]
+async fn released_requests_displace_no_connection() {
+    let relay = Relay::default();
+    let (mut listener, connect) = listen_with(&relay);
+    let _first = connect();
+    let (_stream, connection) = listener.accept().await;
+    relay.hold();
+    relay.release();
+    let mut others = Vec::new();
+    for _ in 0..MAX_IDLE {
+        let client = connect();
+        others.push((client, listener.accept().await));
+    }
+    assert!(connection.begin(RequestClass::Other).is_ok());
 }
 
 #[tokio::test]
