@@ -5,7 +5,7 @@
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -43,6 +43,8 @@ pub enum LaterConnections {
 pub struct MigrationProxy {
     address: String,
     cut: Arc<AtomicBool>,
+    /// Bytes a second of a slow link.
+    rate: Arc<AtomicU64>,
 }
 
 impl MigrationProxy {
@@ -76,25 +78,25 @@ impl MigrationProxy {
                 Direction::ToSource => join(source, &to, None, cut),
             }
         });
-        Self { address, cut: cut_made }
+        Self { address, cut: cut_made, rate: Arc::default() }
     }
 
     /// Listens on a free loopback port and passes every connection on to `to` (`tcp:HOST:PORT`),
     /// in each direction `delay` later and with at most `rate` bytes a second.
     pub fn slow(to: &str, delay: Duration, rate: u64) -> Self {
-        Self::limited(to, SlowLink { delay, rate, slack: Duration::ZERO })
+        Self::limited(to, rate, SlowLink { delay, slack: Duration::ZERO })
     }
 
     /// As [`slow`](Self::slow), without a delay and with an average of `rate`: the link makes up
     /// for short times in which the host does not run the proxy.
     pub fn steady(to: &str, rate: u64) -> Self {
-        Self::limited(
-            to,
-            SlowLink { delay: Duration::ZERO, rate, slack: Duration::from_millis(20) },
-        )
+        let slack = Duration::from_millis(20);
+        Self::limited(to, rate, SlowLink { delay: Duration::ZERO, slack })
     }
 
-    fn limited(to: &str, link: SlowLink) -> Self {
+    fn limited(to: &str, rate: u64, link: SlowLink) -> Self {
+        let rate = Arc::new(AtomicU64::new(rate));
+        let current_rate = rate.clone();
         let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
         let address = format!("tcp:{}", listener.local_addr().expect("bound"));
         let to = to.trim_start_matches("tcp:").to_owned();
@@ -107,11 +109,17 @@ impl MigrationProxy {
                 }
                 let clones = (source.try_clone(), destination.try_clone());
                 let (Ok(from_source), Ok(to_destination)) = clones else { continue };
-                thread::spawn(move || pass_slowly(from_source, to_destination, link));
-                thread::spawn(move || pass_slowly(destination, source, link));
+                let (there, back) = (current_rate.clone(), current_rate.clone());
+                thread::spawn(move || pass_slowly(from_source, to_destination, &there, link));
+                thread::spawn(move || pass_slowly(destination, source, &back, link));
             }
         });
-        Self { address, cut: Arc::default() }
+        Self { address, cut: Arc::default(), rate }
+    }
+
+    /// Changes the rate of a slow link, in bytes a second.
+    pub fn set_rate(&self, rate: u64) {
+        self.rate.store(rate, Ordering::Relaxed);
     }
 
     /// Returns whether the record has arrived and the cut was made.
@@ -176,19 +184,17 @@ fn pass_records(
     Ok(())
 }
 
-/// Delay and rate of a link.
+/// Delay and slack of a link.
 #[derive(Clone, Copy)]
 struct SlowLink {
     delay: Duration,
-    /// Bytes a second.
-    rate: u64,
     /// Longest time without progress for which the link makes up.
     slack: Duration,
 }
 
-/// Passes bytes until the end, then closes that direction.
-fn pass_slowly(mut from: TcpStream, mut to: TcpStream, link: SlowLink) {
-    let SlowLink { delay, rate, slack } = link;
+/// Passes bytes until the end, at most `rate` a second, then closes that direction.
+fn pass_slowly(mut from: TcpStream, mut to: TcpStream, rate: &AtomicU64, link: SlowLink) {
+    let SlowLink { delay, slack } = link;
     // Bounds the bytes in flight on the link.
     let (sender, passing) = mpsc::sync_channel::<(Instant, Vec<u8>)>(64);
     let reader = thread::spawn(move || {
@@ -203,7 +209,8 @@ fn pass_slowly(mut from: TcpStream, mut to: TcpStream, link: SlowLink) {
     for (due, bytes) in passing {
         thread::sleep(due.max(free).saturating_duration_since(Instant::now()));
         let earliest = Instant::now().checked_sub(slack).unwrap_or(free);
-        free = free.max(earliest) + Duration::from_secs_f64(bytes.len() as f64 / rate as f64);
+        let rate = rate.load(Ordering::Relaxed) as f64;
+        free = free.max(earliest) + Duration::from_secs_f64(bytes.len() as f64 / rate);
         if to.write_all(&bytes).is_err() {
             break;
         }

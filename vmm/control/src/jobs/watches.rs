@@ -155,13 +155,14 @@ impl DirtyWatch {
     /// Ends the window and starts the next one.
     pub(super) fn end_window(&mut self, vm: &dyn Vm) -> WatchWindow {
         let epoch = self.writes.drain();
+        // Read before anything else: what is harvested in between counts in this window here, and
+        // in the next one there.
+        let vcpu_writes = vm.vcpu_writes();
         let start = std::mem::replace(&mut self.window_start, Instant::now());
         let seconds = self.window_start.saturating_duration_since(start).as_secs_f64();
         let (frames, bin_frames) = (epoch.frames(), self.bins.count(epoch.runs()));
         epoch.commit();
-        // Read just after the drain: what is harvested in between counts in this window here, and
-        // in the next one there.
-        WatchWindow { seconds, frames, bin_frames, vcpu_writes: vm.vcpu_writes() }
+        WatchWindow { seconds, frames, bin_frames, vcpu_writes }
     }
 
     /// Returns each vCPU's figures, less their values at the start of the window.
