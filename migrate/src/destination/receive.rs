@@ -317,17 +317,16 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
         }
         self.channels.acknowledge();
         if self.shares_memory && pass == 0 {
-            // The source pauses its guest after the acknowledgement.
             local::populate(self.guest, &reading.context.control.stop)?;
         }
-        wire.send(&WireMessage::PassAck { pass, counts })?;
-        let rate = reading.end_pass(self.received_bytes(wire), self.channels.moved_bytes());
         if matches!(reading.restore, StateRestore::NotBegun) {
-            // The pause may be next.
+            // The source may pause its guest after the acknowledgement.
             self.guest.stay_awake();
             reading.awake = Some(Instant::now());
             heap::grow();
         }
+        wire.send(&WireMessage::PassAck { pass, counts })?;
+        let rate = reading.end_pass(self.received_bytes(wire), self.channels.moved_bytes());
         reading.context.control.update(|p| p.link_rate_bytes_per_s = rate);
         Ok(())
     }

@@ -355,7 +355,10 @@ fn send_sections(wire: &mut Wire<Link>, sections: &[Section]) -> Result<(), Caus
     fits("the guest's state", all, MAX_STATE)?;
     for section in sections {
         fits("a state section", section.bytes.len() as u64, MAX_SECTION.into())?;
-        wire.send_parts(Tag::State, &[&section_head(section), &section.bytes])?;
     }
-    Ok(())
+    let heads: Vec<_> = sections.iter().map(section_head).collect();
+    let parts = sections.iter().zip(&heads).map(|(section, head)| [&head[..], &section.bytes[..]]);
+    let parts: Vec<[&[u8]; 2]> = parts.collect();
+    let records: Vec<&[&[u8]]> = parts.iter().map(|parts| &parts[..]).collect();
+    Ok(wire.send_records(Tag::State, &records)?)
 }

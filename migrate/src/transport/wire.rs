@@ -6,6 +6,7 @@
 mod descriptors;
 
 use std::io::{self, IoSlice, Read, Write};
+use std::iter;
 use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::FrameRun;
@@ -26,6 +27,9 @@ use crate::protocol::tag::Tag;
 
 /// Upper bound on the payload bytes of a skipped record with an unknown tag.
 const MAX_SKIPPED: u32 = 64 << 10;
+
+/// Most parts that the kernel takes in one call (`UIO_MAXIOV`).
+const MAX_SLICES: usize = 1024;
 
 /// Upper bound on skipped records with unknown tags between two messages.
 const MAX_SKIPPED_RECORDS: u64 = 16;
@@ -102,14 +106,25 @@ impl<S: Write> Wire<S> {
     /// Sends a message whose payload is in several parts, without copying them. The parts must not
     /// change meanwhile, because the checksum precedes them.
     pub(crate) fn send_parts(&mut self, tag: Tag, parts: &[&[u8]]) -> Result<(), WireError> {
-        let length: usize = parts.iter().map(|p| p.len()).sum();
-        let head = self.head(tag, length, parts);
-        let mut slices: Vec<IoSlice<'_>> = Vec::with_capacity(parts.len() + 1);
-        slices.push(IoSlice::new(&head));
-        slices.extend(parts.iter().map(|p| IoSlice::new(p)));
+        self.send_records(tag, &[parts])
+    }
+
+    /// Sends several messages as [`send_parts`](Self::send_parts) does, with as few calls as
+    /// possible.
+    pub(crate) fn send_records(&mut self, tag: Tag, records: &[&[&[u8]]]) -> Result<(), WireError> {
+        let (mut heads, mut bytes) = (Vec::with_capacity(records.len()), 0);
+        for parts in records {
+            let length: usize = parts.iter().map(|p| p.len()).sum();
+            heads.push(self.head(tag, length, parts));
+            self.next_out = self.next_out.wrapping_add(1);
+            bytes += (RECORD_HEAD_LEN + length) as u64;
+        }
+        let slices = heads.iter().zip(records).flat_map(|(head, parts)| {
+            iter::once(&head[..]).chain(parts.iter().copied()).map(IoSlice::new)
+        });
+        let mut slices: Vec<IoSlice<'_>> = slices.collect();
         write_all_slices(&mut self.stream, &mut slices, &mut self.torn)?;
-        self.next_out = self.next_out.wrapping_add(1);
-        self.sent_bytes += (RECORD_HEAD_LEN + length) as u64;
+        self.sent_bytes += bytes;
         Ok(())
     }
 
@@ -226,7 +241,7 @@ fn write_all_slices(
 ) -> io::Result<()> {
     IoSlice::advance_slices(&mut slices, 0);
     while !slices.is_empty() {
-        let n = w.write_vectored(slices)?;
+        let n = w.write_vectored(&slices[..slices.len().min(MAX_SLICES)])?;
         *torn = true;
         IoSlice::advance_slices(&mut slices, n);
     }
