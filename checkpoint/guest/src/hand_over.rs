@@ -77,10 +77,10 @@ pub trait HandOver: Send + Sync {
     /// longer reach it on another host. Peers that could not be notified are notified when the
     /// guest resumes.
     ///
-    /// # Errors
-    ///
-    /// `packets` is malformed, or a device refuses it.
-    fn attach(&self, packets: &[u8]) -> Result<(), GuestError>;
+    /// Does not wait for the devices, because this is part of a downtime; what follows waits for
+    /// it. Packets that are malformed, or that a device refuses, are lost, which is logged: the
+    /// guest's peers send them again.
+    fn attach(&self, packets: &[u8]);
 
     /// Takes back what [`release`](Self::release) and [`detach`](Self::detach) released, or takes
     /// it for the first time on a new host. Before that, withdraws an offer of memory
@@ -115,8 +115,8 @@ impl<T: Delegate<dyn HandOver>> HandOver for T {
         self.delegate().detach(next)
     }
 
-    fn attach(&self, packets: &[u8]) -> Result<(), GuestError> {
-        self.delegate().attach(packets)
+    fn attach(&self, packets: &[u8]) {
+        self.delegate().attach(packets);
     }
 
     fn acquire(&self) -> Result<(), GuestError> {

@@ -97,7 +97,6 @@ fn operations_fail_on_request_and_only_then() {
     fails(Op::Save, &|| guest.save_state().map(drop));
     fails(Op::Release, &|| guest.release(NextHost::Another));
     fails(Op::Detach, &|| guest.detach(NextHost::Another).map(drop));
-    fails(Op::Attach, &|| guest.attach(&[]));
     fails(Op::Acquire, &|| guest.acquire());
     fails(Op::Resume, &|| guest.resume());
     assert_eq!(guest.run_state(), RunState::Running);

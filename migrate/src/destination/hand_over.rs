@@ -113,10 +113,7 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
             match wire.recv() {
                 Ok(WireMessage::Late(late)) if !attached => {
                     attached = true;
-                    // Lost packets fail no migration: the guest's peers send them again.
-                    if let Err(e) = guest.attach(late) {
-                        tracing::warn!(vm = %guest.vm_id(), "packets for the guest are lost: {e}");
-                    }
+                    guest.attach(late);
                 }
                 Ok(WireMessage::Commit { token }) => break token,
                 Ok(other) => return Err(other.unexpected("COMMIT").into()),

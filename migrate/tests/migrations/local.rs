@@ -177,8 +177,8 @@ impl HandOver for SharesOther {
     fn detach(&self, next: NextHost) -> Result<Vec<u8>, GuestError> {
         self.0.detach(next)
     }
-    fn attach(&self, packets: &[u8]) -> Result<(), GuestError> {
-        self.0.attach(packets)
+    fn attach(&self, packets: &[u8]) {
+        self.0.attach(packets);
     }
     fn acquire(&self) -> Result<(), GuestError> {
         self.0.acquire()

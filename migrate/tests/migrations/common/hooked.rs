@@ -49,8 +49,8 @@ impl HandOver for HookedGuest {
         (self.hook)("detach");
         self.guest.detach(next)
     }
-    fn attach(&self, late: &[u8]) -> Result<(), GuestError> {
-        self.guest.attach(late)
+    fn attach(&self, late: &[u8]) {
+        self.guest.attach(late);
     }
     fn acquire(&self) -> Result<(), GuestError> {
         self.guest.acquire()

@@ -409,12 +409,16 @@ impl HandOver for KvmMachine {
         self.ask("detach the devices", move |supervisor| supervisor.detach(next))
     }
 
-    fn attach(&self, queued_packets: &[u8]) -> Result<(), GuestError> {
+    fn attach(&self, queued_packets: &[u8]) {
         if self.config.devices.is_empty() && queued_packets.is_empty() {
-            return self.require_paused("attach");
+            return;
         }
-        let queued_packets = queued_packets.to_vec();
-        self.ask("attach the devices", move |supervisor| supervisor.attach(&queued_packets))
+        let (queued_packets, vm_id) = (queued_packets.to_vec(), self.vm_id());
+        self.supervisor.tell(move |supervisor| {
+            if let Err(e) = supervisor.attach(&queued_packets) {
+                tracing::warn!(vm = %vm_id, "packets for the guest are lost: {e}");
+            }
+        });
     }
 
     fn acquire(&self) -> Result<(), GuestError> {

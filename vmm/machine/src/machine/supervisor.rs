@@ -13,7 +13,7 @@ use super::request_error::SupervisorError;
 use super::state::{self, SavedMachine};
 use super::status::MachineStatus;
 use super::vcpus::{HALT_LIMIT, VcpuHandle, Vcpus};
-use crate::actor::{CallError, Handle, Inbox};
+use crate::actor::{CallError, Handle, Inbox, PendingCall};
 use crate::boot;
 use crate::collector;
 use crate::devices::{Bus, RequestError};
@@ -25,8 +25,8 @@ use crate::vcpu::{
 use crate::vm::EndReason;
 use crate::wall_clock::wall_ns;
 
-/// Limit for the vCPUs to restore a state. KVM touches pages that vCPUs share with the guest, and
-/// in a lazy restore those pages come from storage.
+/// Limit for the vCPUs and the devices to restore a state. KVM touches pages that vCPUs share with
+/// the guest, and in a lazy restore those pages come from storage.
 const RESTORE_LIMIT: Duration = Duration::from_secs(if cfg!(test) { 5 } else { 30 });
 
 /// The sections of a state, or why it cannot be saved.
@@ -203,12 +203,15 @@ impl Supervisor {
         self.wait_for_idle_vcpus()?;
         self.status.run()?;
         self.has_run = true;
-        self.bus.virtio().resume();
         self.bus.com1().take_input(true);
         let all = self.vcpus.iter().map(|vcpu| vcpu.paused().clone()).collect();
+        let resumed = ResumeFanout::begin(all, Vcpu::resume_in);
+        // Second, because the devices' threads would take processors from the vCPUs. What a vCPU
+        // asks of a device meanwhile waits.
+        self.bus.virtio().resume();
         // Needs no limit: every vCPU waits for a job, and nothing in `resume_in` blocks. No vCPU
         // may be told to pause again before all have resumed.
-        let _ = ResumeFanout::begin(all, Vcpu::resume_in).recv();
+        let _ = resumed.recv();
         Ok(())
     }
 
@@ -273,9 +276,13 @@ impl Supervisor {
         let deadline = Instant::now() + HALT_LIMIT;
         let save =
             |vcpu: &VcpuHandle| vcpu.paused().begin("save its state", deadline, |vcpu| vcpu.save());
-        let calls: Vec<_> = self.vcpus.iter().map(save).collect();
-        // The supervisor saves the VM while the vCPU threads save theirs; all vCPUs are paused.
+        // All vCPUs are paused. The supervisor saves the VM while the first vCPU saves its state;
+        // the others begin when this thread is about to wait. With two processors, both vCPUs would
+        // otherwise be put on the one that this thread does not use.
+        let mut vcpus = self.vcpus.iter();
+        let first = vcpus.next().map(save);
         let vm = state::save_vm(&self.vm, &self.context)?;
+        let calls: Vec<_> = first.into_iter().chain(vcpus.map(save)).collect();
         let com1 = self.bus.com1().state();
         let platform = state::SavedPlatform { power: self.bus.power().state() };
         let keyboard = self.bus.keyboard();
@@ -369,17 +376,17 @@ impl Supervisor {
         Ok(())
     }
 
-    fn restore_vcpus(&self, states: Vec<SavedVcpu>, adjust: Adjust) -> Result<(), SupervisorError> {
-        let deadline = Instant::now() + RESTORE_LIMIT;
+    fn begin_vcpu_restores(
+        &self,
+        states: Vec<SavedVcpu>,
+        adjust: Adjust,
+        deadline: Instant,
+    ) -> Vec<PendingCall<Result<(), VcpuError>>> {
         let restore = |(vcpu, state): (&VcpuHandle, SavedVcpu)| {
             let what = "restore its state, for which it needs pages that it shares with KVM,";
             vcpu.paused().begin(what, deadline, move |vcpu| vcpu.restore(&state, adjust))
         };
-        let calls: Vec<_> = self.vcpus.iter().zip(states).map(restore).collect();
-        // Waits for all vCPUs, even if the first one fails.
-        let failed = call_failed("restoring the state of a vCPU");
-        let restored = calls.into_iter().map(|call| Ok(call.wait().map_err(&failed)??));
-        restored.collect::<Vec<_>>().into_iter().collect()
+        self.vcpus.iter().zip(states).map(restore).collect()
     }
 
     fn refuse_if_lost(&self) -> Result<(), SupervisorError> {
@@ -400,7 +407,16 @@ impl Supervisor {
         }
         // KVM reads and writes pages that vCPUs share with the guest, and waits until they arrive.
         self.status.set_restores_vcpus(true);
-        let restored = self.restore_vcpus(saved.vcpus, Adjust { clock, now_ns: wall_ns() });
+        let deadline = Instant::now() + RESTORE_LIMIT;
+        let adjust = Adjust { clock, now_ns: wall_ns() };
+        let vcpus = self.begin_vcpu_restores(saved.vcpus, adjust, deadline);
+        // On threads of their own, too.
+        let devices = self.bus.virtio().begin_restore(saved.virtio, deadline);
+        let failed = call_failed("restoring the state of a vCPU");
+        let restored = vcpus.into_iter().map(|call| Ok(call.wait().map_err(&failed)??));
+        // Waits for all vCPUs, even if the first one fails.
+        let restored: Vec<_> = restored.collect();
+        let restored: Result<(), SupervisorError> = restored.into_iter().collect();
         if restored.is_err() {
             // A vCPU that still waits for a page could not end.
             self.vm.memory().abandon();
@@ -409,7 +425,7 @@ impl Supervisor {
         self.refuse_if_lost()?;
         restored?;
         self.bus.com1().restore(saved.com1).map_err(SupervisorError::Serial)?;
-        let virtio = self.bus.virtio().restore(saved.virtio);
+        let virtio = devices.and_then(|begun| self.bus.virtio().finish_restore(begun));
         virtio.map_err(|(index, e)| SupervisorError::Virtio { index, cause: Box::new(e) })?;
         state::restore_vm(&self.vm, &self.context, &saved.vm, clock)?;
         // Comes after the restore of the interrupt controllers' own state.

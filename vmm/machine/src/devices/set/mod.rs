@@ -26,8 +26,8 @@ use super::placement::{device_at, placement};
 use super::rng::Rng;
 use super::stats::StatsHandle;
 use super::virtio::{
-    Completion, Device, PendingRequest, QueuedPacketsError, REPLY_GRACE, RateLimitControl,
-    RequestError, Transport, VirtioState,
+    Completion, Device, PendingRequest, PendingRestore, QueuedPacketsError, REPLY_GRACE,
+    RateLimitControl, RequestError, Transport, VirtioState,
 };
 use super::vsock::Vsock;
 use crate::codec;
@@ -447,7 +447,7 @@ impl DeviceSet {
         let mut room = MAX_QUEUED_PACKETS - QUEUED_PACKETS_HEADER * self.devices.len();
         let mut queued_packets = BTreeMap::new();
         let mut result = Ok(());
-        for (device, i) in self.devices.iter().zip(0u16..) {
+        for (device, i) in self.devices.iter().zip(0u16..).filter(|(d, _)| d.has_peers()) {
             match device.detach_by(room, next, self.ask_deadline()) {
                 Ok(bytes) if bytes.is_empty() => {}
                 Ok(bytes) => {
@@ -472,7 +472,7 @@ impl DeviceSet {
             Ok(queued_packets) => (queued_packets, Ok(())),
             Err(e) => (BTreeMap::new(), Err(QueuedPacketsError::Decode(e).into())),
         };
-        for (device, i) in self.devices.iter().zip(0..) {
+        for (device, i) in self.devices.iter().zip(0..).filter(|(d, _)| d.has_peers()) {
             let queued_packets = queued_packets.remove(&i).unwrap_or_default();
             result = result.and(device.attach_by(queued_packets, self.ask_deadline()));
         }
@@ -490,16 +490,25 @@ impl DeviceSet {
         all.map(|(device, pending)| device.finish_save(pending)).collect()
     }
 
-    /// Restores saved states into devices that have never run. The error contains the device's
-    /// index.
-    pub(crate) fn restore(&self, states: Vec<VirtioState>) -> Result<(), (usize, RequestError)> {
-        let by = self.ask_deadline();
+    /// Begins to restore saved states into devices that have never run. The error contains the
+    /// device's index.
+    pub(crate) fn begin_restore(
+        &self,
+        states: Vec<VirtioState>,
+        by: Instant,
+    ) -> Result<Vec<PendingRestore>, (usize, RequestError)> {
         let begin = |(i, (device, state)): (usize, (&Transport, VirtioState))| {
             device.begin_restore(state, by).map_err(|why| (i, why))
         };
-        let restores: Result<Vec<_>, _> =
-            self.devices.iter().zip(states).enumerate().map(begin).collect();
-        for (i, (device, pending)) in self.devices.iter().zip(restores?).enumerate() {
+        self.devices.iter().zip(states).enumerate().map(begin).collect()
+    }
+
+    /// Waits until the states are restored that [`begin_restore`](Self::begin_restore) restores.
+    pub(crate) fn finish_restore(
+        &self,
+        restores: Vec<PendingRestore>,
+    ) -> Result<(), (usize, RequestError)> {
+        for (i, (device, pending)) in self.devices.iter().zip(restores).enumerate() {
             device.finish_restore(pending).map_err(|why| (i, why))?;
         }
         Ok(())

@@ -212,7 +212,8 @@ fn stuck_device_is_named_by_every_request() {
         |set| {
             let state =
                 spawn("ok", Box::new(FakeDevice(Arc::default())), &self::memory()).save()?;
-            set.restore(vec![state]).map_err(|(_, why)| why)
+            let restores = set.begin_restore(vec![state], set.ask_deadline());
+            restores.and_then(|pending| set.finish_restore(pending)).map_err(|(_, why)| why)
         },
         |set| set.detach(NextHost::Another).map(drop),
         |set| set.attach(&[]),

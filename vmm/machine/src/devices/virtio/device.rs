@@ -182,6 +182,12 @@ pub(crate) trait Device: Send {
         self.release(deadline, next)
     }
 
+    /// Whether the device has peers that [`detach`](Self::detach) and [`attach`](Self::attach)
+    /// concern. Other devices are not asked: each question takes its share of a downtime.
+    fn has_peers(&self) -> bool {
+        false
+    }
+
     /// Releases the rest, such as a tap, after [`release`](Self::release). Returns what arrived
     /// since the device was saved, encoded in at most `room` bytes, for [`attach`](Self::attach) at
     /// the next host; empty if nothing arrived. The device keeps a copy: it may be acquired again.

@@ -131,6 +131,10 @@ impl Device for FakeDevice {
         Ok(())
     }
 
+    fn has_peers(&self) -> bool {
+        true
+    }
+
     fn detach(&mut self, _: usize, _: NextHost) -> Vec<u8> {
         self.0.wait_while_stuck();
         Script::set(&self.0.attached, false);

@@ -57,7 +57,7 @@ pub(crate) use request::{QueuedPacketsError, RequestError};
 pub(crate) use ring::DeviceRing;
 pub(crate) use shared_state::SharedDeviceState;
 pub(crate) use state::{VirtioState, decode_state, encode_state};
-pub(crate) use transport::{PendingRequest, REPLY_GRACE, Transport};
+pub(crate) use transport::{PendingRequest, PendingRestore, REPLY_GRACE, Transport};
 pub(crate) use violation::Violation;
 pub(crate) use watcher::Watcher;
 

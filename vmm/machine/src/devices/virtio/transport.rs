@@ -42,6 +42,7 @@ pub(crate) struct Transport {
     thread: WorkerThread,
     /// The number of times that each rate limit of the device has made a queue wait.
     throttles: Arc<[Counter]>,
+    has_peers: bool,
 }
 
 /// The handle of a device's thread. Dropping it ends the thread.
@@ -111,7 +112,7 @@ impl Transport {
     /// Starts the thread of `device`; `id` is its name in messages. The device is paused until
     /// [`resume`](Self::resume).
     pub(crate) fn spawn(id: &str, device: Box<dyn Device>, ram: GuestRam) -> io::Result<Self> {
-        let class = device.kind().class();
+        let (class, has_peers) = (device.kind().class(), device.has_peers());
         let mmio = MmioInterface::new(id, &*device)?;
         let wake = Arc::new(LatchedEvent::new()?);
         let (handle, inbox) = actor::inbox(mmio.label());
@@ -129,12 +130,17 @@ impl Transport {
             quit_at: OnceLock::new(),
             thread: Some(thread),
         };
-        Ok(Self { mmio, thread, throttles })
+        Ok(Self { mmio, thread, throttles, has_peers })
     }
 
     /// Returns the device's kind and name, for messages.
     pub(crate) fn label(&self) -> &str {
         self.mmio.label()
+    }
+
+    /// Whether [`detach_by`](Self::detach_by) and [`attach_by`](Self::attach_by) concern the device.
+    pub(crate) fn has_peers(&self) -> bool {
+        self.has_peers
     }
 
     /// Returns the handle for the rate limits of the device, whose name is `id` and which has
