@@ -13,8 +13,8 @@ use driftline_guest::PAGE_BYTES;
 /// from which on the allocators of glibc and musl return a freed block to the system.
 const BYTES: usize = 96 << 10;
 
-/// Grows the heap if it has less free memory than [`BYTES`]. If it has to grow, that takes about ten
-/// microseconds, or a hundred on a host that is itself a guest.
+/// Grows the heap if it has less free memory than [`BYTES`]. If it has to grow, that takes about
+/// ten microseconds, or a hundred on a host that is itself a guest.
 pub(crate) fn grow() {
     let mut memory = Vec::<u8>::with_capacity(BYTES);
     for page in memory.spare_capacity_mut().chunks_mut(PAGE_BYTES) {

@@ -113,10 +113,12 @@ impl<S: Write> Wire<S> {
     /// possible.
     pub(crate) fn send_records(&mut self, tag: Tag, records: &[&[&[u8]]]) -> Result<(), WireError> {
         let (mut heads, mut bytes) = (Vec::with_capacity(records.len()), 0);
+        // Another message has the first number if nothing of these is written.
+        let mut sequence = self.next_out;
         for parts in records {
             let length: usize = parts.iter().map(|p| p.len()).sum();
-            heads.push(self.head(tag, length, parts));
-            self.next_out = self.next_out.wrapping_add(1);
+            heads.push(head(sequence, tag, length, parts));
+            sequence = sequence.wrapping_add(1);
             bytes += (RECORD_HEAD_LEN + length) as u64;
         }
         let slices = heads.iter().zip(records).flat_map(|(head, parts)| {
@@ -124,23 +126,24 @@ impl<S: Write> Wire<S> {
         });
         let mut slices: Vec<IoSlice<'_>> = slices.collect();
         write_all_slices(&mut self.stream, &mut slices, &mut self.torn)?;
+        self.next_out = sequence;
         self.sent_bytes += bytes;
         Ok(())
     }
+}
 
-    /// Returns the head of the next record, with a checksum over `parts`.
-    fn head(&self, tag: Tag, length: usize, parts: &[&[u8]]) -> [u8; RECORD_HEAD_LEN] {
-        debug_assert!(length <= tag.limit() as usize, "{} of {length} bytes", tag.name());
-        RecordHead {
-            tag: tag as u16,
-            must_understand: true,
-            instance: 0,
-            length: length as u32,
-            payload_crc: parts.iter().fold(0, |crc, p| crc32c::crc32c_append(crc, p)),
-            sequence: self.next_out,
-        }
-        .to_bytes()
+/// Returns the head of record `sequence`, with a checksum over `parts`.
+fn head(sequence: u32, tag: Tag, length: usize, parts: &[&[u8]]) -> [u8; RECORD_HEAD_LEN] {
+    debug_assert!(length <= tag.limit() as usize, "{} of {length} bytes", tag.name());
+    RecordHead {
+        tag: tag as u16,
+        must_understand: true,
+        instance: 0,
+        length: length as u32,
+        payload_crc: parts.iter().fold(0, |crc, p| crc32c::crc32c_append(crc, p)),
+        sequence,
     }
+    .to_bytes()
 }
 
 impl Wire<Link> {
@@ -153,7 +156,7 @@ impl Wire<Link> {
     ) -> Result<(), TransportError> {
         let table = RawRun::from(run);
         let length = table.as_bytes().len() + run.bytes() as usize;
-        let head = self.head(Tag::Frames, length, &[table.as_bytes()]);
+        let head = head(self.next_out, Tag::Frames, length, &[table.as_bytes()]);
         let mut start = [0; RECORD_HEAD_LEN + size_of::<RawRun>()];
         start[..RECORD_HEAD_LEN].copy_from_slice(&head);
         start[RECORD_HEAD_LEN..].copy_from_slice(table.as_bytes());
@@ -359,7 +362,12 @@ mod tests {
     /// Sends FRAMES of two frames with only `bytes` bytes of their content.
     fn send_two(wire: &mut Wire<Link>, bytes: usize) {
         let table = RawRun::from(FrameRun { start: Gfn(3), count: 2 });
-        let head = wire.head(Tag::Frames, table.as_bytes().len() + 8192, &[table.as_bytes()]);
+        let head = super::head(
+            wire.next_out,
+            Tag::Frames,
+            table.as_bytes().len() + 8192,
+            &[table.as_bytes()],
+        );
         wire.stream.write_all(&[&head, table.as_bytes(), &vec![7; bytes]].concat()).unwrap();
         wire.next_out += 1;
     }

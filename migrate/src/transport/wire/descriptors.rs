@@ -2,7 +2,7 @@
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 
-use super::Wire;
+use super::{Wire, head};
 use crate::protocol::error::{WireError, same};
 use crate::protocol::limits::DESCRIPTOR_BYTE;
 use crate::protocol::message::WireMessage;
@@ -19,7 +19,7 @@ impl Wire<Link> {
     ) -> Result<(), WireError> {
         let payload = message.to_bytes();
         let length = payload.len() + DESCRIPTOR_BYTE as usize;
-        let mut record = self.head(message.tag(), length, &[&payload]).to_vec();
+        let mut record = head(self.next_out, message.tag(), length, &[&payload]).to_vec();
         record.extend_from_slice(&payload);
         self.stream.write_all_more(&record, &mut self.torn)?;
         self.stream.send_descriptors(descriptors)?;

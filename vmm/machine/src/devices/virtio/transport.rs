@@ -138,7 +138,8 @@ impl Transport {
         self.mmio.label()
     }
 
-    /// Whether [`detach_by`](Self::detach_by) and [`attach_by`](Self::attach_by) concern the device.
+    /// Whether [`detach_by`](Self::detach_by) and [`attach_by`](Self::attach_by) concern the
+    /// device.
     pub(crate) fn has_peers(&self) -> bool {
         self.has_peers
     }
