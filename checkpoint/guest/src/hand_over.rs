@@ -77,9 +77,10 @@ pub trait HandOver: Send + Sync {
     /// longer reach it on another host. Peers that could not be notified are notified when the
     /// guest resumes.
     ///
-    /// Does not wait for the devices, because this is part of a downtime; what follows waits for
-    /// it. Packets that are malformed, or that a device refuses, are lost, which is logged: the
-    /// guest's peers send them again.
+    /// Returns before the devices have done so, because waiting would prolong the downtime.
+    /// [`acquire`](Self::acquire) and all later requests are carried out after it. Packets that are
+    /// malformed, or that a device refuses, are lost. That is logged and fails nothing: the guest's
+    /// peers send them again.
     fn attach(&self, packets: &[u8]);
 
     /// Takes back what [`release`](Self::release) and [`detach`](Self::detach) released, or takes

@@ -97,6 +97,11 @@ fn operations_fail_on_request_and_only_then() {
     fails(Op::Save, &|| guest.save_state().map(drop));
     fails(Op::Release, &|| guest.release(NextHost::Another));
     fails(Op::Detach, &|| guest.detach(NextHost::Another).map(drop));
+    guest.faults().fail_next(Op::Attach, 1);
+    guest.attach(b"lost");
+    assert!(guest.received_packets().is_empty());
+    guest.attach(b"packets");
+    assert_eq!(guest.received_packets(), b"packets");
     fails(Op::Acquire, &|| guest.acquire());
     fails(Op::Resume, &|| guest.resume());
     assert_eq!(guest.run_state(), RunState::Running);

@@ -357,8 +357,6 @@ fn send_sections(wire: &mut Wire<Link>, sections: &[Section]) -> Result<(), Caus
         fits("a state section", section.bytes.len() as u64, MAX_SECTION.into())?;
     }
     let heads: Vec<_> = sections.iter().map(section_head).collect();
-    let parts = sections.iter().zip(&heads).map(|(section, head)| [&head[..], &section.bytes[..]]);
-    let parts: Vec<[&[u8]; 2]> = parts.collect();
-    let records: Vec<&[&[u8]]> = parts.iter().map(|parts| &parts[..]).collect();
-    Ok(wire.send_records(Tag::State, &records)?)
+    let records = heads.iter().zip(sections).map(|(head, s)| [&head[..], &s.bytes[..]]);
+    Ok(wire.send_records(Tag::State, &records.collect::<Vec<_>>())?)
 }

@@ -109,20 +109,25 @@ impl<S: Write> Wire<S> {
         self.send_records(tag, &[parts])
     }
 
-    /// Sends several messages as [`send_parts`](Self::send_parts) does, with as few calls as
-    /// possible.
-    pub(crate) fn send_records(&mut self, tag: Tag, records: &[&[&[u8]]]) -> Result<(), WireError> {
+    /// Sends messages of one tag as [`send_parts`](Self::send_parts) sends one, and writes them
+    /// together: each call takes microseconds of a downtime.
+    pub(crate) fn send_records<'p>(
+        &mut self,
+        tag: Tag,
+        records: &[impl AsRef<[&'p [u8]]>],
+    ) -> Result<(), WireError> {
         let (mut heads, mut bytes) = (Vec::with_capacity(records.len()), 0);
-        // Another message has the first number if nothing of these is written.
+        // Numbers are taken only by records that are written: after a failure that wrote nothing,
+        // ABORT has the first of them.
         let mut sequence = self.next_out;
-        for parts in records {
+        for parts in records.iter().map(AsRef::as_ref) {
             let length: usize = parts.iter().map(|p| p.len()).sum();
             heads.push(head(sequence, tag, length, parts));
             sequence = sequence.wrapping_add(1);
             bytes += (RECORD_HEAD_LEN + length) as u64;
         }
         let slices = heads.iter().zip(records).flat_map(|(head, parts)| {
-            iter::once(&head[..]).chain(parts.iter().copied()).map(IoSlice::new)
+            iter::once(&head[..]).chain(parts.as_ref().iter().copied()).map(IoSlice::new)
         });
         let mut slices: Vec<IoSlice<'_>> = slices.collect();
         write_all_slices(&mut self.stream, &mut slices, &mut self.torn)?;
@@ -370,6 +375,52 @@ mod tests {
         );
         wire.stream.write_all(&[&head, table.as_bytes(), &vec![7; bytes]].concat()).unwrap();
         wire.next_out += 1;
+    }
+
+    #[test]
+    fn many_records_are_written_together() {
+        const COUNT: usize = 2 * MAX_SLICES;
+        let (mut here, mut there) = ends();
+        let heads: Vec<_> = (0..COUNT).map(|n| (n as u64).to_le_bytes()).collect();
+        let reader = std::thread::spawn(move || {
+            for n in 0..COUNT {
+                let mut record = [0; RECORD_HEAD_LEN + 8 + 3];
+                here.stream.read_exact(&mut record).unwrap();
+                let head = RecordHead::read_from(&record[..], n as u32).unwrap();
+                head.check(&record[RECORD_HEAD_LEN..]).unwrap();
+                assert_eq!(record[RECORD_HEAD_LEN..][..8], (n as u64).to_le_bytes());
+            }
+        });
+        let records: Vec<[&[u8]; 2]> = heads.iter().map(|head| [&head[..], b"abc"]).collect();
+        there.send_records(Tag::State, &records).unwrap();
+        reader.join().unwrap();
+        assert_eq!(there.sent_bytes, (COUNT * (RECORD_HEAD_LEN + 11)) as u64);
+    }
+
+    /// Fails the first write.
+    struct FailsOnce(bool, Vec<u8>);
+
+    impl Write for FailsOnce {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            match std::mem::replace(&mut self.0, true) {
+                true => self.1.write(bytes),
+                false => Err(io::ErrorKind::TimedOut.into()),
+            }
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn unwritten_records_leave_their_numbers_to_abort() {
+        let mut wire = Wire::new(FailsOnce(false, Vec::new()));
+        let records: [[&[u8]; 1]; 2] = [[b"one"], [b"two"]];
+        wire.send_records(Tag::State, &records).unwrap_err();
+        assert!(!wire.torn);
+        wire.send_parts(Tag::Abort, &[b"cancelled"]).unwrap();
+        RecordHead::read_from(&wire.stream.1[..RECORD_HEAD_LEN], 0).unwrap();
     }
 
     #[test]

@@ -25,8 +25,8 @@ use crate::vcpu::{
 use crate::vm::EndReason;
 use crate::wall_clock::wall_ns;
 
-/// Limit for the vCPUs and the devices to restore a state. KVM touches pages that vCPUs share with
-/// the guest, and in a lazy restore those pages come from storage.
+/// Limit for the vCPUs to restore a state. KVM touches pages that vCPUs share with the guest, and
+/// in a lazy restore those pages come from storage.
 const RESTORE_LIMIT: Duration = Duration::from_secs(if cfg!(test) { 5 } else { 30 });
 
 /// The sections of a state, or why it cannot be saved.
@@ -206,8 +206,8 @@ impl Supervisor {
         self.bus.com1().take_input(true);
         let all = self.vcpus.iter().map(|vcpu| vcpu.paused().clone()).collect();
         let resumed = ResumeFanout::begin(all, Vcpu::resume_in);
-        // Second, because the devices' threads would take processors from the vCPUs. What a vCPU
-        // asks of a device meanwhile waits.
+        // After the vCPUs, which would wait for processors that the devices' threads use. What a
+        // vCPU asks of a device before the device has resumed waits.
         self.bus.virtio().resume();
         // Needs no limit: every vCPU waits for a job, and nothing in `resume_in` blocks. No vCPU
         // may be told to pause again before all have resumed.
@@ -276,9 +276,9 @@ impl Supervisor {
         let deadline = Instant::now() + HALT_LIMIT;
         let save =
             |vcpu: &VcpuHandle| vcpu.paused().begin("save its state", deadline, |vcpu| vcpu.save());
-        // All vCPUs are paused. The supervisor saves the VM while the first vCPU saves its state;
-        // the others begin when this thread is about to wait. With two processors, both vCPUs would
-        // otherwise be put on the one that this thread does not use.
+        // All vCPUs are paused. This thread saves the VM while the first vCPU saves its state, and
+        // wakes the other vCPUs when it is about to wait. Woken at once, two vCPUs on two
+        // processors share the one that this thread does not use.
         let mut vcpus = self.vcpus.iter();
         let first = vcpus.next().map(save);
         let vm = state::save_vm(&self.vm, &self.context)?;
@@ -380,8 +380,8 @@ impl Supervisor {
         &self,
         states: Vec<SavedVcpu>,
         adjust: Adjust,
-        deadline: Instant,
     ) -> Vec<PendingCall<Result<(), VcpuError>>> {
+        let deadline = Instant::now() + RESTORE_LIMIT;
         let restore = |(vcpu, state): (&VcpuHandle, SavedVcpu)| {
             let what = "restore its state, for which it needs pages that it shares with KVM,";
             vcpu.paused().begin(what, deadline, move |vcpu| vcpu.restore(&state, adjust))
@@ -407,16 +407,11 @@ impl Supervisor {
         }
         // KVM reads and writes pages that vCPUs share with the guest, and waits until they arrive.
         self.status.set_restores_vcpus(true);
-        let deadline = Instant::now() + RESTORE_LIMIT;
         let adjust = Adjust { clock, now_ns: wall_ns() };
-        let vcpus = self.begin_vcpu_restores(saved.vcpus, adjust, deadline);
-        // On threads of their own, too.
-        let devices = self.bus.virtio().begin_restore(saved.virtio, deadline);
-        let failed = call_failed("restoring the state of a vCPU");
-        let restored = vcpus.into_iter().map(|call| Ok(call.wait().map_err(&failed)??));
-        // Waits for all vCPUs, even if the first one fails.
-        let restored: Vec<_> = restored.collect();
-        let restored: Result<(), SupervisorError> = restored.into_iter().collect();
+        let vcpus = self.begin_vcpu_restores(saved.vcpus, adjust);
+        // The devices' threads restore while the vCPUs' threads do.
+        let devices = self.bus.virtio().begin_restore(saved.virtio);
+        let restored = finish_vcpu_restores(vcpus);
         if restored.is_err() {
             // A vCPU that still waits for a page could not end.
             self.vm.memory().abandon();
@@ -438,6 +433,15 @@ impl Supervisor {
         }
         Ok(())
     }
+}
+
+/// Waits for all vCPUs, even if the first one fails.
+fn finish_vcpu_restores(
+    calls: Vec<PendingCall<Result<(), VcpuError>>>,
+) -> Result<(), SupervisorError> {
+    let failed = call_failed("restoring the state of a vCPU");
+    let restored = calls.into_iter().map(|call| Ok(call.wait().map_err(&failed)??));
+    restored.collect::<Vec<_>>().into_iter().collect()
 }
 
 fn device_result<T>(what: &'static str, r: Result<T, RequestError>) -> Result<T, SupervisorError> {

@@ -41,7 +41,7 @@ impl HandOver for MemoryGuest {
     }
 
     fn attach(&self, packets: &[u8]) {
-        // A failure loses the packets.
+        // If this fails, the packets are lost.
         if self.faults.check(Op::Attach, "attaching").is_ok() {
             *self.received_packets.lock() = packets.to_vec();
         }

@@ -205,7 +205,7 @@ impl Device for Net {
         Ok(())
     }
 
-    fn has_peers(&self) -> bool {
+    fn detaches(&self) -> bool {
         true
     }
 

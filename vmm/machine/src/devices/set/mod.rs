@@ -447,7 +447,7 @@ impl DeviceSet {
         let mut room = MAX_QUEUED_PACKETS - QUEUED_PACKETS_HEADER * self.devices.len();
         let mut queued_packets = BTreeMap::new();
         let mut result = Ok(());
-        for (device, i) in self.devices.iter().zip(0u16..).filter(|(d, _)| d.has_peers()) {
+        for (device, i) in self.devices.iter().zip(0u16..).filter(|(d, _)| d.detaches()) {
             match device.detach_by(room, next, self.ask_deadline()) {
                 Ok(bytes) if bytes.is_empty() => {}
                 Ok(bytes) => {
@@ -472,7 +472,7 @@ impl DeviceSet {
             Ok(queued_packets) => (queued_packets, Ok(())),
             Err(e) => (BTreeMap::new(), Err(QueuedPacketsError::Decode(e).into())),
         };
-        for (device, i) in self.devices.iter().zip(0..).filter(|(d, _)| d.has_peers()) {
+        for (device, i) in self.devices.iter().zip(0..).filter(|(d, _)| d.detaches()) {
             let queued_packets = queued_packets.remove(&i).unwrap_or_default();
             result = result.and(device.attach_by(queued_packets, self.ask_deadline()));
         }
@@ -495,8 +495,8 @@ impl DeviceSet {
     pub(crate) fn begin_restore(
         &self,
         states: Vec<VirtioState>,
-        by: Instant,
     ) -> Result<Vec<PendingRestore>, (usize, RequestError)> {
+        let by = self.ask_deadline();
         let begin = |(i, (device, state)): (usize, (&Transport, VirtioState))| {
             device.begin_restore(state, by).map_err(|why| (i, why))
         };

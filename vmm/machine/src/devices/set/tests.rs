@@ -212,7 +212,7 @@ fn stuck_device_is_named_by_every_request() {
         |set| {
             let state =
                 spawn("ok", Box::new(FakeDevice(Arc::default())), &self::memory()).save()?;
-            let restores = set.begin_restore(vec![state], set.ask_deadline());
+            let restores = set.begin_restore(vec![state]);
             restores.and_then(|pending| set.finish_restore(pending)).map_err(|(_, why)| why)
         },
         |set| set.detach(NextHost::Another).map(drop),

@@ -182,9 +182,9 @@ pub(crate) trait Device: Send {
         self.release(deadline, next)
     }
 
-    /// Whether the device has peers that [`detach`](Self::detach) and [`attach`](Self::attach)
-    /// concern. Other devices are not asked: each question takes its share of a downtime.
-    fn has_peers(&self) -> bool {
+    /// Whether [`detach`](Self::detach) and [`attach`](Self::attach) do anything. A device for
+    /// which they do nothing is not asked, because each request to a thread prolongs the downtime.
+    fn detaches(&self) -> bool {
         false
     }
 

@@ -131,7 +131,7 @@ impl Device for FakeDevice {
         Ok(())
     }
 
-    fn has_peers(&self) -> bool {
+    fn detaches(&self) -> bool {
         true
     }
 

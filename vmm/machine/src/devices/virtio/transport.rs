@@ -42,7 +42,8 @@ pub(crate) struct Transport {
     thread: WorkerThread,
     /// The number of times that each rate limit of the device has made a queue wait.
     throttles: Arc<[Counter]>,
-    has_peers: bool,
+    /// See [`Device::detaches`].
+    detaches: bool,
 }
 
 /// The handle of a device's thread. Dropping it ends the thread.
@@ -112,7 +113,7 @@ impl Transport {
     /// Starts the thread of `device`; `id` is its name in messages. The device is paused until
     /// [`resume`](Self::resume).
     pub(crate) fn spawn(id: &str, device: Box<dyn Device>, ram: GuestRam) -> io::Result<Self> {
-        let (class, has_peers) = (device.kind().class(), device.has_peers());
+        let (class, detaches) = (device.kind().class(), device.detaches());
         let mmio = MmioInterface::new(id, &*device)?;
         let wake = Arc::new(LatchedEvent::new()?);
         let (handle, inbox) = actor::inbox(mmio.label());
@@ -130,7 +131,7 @@ impl Transport {
             quit_at: OnceLock::new(),
             thread: Some(thread),
         };
-        Ok(Self { mmio, thread, throttles, has_peers })
+        Ok(Self { mmio, thread, throttles, detaches })
     }
 
     /// Returns the device's kind and name, for messages.
@@ -138,10 +139,9 @@ impl Transport {
         self.mmio.label()
     }
 
-    /// Whether [`detach_by`](Self::detach_by) and [`attach_by`](Self::attach_by) concern the
-    /// device.
-    pub(crate) fn has_peers(&self) -> bool {
-        self.has_peers
+    /// Whether [`detach_by`](Self::detach_by) and [`attach_by`](Self::attach_by) do anything.
+    pub(crate) fn detaches(&self) -> bool {
+        self.detaches
     }
 
     /// Returns the handle for the rate limits of the device, whose name is `id` and which has
