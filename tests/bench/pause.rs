@@ -20,6 +20,10 @@ use guest::BenchGuest;
 use tests::StolenTime;
 
 const FRAMES: [u64; 7] = [0, 16, 256, 1024, 4096, 16384, 65536];
+/// Fraction of the golden ratio: its multiples, modulo 1, spread evenly over an interval.
+const GOLDEN: f64 = 0.618_033_988_75;
+/// Interval between two ticks of a scheduler at 250 Hz.
+const TICK: Duration = Duration::from_millis(4);
 /// Bytes of the epochs of one row.
 const ROW_BYTES: u64 = 8 << 30;
 const WAYS: [(&str, Option<u64>); 3] =
@@ -63,8 +67,10 @@ fn row(frames: u64, way: &str, background_from: Option<u64>, epochs: usize, vcpu
     let mut taken: Vec<EpochReport> = Vec::new();
     let stolen = StolenTime::begin();
     let room = ROW_BYTES / (frames.max(1) * driftline_dirty_tracker::PAGE_SIZE);
-    for _ in 0..epochs.min(room as usize) {
-        std::thread::sleep(pace);
+    for epoch in 0..epochs.min(room as usize) {
+        // Epochs at one phase of the tick would all wait for it, or none: a row would show one of
+        // two durations by chance.
+        std::thread::sleep(pace + TICK.mul_f64((epoch as f64 * GOLDEN).fract()));
         taken.push(checkpointer.take().unwrap());
     }
     let stolen = stolen.percent();
