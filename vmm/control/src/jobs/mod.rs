@@ -216,11 +216,9 @@ impl Jobs {
 
     /// Performs the last check, on a guest that has ended. Returns `None` if no verification was
     /// started, and an error if its thread has panicked.
-    pub fn end_shadow(&self) -> Option<Result<ShadowReport, &'static str>> {
+    pub fn end_shadow(&self) -> Option<Result<ShadowReport, ShadowError>> {
         let shadow = self.shadow.lock().take()?;
-        Some(
-            shadow.end().ok_or("the thread of --shadow has panicked, which is a defect of the VMM"),
-        )
+        Some(shadow.end())
     }
 
     /// Starts a checkpoint run and returns its number. At most one run is active at a time.

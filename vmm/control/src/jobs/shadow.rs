@@ -111,6 +111,9 @@ pub enum ShadowError {
     /// The thread cannot be started.
     #[error("the thread of --shadow cannot be started: {0}")]
     Thread(std::io::Error),
+    /// The thread has panicked, so its last check was not made.
+    #[error("the thread of --shadow has panicked, which is a defect of the VMM")]
+    Panicked,
 }
 
 /// The result of the checks.
@@ -149,11 +152,10 @@ impl Shadow {
         Ok(Self { end, thread: thread.map_err(ShadowError::Thread)? })
     }
 
-    /// Performs the last check, on a guest that has ended. Returns `None` if the thread has
-    /// panicked.
-    pub(super) fn end(self) -> Option<ShadowReport> {
+    /// Performs the last check, on a guest that has ended.
+    pub(super) fn end(self) -> Result<ShadowReport, ShadowError> {
         drop(self.end);
-        self.thread.join().ok()
+        self.thread.join().map_err(|_| ShadowError::Panicked)
     }
 }
 
