@@ -205,13 +205,12 @@ impl Supervisor {
         self.has_run = true;
         self.bus.com1().take_input(true);
         let all = self.vcpus.iter().map(|vcpu| vcpu.paused().clone()).collect();
-        let resumed = ResumeFanout::begin(all, Vcpu::resume_in);
-        // After the vCPUs, which would wait for processors that the devices' threads use. What a
-        // vCPU asks of a device before the device has resumed waits.
+        let resume = ResumeFanout::begin(all, Vcpu::resume_in);
+        // What a vCPU asks of a device before the device has resumed waits.
         self.bus.virtio().resume();
         // Needs no limit: every vCPU waits for a job, and nothing in `resume_in` blocks. No vCPU
         // may be told to pause again before all have resumed.
-        let _ = resumed.recv();
+        let _ = resume.finish().recv();
         Ok(())
     }
 
@@ -376,17 +375,22 @@ impl Supervisor {
         Ok(())
     }
 
-    fn begin_vcpu_restores(
+    /// Begins to restore the first vCPU, calls `between`, and begins to restore the others.
+    fn begin_vcpu_restores<T>(
         &self,
         states: Vec<SavedVcpu>,
         adjust: Adjust,
-    ) -> Vec<PendingCall<Result<(), VcpuError>>> {
+        between: impl FnOnce() -> T,
+    ) -> (Vec<PendingCall<Result<(), VcpuError>>>, T) {
         let deadline = Instant::now() + RESTORE_LIMIT;
         let restore = |(vcpu, state): (&VcpuHandle, SavedVcpu)| {
             let what = "restore its state, for which it needs pages that it shares with KVM,";
             vcpu.paused().begin(what, deadline, move |vcpu| vcpu.restore(&state, adjust))
         };
-        self.vcpus.iter().zip(states).map(restore).collect()
+        let mut restores = self.vcpus.iter().zip(states).map(restore);
+        let first = restores.next();
+        let between = between();
+        (first.into_iter().chain(restores).collect(), between)
     }
 
     fn refuse_if_lost(&self) -> Result<(), SupervisorError> {
@@ -408,9 +412,11 @@ impl Supervisor {
         // KVM reads and writes pages that vCPUs share with the guest, and waits until they arrive.
         self.status.set_restores_vcpus(true);
         let adjust = Adjust { clock, now_ns: wall_ns() };
-        let vcpus = self.begin_vcpu_restores(saved.vcpus, adjust);
-        // The devices' threads restore while the vCPUs' threads do.
-        let devices = self.bus.virtio().begin_restore(saved.virtio);
+        // The devices' threads restore while the vCPUs' threads do. They are told before the last
+        // vCPU, which may take the processor of this thread, as in `save`.
+        let (vcpus, devices) = self.begin_vcpu_restores(saved.vcpus, adjust, || {
+            self.bus.virtio().begin_restore(saved.virtio)
+        });
         let restored = finish_vcpu_restores(vcpus);
         if restored.is_err() {
             // A vCPU that still waits for a page could not end.

@@ -211,7 +211,7 @@ impl Vcpu {
 
     /// Resumes the guest, if it is paused, together with the other vCPUs of the fan-out.
     pub(crate) fn resume_in(&mut self, fanout: &ResumeFanout<Self>) {
-        fanout.pass_on(self.id);
+        fanout.pass_on();
         self.resume();
     }
 
