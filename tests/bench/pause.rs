@@ -4,9 +4,10 @@
 //! `cargo bench -p tests --bench pause [-- EPOCHS [VCPUS]]`, 100 and 2 by default. A guest of 1 GiB
 //! writes a working set of the given number of frames as fast as it can, so that all of it changes
 //! in each epoch. There are three ways: all frames are copied in the pause; all are copied after
-//! it; and the built-in policy, which chooses. Stolen processor time lengthens the figures, so its
-//! share is in the last column. The store of a row is in the temporary directory and has at most 8
-//! GiB: rows of many frames have fewer epochs.
+//! it; and the built-in policy, which chooses. Epochs begin at every phase of the host's scheduler
+//! tick. Stolen processor time lengthens the figures, so its share is in the last column. The store
+//! of a row is in the temporary directory and has at most 8 GiB: rows of many frames have fewer
+//! epochs.
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, reason = "a bench")]
 
 mod guest;
@@ -20,7 +21,7 @@ use guest::BenchGuest;
 use tests::StolenTime;
 
 const FRAMES: [u64; 7] = [0, 16, 256, 1024, 4096, 16384, 65536];
-/// Fraction of the golden ratio: its multiples, modulo 1, spread evenly over an interval.
+/// Fractional part of the golden ratio: its multiples, modulo 1, spread evenly over an interval.
 const GOLDEN: f64 = 0.618_033_988_75;
 /// Interval between two ticks of a scheduler at 250 Hz.
 const TICK: Duration = Duration::from_millis(4);

@@ -33,6 +33,12 @@ pub fn default_slices() {
     set(DEFAULT_NS);
 }
 
+/// Returns the number of the processor on which this thread runs.
+pub(crate) fn processor() -> libc::c_int {
+    // SAFETY: the call takes no argument and writes no memory of the caller.
+    unsafe { libc::sched_getcpu() }
+}
+
 fn set(slice_ns: u64) {
     if let Err(e) = set_slice(slice_ns) {
         tracing::debug!("the scheduler refuses time slices of {slice_ns} ns: {e}");

@@ -206,7 +206,8 @@ impl Supervisor {
         self.bus.com1().take_input(true);
         let all = self.vcpus.iter().map(|vcpu| vcpu.paused().clone()).collect();
         let resume = ResumeFanout::begin(all, Vcpu::resume_in);
-        // What a vCPU asks of a device before the device has resumed waits.
+        // Before the other vCPUs, which may take this thread's processor for a tick: until the
+        // devices have resumed, what the guest asks of them waits.
         self.bus.virtio().resume();
         // Needs no limit: every vCPU waits for a job, and nothing in `resume_in` blocks. No vCPU
         // may be told to pause again before all have resumed.
@@ -412,8 +413,8 @@ impl Supervisor {
         // KVM reads and writes pages that vCPUs share with the guest, and waits until they arrive.
         self.status.set_restores_vcpus(true);
         let adjust = Adjust { clock, now_ns: wall_ns() };
-        // The devices' threads restore while the vCPUs' threads do. They are told before the last
-        // vCPU, which may take the processor of this thread, as in `save`.
+        // The devices' threads restore while the vCPUs' threads do. They are told before the other
+        // vCPUs, one of which may take the processor of this thread.
         let (vcpus, devices) = self.begin_vcpu_restores(saved.vcpus, adjust, || {
             self.bus.virtio().begin_restore(saved.virtio)
         });
