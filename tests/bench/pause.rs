@@ -4,7 +4,7 @@
 //! `cargo bench -p tests --bench pause [-- EPOCHS [VCPUS]]`, 100 and 2 by default. A guest of 1 GiB
 //! writes a working set of the given number of frames as fast as it can, so that all of it changes
 //! in each epoch. There are three ways: all frames are copied in the pause; all are copied after
-//! it; and the built-in policy, which chooses. Epochs begin at every phase of the host's scheduler
+//! it; and the built-in policy, which chooses. Epochs begin at eight phases of the host's scheduler
 //! tick. Stolen processor time lengthens the figures, so its share is in the last column. The store
 //! of a row is in the temporary directory and has at most 8 GiB: rows of many frames have fewer
 //! epochs.
@@ -21,10 +21,10 @@ use guest::BenchGuest;
 use tests::StolenTime;
 
 const FRAMES: [u64; 7] = [0, 16, 256, 1024, 4096, 16384, 65536];
-/// Fractional part of the golden ratio: its multiples, modulo 1, spread evenly over an interval.
-const GOLDEN: f64 = 0.618_033_988_75;
 /// Interval between two ticks of a scheduler at 250 Hz.
 const TICK: Duration = Duration::from_millis(4);
+/// Number of phases of the tick at which epochs begin in turn.
+const PHASES: u32 = 8;
 /// Bytes of the epochs of one row.
 const ROW_BYTES: u64 = 8 << 30;
 const WAYS: [(&str, Option<u64>); 3] =
@@ -68,10 +68,11 @@ fn row(frames: u64, way: &str, background_from: Option<u64>, epochs: usize, vcpu
     let mut taken: Vec<EpochReport> = Vec::new();
     let stolen = StolenTime::begin();
     let room = ROW_BYTES / (frames.max(1) * driftline_dirty_tracker::PAGE_SIZE);
-    for epoch in 0..epochs.min(room as usize) {
+    let phases = (0..PHASES).map(|phase| TICK * phase / PHASES).cycle();
+    for phase in phases.take(epochs.min(room as usize)) {
         // Epochs at one phase of the tick would all wait for it, or none: a row would show one of
         // two durations by chance.
-        std::thread::sleep(pace + TICK.mul_f64((epoch as f64 * GOLDEN).fract()));
+        std::thread::sleep(pace + phase);
         taken.push(checkpointer.take().unwrap());
     }
     let stolen = stolen.percent();

@@ -376,22 +376,17 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Begins to restore the first vCPU, calls `between`, and begins to restore the others.
-    fn begin_vcpu_restores<T>(
+    fn begin_vcpu_restores(
         &self,
         states: Vec<SavedVcpu>,
         adjust: Adjust,
-        between: impl FnOnce() -> T,
-    ) -> (Vec<PendingCall<Result<(), VcpuError>>>, T) {
+    ) -> Vec<PendingCall<Result<(), VcpuError>>> {
         let deadline = Instant::now() + RESTORE_LIMIT;
         let restore = |(vcpu, state): (&VcpuHandle, SavedVcpu)| {
             let what = "restore its state, for which it needs pages that it shares with KVM,";
             vcpu.paused().begin(what, deadline, move |vcpu| vcpu.restore(&state, adjust))
         };
-        let mut restores = self.vcpus.iter().zip(states).map(restore);
-        let first = restores.next();
-        let between = between();
-        (first.into_iter().chain(restores).collect(), between)
+        self.vcpus.iter().zip(states).map(restore).collect()
     }
 
     fn refuse_if_lost(&self) -> Result<(), SupervisorError> {
@@ -413,11 +408,9 @@ impl Supervisor {
         // KVM reads and writes pages that vCPUs share with the guest, and waits until they arrive.
         self.status.set_restores_vcpus(true);
         let adjust = Adjust { clock, now_ns: wall_ns() };
-        // The devices' threads restore while the vCPUs' threads do. They are told before the other
-        // vCPUs, one of which may take the processor of this thread.
-        let (vcpus, devices) = self.begin_vcpu_restores(saved.vcpus, adjust, || {
-            self.bus.virtio().begin_restore(saved.virtio)
-        });
+        let vcpus = self.begin_vcpu_restores(saved.vcpus, adjust);
+        // The devices' threads restore while the vCPUs' threads do.
+        let devices = self.bus.virtio().begin_restore(saved.virtio);
         let restored = finish_vcpu_restores(vcpus);
         if restored.is_err() {
             // A vCPU that still waits for a page could not end.

@@ -8,8 +8,7 @@
 //! one and then runs the guest, the next one may wait on that processor for a scheduler tick (up to
 //! 4 ms) while another processor is idle. A vCPU that has taken the caller's processor wakes the
 //! others all the same: otherwise they would wait until the caller runs again, and on the same
-//! processor. The row of Linux of `cargo bench -p tests --bench local` and the columns "pause
-//! p99" and "gap max" of `cargo bench -p tests --bench pause` show the effect.
+//! processor. The rows of `upgrade` of `cargo bench -p tests --bench local` show the effect.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
