@@ -8,7 +8,8 @@
 //! one and then runs the guest, the next one may wait on that processor for a scheduler tick (up to
 //! 4 ms) while another processor is idle. A vCPU that has taken the caller's processor wakes the
 //! others all the same: otherwise they would wait until the caller runs again, and on the same
-//! processor. The rows of `upgrade` of `cargo bench -p tests --bench local` show the effect.
+//! processor. Whether that happens depends on where the threads ran last, so a median of `cargo
+//! bench -p tests --bench local` shows the effect only over several runs.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
