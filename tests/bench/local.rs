@@ -9,8 +9,8 @@
 //!
 //! The guests have 2 vCPUs, which write 32 MiB/s, and Linux has checkers that use its disk and its
 //! network all the time. The figures are medians of 50 hand-overs in a row, and their maximum; a
-//! number as an argument is the number of hand-overs. The Linux guest needs what
-//! `images/linux/README.md` describes.
+//! number as an argument is the number of hand-overs, and words select the rows whose name contains
+//! one of them. The Linux guest needs what `images/linux/README.md` describes.
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a bench")]
 
 use driftline_images::PayloadReport;
@@ -39,6 +39,9 @@ struct HandOverRow {
     /// One of this many hand-overs is made.
     of: usize,
 }
+
+const PAYLOAD_UPGRADE: &str = "1 GiB, populated, `upgrade`";
+const LINUX_UPGRADE: &str = "Linux, 1 GiB, populated, `upgrade`";
 
 const ROWS: [HandOverRow; 3] = [
     HandOverRow {
@@ -74,15 +77,23 @@ fn main() {
         println!("not measured: {why}");
         return;
     }
-    let count = std::env::args().find_map(|a| a.parse().ok()).unwrap_or(COUNT).max(1);
+    let args: Vec<String> = std::env::args().skip(1).filter(|a| !a.starts_with('-')).collect();
+    let count = args.iter().find_map(|a| a.parse().ok()).unwrap_or(COUNT).max(1);
+    let words: Vec<&String> = args.iter().filter(|a| a.parse::<usize>().is_err()).collect();
+    let is_wanted =
+        |name: &str| words.is_empty() || words.iter().any(|word| name.contains(word.as_str()));
     println!("| guest | hand-overs | downtime, ms | longest gap, ms | both, MiB more |");
     println!("| --- | --- | --- | --- | --- |");
-    for row in &ROWS {
+    for row in ROWS.iter().filter(|row| is_wanted(row.name)) {
         print_row(row.name, hand_over(row, count.div_ceil(row.of)));
     }
-    print_row("1 GiB, populated, `upgrade`", upgrade_payload(count));
-    if let Some(samples) = upgrade_linux(count) {
-        print_row("Linux, 1 GiB, populated, `upgrade`", samples);
+    if is_wanted(PAYLOAD_UPGRADE) {
+        print_row(PAYLOAD_UPGRADE, upgrade_payload(count));
+    }
+    if is_wanted(LINUX_UPGRADE)
+        && let Some(samples) = upgrade_linux(count)
+    {
+        print_row(LINUX_UPGRADE, samples);
     }
 }
 

@@ -77,8 +77,9 @@ fn pause_cancels_disk_waits_for_an_epoch() {
         writes.join().unwrap();
         set.quiesce().unwrap();
     });
-    // The error is another one if the wait was not cancelled.
-    let (mut runs, mut some) = (Vec::new(), vec![0; 4096]);
+    // The error is another one if the wait was not cancelled. The copies are large: each makes room
+    // for the write, whose waits are limited, and on busy processors it takes milliseconds to wake.
+    let (mut runs, mut some) = (Vec::new(), vec![0; 1 << 20]);
     let error = frozen.next(&mut runs, &mut some).unwrap_err();
     assert!(matches!(error, CopyBeforeWriteError::Paused), "{error}");
     drop(frozen);
