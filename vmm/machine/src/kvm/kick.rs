@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicI32, AtomicU8, Ordering};
 use kvm_bindings::kvm_run;
 use kvm_ioctls::VcpuFd;
 use libc::{c_int, c_void, siginfo_t};
-use rustix::thread::gettid;
+use rustix::thread::{Pid, gettid};
 use vmm_sys_util::errno;
 use vmm_sys_util::signal::{SIGRTMIN, register_signal_handler, unblock_signal};
 
@@ -47,6 +47,11 @@ impl ImmediateExit {
             tracing::warn!("the kick signal cannot be unblocked: {e:?}");
         }
         self.thread.store(gettid().as_raw_pid(), Ordering::SeqCst);
+    }
+
+    /// Returns the thread that receives kicks. It may have ended.
+    pub fn thread(&self) -> Option<Pid> {
+        Pid::from_raw(self.thread.load(Ordering::SeqCst))
     }
 
     /// Kicks the vCPU out of `KVM_RUN`. The caller must have put a job into its inbox before.

@@ -33,6 +33,7 @@ mod host_lack;
 mod lazy_restore_tests;
 mod measured;
 mod request_error;
+mod spread;
 mod state;
 mod status;
 mod supervisor;

@@ -2,7 +2,7 @@
 //! and serves one request at a time. A vCPU reports the end of the guest to it.
 
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -10,6 +10,7 @@ use driftline_guest::{Clock, NextHost, RunState, Section, SectionHead};
 
 use super::MachineError;
 use super::request_error::SupervisorError;
+use super::spread::Spread;
 use super::state::{self, SavedMachine};
 use super::status::MachineStatus;
 use super::vcpus::{HALT_LIMIT, VcpuHandle, Vcpus};
@@ -19,9 +20,7 @@ use crate::collector;
 use crate::devices::{Bus, RequestError};
 use crate::kvm::KvmVm;
 use crate::sandbox::{self, Class};
-use crate::vcpu::{
-    Adjust, PauseOutcome, Peers, ResumeFanout, SavedVcpu, StateContext, Vcpu, VcpuError,
-};
+use crate::vcpu::{Adjust, PauseOutcome, Peers, SavedVcpu, StateContext, Vcpu, VcpuError};
 use crate::vm::EndReason;
 use crate::wall_clock::wall_ns;
 
@@ -204,14 +203,23 @@ impl Supervisor {
         self.status.run()?;
         self.has_run = true;
         self.bus.com1().take_input(true);
-        let all = self.vcpus.iter().map(|vcpu| vcpu.paused().clone()).collect();
-        let resume = ResumeFanout::begin(all, Vcpu::resume_in);
-        // Before the other vCPUs, which may take this thread's processor for a tick: until the
-        // devices have resumed, what the guest asks of them waits.
+        let threads: Vec<_> = self.vcpus.iter().filter_map(VcpuHandle::thread_id).collect();
+        let spread = Spread::of(&threads);
+        let (in_progress, resumed) = mpsc::channel::<()>();
+        for vcpu in self.vcpus.iter() {
+            let in_progress = in_progress.clone();
+            // A vCPU whose thread has ended drops the job.
+            vcpu.paused().tell(move |vcpu| {
+                vcpu.resume();
+                drop(in_progress);
+            });
+        }
+        drop(in_progress);
         self.bus.virtio().resume();
-        // Needs no limit: every vCPU waits for a job, and nothing in `resume_in` blocks. No vCPU
-        // may be told to pause again before all have resumed.
-        let _ = resume.finish().recv();
+        // Needs no limit: every vCPU waits for a job, and nothing in `resume` blocks. No vCPU may
+        // be told to pause again before all have resumed.
+        let _ = resumed.recv();
+        drop(spread);
         Ok(())
     }
 

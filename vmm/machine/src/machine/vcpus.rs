@@ -4,6 +4,8 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use rustix::thread::Pid;
+
 use crate::actor::{Handle, PendingCall};
 use crate::kvm::ImmediateExit;
 use crate::thread_end::join_until;
@@ -19,6 +21,7 @@ pub(super) const HALT_LIMIT: Duration = Duration::from_secs(if cfg!(test) { 5 } 
 pub(super) struct VcpuHandle {
     paused: Handle<Vcpu>,
     running: Handle<Vcpu>,
+    immediate_exit: Arc<ImmediateExit>,
     pub(super) counters: Arc<Counters>,
     thread: JoinHandle<()>,
 }
@@ -31,8 +34,9 @@ impl VcpuHandle {
         counters: Arc<Counters>,
         thread: JoinHandle<()>,
     ) -> Self {
-        let running = vcpu.woken_by(move || immediate_exit.kick());
-        Self { paused: vcpu, running, counters, thread }
+        let kicked = immediate_exit.clone();
+        let running = vcpu.woken_by(move || kicked.kick());
+        Self { paused: vcpu, running, immediate_exit, counters, thread }
     }
 
     /// Returns the handle through which the collector throttles this vCPU.
@@ -48,6 +52,11 @@ impl VcpuHandle {
     /// Returns the handle for jobs of a vCPU that may be running. It kicks the vCPU.
     pub(super) fn running(&self) -> &Handle<Vcpu> {
         &self.running
+    }
+
+    /// Returns the ID of the vCPU's thread, once it waits for jobs.
+    pub(super) fn thread_id(&self) -> Option<Pid> {
+        self.immediate_exit.thread()
     }
 
     /// Begins to pause the vCPU. It pauses even after `deadline`: it must not run a guest that has

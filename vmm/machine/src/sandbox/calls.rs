@@ -32,6 +32,12 @@ pub(super) const VCPU: &[Sysno] = &[
     timer_create, timer_settime, timer_delete,
 ];
 
+/// Calls of the supervisor: spreading the vCPUs' threads over the processors.
+#[rustfmt::skip]
+pub(super) const SUPERVISOR: &[Sysno] = &[
+    sched_setaffinity,
+];
+
 /// Calls of a disk: reading, writing, flushing and allocating, by direct calls or by its io_uring,
 /// and dropping its cached pages.
 #[rustfmt::skip]

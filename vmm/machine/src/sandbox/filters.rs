@@ -29,7 +29,10 @@ pub(super) fn of(class: Class) -> Result<Rules, BackendError> {
             table.ioctls(WATCH_IOCTLS)?;
             table.ioctls(PAGEMAP_IOCTLS)?;
         }
-        Class::Supervisor => table.kvm(VM_IOCTLS)?,
+        Class::Supervisor => {
+            table.kvm(VM_IOCTLS)?;
+            table.allow(SUPERVISOR);
+        }
         Class::Rng => {
             table.allow(DEVICE);
             table.allow(TIMER);

@@ -21,7 +21,6 @@ mod error;
 mod leaves;
 pub mod msrs;
 mod reset;
-mod resume_fanout;
 mod state;
 mod state_context;
 pub mod template;
@@ -44,7 +43,6 @@ use crate::throttle::{StallMeter, ThrottleState};
 use crate::vm::VcpuInfo;
 
 pub use error::VcpuError;
-pub(crate) use resume_fanout::ResumeFanout;
 pub(crate) use state::CoreRegisters;
 pub use state::{Adjust, SavedVcpu};
 pub use state_context::StateContext;
@@ -207,12 +205,6 @@ impl Vcpu {
                 }
             }
         }
-    }
-
-    /// Resumes the guest, if it is paused, together with the other vCPUs of the fan-out.
-    pub(crate) fn resume_in(&mut self, fanout: &ResumeFanout<Self>) {
-        fanout.pass_on();
-        self.resume();
     }
 
     /// Resumes the guest, if it is paused.

@@ -14,6 +14,10 @@ use crate::devices::virtio::Buffer;
 const CHUNK_BYTES: usize = 32 << 10;
 
 /// Performs an operation and waits for its end.
+///
+/// Not inlined, because the device's other calls would have the buffer in their frames. The first
+/// such call of a process is made while its guest is paused, and touches eight new pages.
+#[inline(never)]
 pub(super) fn perform(
     disk: &DiskFile,
     operation: &DiskOperation,
