@@ -82,6 +82,12 @@ fn main() {
     let words: Vec<&String> = args.iter().filter(|a| a.parse::<usize>().is_err()).collect();
     let is_wanted =
         |name: &str| words.is_empty() || words.iter().any(|word| name.contains(word.as_str()));
+    let names = ROWS.iter().map(|row| row.name).chain([PAYLOAD_UPGRADE, LINUX_UPGRADE]);
+    assert!(
+        names.clone().any(is_wanted),
+        "no row has such a name: {:?}",
+        names.collect::<Vec<_>>()
+    );
     println!("| guest | hand-overs | downtime, ms | longest gap, ms | both, MiB more |");
     println!("| --- | --- | --- | --- | --- |");
     for row in ROWS.iter().filter(|row| is_wanted(row.name)) {

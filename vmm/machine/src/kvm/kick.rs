@@ -49,7 +49,13 @@ impl ImmediateExit {
         self.thread.store(gettid().as_raw_pid(), Ordering::SeqCst);
     }
 
-    /// Returns the thread that receives kicks. It may have ended.
+    /// Directs kicks to no thread: another one may get the ID of the calling thread, which ends.
+    pub fn stop_listening(&self) {
+        self.thread.store(0, Ordering::SeqCst);
+    }
+
+    /// Returns the thread that receives kicks; `None` before it listens and once it has ended. It
+    /// may end while the caller uses its ID.
     pub fn thread(&self) -> Option<Pid> {
         Pid::from_raw(self.thread.load(Ordering::SeqCst))
     }

@@ -203,19 +203,25 @@ impl Supervisor {
         self.status.run()?;
         self.has_run = true;
         self.bus.com1().take_input(true);
-        let threads: Vec<_> = self.vcpus.iter().filter_map(VcpuHandle::thread_id).collect();
+        let vcpus: Vec<_> = self.vcpus.iter().collect();
+        let threads: Vec<_> = vcpus.iter().filter_map(|vcpu| vcpu.thread_id()).collect();
         let spread = Spread::of(&threads);
         let (in_progress, resumed) = mpsc::channel::<()>();
-        for vcpu in self.vcpus.iter() {
+        let wake = |vcpu: &&VcpuHandle| {
             let in_progress = in_progress.clone();
             // A vCPU whose thread has ended drops the job.
             vcpu.paused().tell(move |vcpu| {
                 vcpu.resume();
                 drop(in_progress);
             });
-        }
-        drop(in_progress);
+        };
+        let (others, last) = vcpus.split_at(vcpus.len().saturating_sub(1));
+        others.iter().for_each(wake);
+        // Before the last vCPU, which may take this thread's processor for a tick: until the
+        // devices have resumed, what the guest asks of them waits.
         self.bus.virtio().resume();
+        last.iter().for_each(wake);
+        drop(in_progress);
         // Needs no limit: every vCPU waits for a job, and nothing in `resume` blocks. No vCPU may
         // be told to pause again before all have resumed.
         let _ = resumed.recv();

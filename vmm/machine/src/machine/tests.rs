@@ -225,6 +225,28 @@ fn vcpu_hanging_in_a_save_refuses_the_resume() {
     fixture.wait_for("a");
 }
 
+#[test]
+fn resume_waits_for_a_busy_vcpu() {
+    if !kvm_or_skip("resume_waits_for_a_busy_vcpu") {
+        return;
+    }
+    let fixture = FakeDeviceMachine::new(&ECHO, LONG);
+    let machine = &fixture.machine;
+    let (gate, closed) = mpsc::channel();
+    let block = |supervisor: &mut Supervisor| {
+        supervisor.block_vcpu(closed);
+        Ok(())
+    };
+    machine.ask("block a vCPU", block).unwrap();
+    let (tell, told) = mpsc::channel();
+    std::thread::scope(|scope| {
+        scope.spawn(move || tell.send(machine.resume()));
+        told.recv_timeout(Duration::from_millis(100)).expect_err("the vCPU has not resumed");
+        drop(gate);
+        told.recv_timeout(LONG).unwrap().unwrap();
+    });
+}
+
 /// The guest has no handler of the interrupt, so it cannot survive it.
 #[test]
 fn nmi_reaches_a_running_guest() {

@@ -32,7 +32,8 @@ pub(super) const VCPU: &[Sysno] = &[
     timer_create, timer_settime, timer_delete,
 ];
 
-/// Calls of the supervisor: spreading the vCPUs' threads over the processors.
+/// Calls of the supervisor: the affinity of the vCPUs' threads. Their IDs are not known when the
+/// filter is built, so it cannot exclude other threads.
 #[rustfmt::skip]
 pub(super) const SUPERVISOR: &[Sysno] = &[
     sched_setaffinity,

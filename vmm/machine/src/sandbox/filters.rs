@@ -298,6 +298,14 @@ mod tests {
     }
 
     #[test]
+    fn only_the_supervisor_class_sets_affinity() {
+        for class in Class::ALL {
+            let may = of(class).unwrap().contains_key(&i64::from(sched_setaffinity.id()));
+            assert_eq!(may, class == Class::Supervisor, "{class:?}");
+        }
+    }
+
+    #[test]
     fn process_filter_covers_every_class() {
         let process = of_process().unwrap();
         for class in Class::ALL {

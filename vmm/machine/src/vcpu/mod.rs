@@ -421,6 +421,7 @@ fn why_crashed(exit: &VcpuExit<'_>) -> String {
 
 impl Drop for Vcpu {
     fn drop(&mut self) {
+        self.immediate_exit.stop_listening();
         if std::thread::panicking() {
             let why = format!("vCPU {}: its thread has panicked, a defect of the VMM", self.id);
             self.peers.ended(EndReason::Crashed(why));

@@ -77,8 +77,9 @@ fn pause_cancels_disk_waits_for_an_epoch() {
         writes.join().unwrap();
         set.quiesce().unwrap();
     });
-    // The error is another one if the wait was not cancelled. The copies are large: each makes room
-    // for the write, whose waits are limited, and on busy processors it takes milliseconds to wake.
+    // The error is another one if the wait was not cancelled. The copies are large, because each
+    // wakes the write once. On busy processors a wake takes milliseconds, and the write waits for
+    // two seconds at most.
     let (mut runs, mut some) = (Vec::new(), vec![0; 1 << 20]);
     let error = frozen.next(&mut runs, &mut some).unwrap_err();
     assert!(matches!(error, CopyBeforeWriteError::Paused), "{error}");

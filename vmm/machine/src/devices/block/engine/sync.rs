@@ -15,8 +15,8 @@ const CHUNK_BYTES: usize = 32 << 10;
 
 /// Performs an operation and waits for its end.
 ///
-/// Not inlined, because the device's other calls would have the buffer in their frames. The first
-/// such call of a process is made while its guest is paused, and touches eight new pages.
+/// Not inlined: if it were, the device's other calls would also touch the eight stack pages of the
+/// buffer. After a hand-over the first of these calls is made while the guest is paused.
 #[inline(never)]
 pub(super) fn perform(
     disk: &DiskFile,
