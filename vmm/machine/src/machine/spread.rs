@@ -7,9 +7,9 @@
 //!
 //! The thread that wakes the vCPUs waits afterwards. So its processor is for the last of them, and
 //! the others may use any but it, until all have been resumed. They cannot preempt that thread
-//! either. The maximum of the row "Linux" of `cargo bench -p tests --bench local` shows the effect:
-//! 1.3 ms at most instead of 4 to 5 ms, with two vCPUs on two processors. If there are more vCPUs
-//! than processors, the others would crowd together, and nothing is done.
+//! either. The row "Linux" of `cargo bench -p tests --bench local -- 20` shows the effect: its
+//! maximum is 1.1 to 1.4 ms in most runs, and 4 to 5 ms without it (two vCPUs, two processors). If
+//! there are more vCPUs than processors, the others would crowd together, and nothing is done.
 //!
 //! Limits: a change of a vCPU thread's affinity during a resume is lost. A thread that may use its
 //! whole cpuset counts as one without an affinity of its own. KVM's worker thread for huge pages,
