@@ -75,9 +75,9 @@ impl Drop for Spread {
     }
 }
 
-/// Returns the affinity of a thread that may use `allowed`, and `most` if it is allowed `all`. The
-/// kernel reports only the part of an affinity that is in the thread's cpuset. Given that part, a
-/// thread without an affinity of its own would not get the processors that its cpuset gains later.
+/// Returns the affinity that a thread gets back: `allowed` is what it could use, `most` what it
+/// could use once its affinity was `all`. If both are the same, it had no affinity of its own. It
+/// gets `all` then, because with `allowed` it could not use processors that its cpuset gains later.
 fn own_affinity(allowed: CpuSet, most: Option<CpuSet>, all: &CpuSet) -> CpuSet {
     if most == Some(allowed) { *all } else { allowed }
 }

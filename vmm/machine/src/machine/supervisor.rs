@@ -247,11 +247,10 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Makes the first vCPU, which is paused, wait in a job until the sender of `gate` is dropped.
+    /// Calls `f` with the first vCPU.
     #[cfg(test)]
-    pub(super) fn block_vcpu(&self, gate: std::sync::mpsc::Receiver<()>) {
-        let first = self.vcpus.iter().next();
-        first.map(|vcpu| vcpu.paused().tell(move |_| _ = gate.recv()));
+    pub(super) fn with_first_vcpu(&self, f: impl FnOnce(&VcpuHandle)) {
+        self.vcpus.iter().next().map(f);
     }
 
     /// Ends the guest if a thread has reported that it has ended.

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use driftline_guest::{HandOver, Lifecycle, NextHost, RunState, Stateful, VmId};
 
 use super::supervisor::Supervisor;
+use super::vcpus::VcpuHandle;
 use super::{BuildOptions, KvmMachine};
 use crate::config::{HostConfig, SerialSink};
 use crate::devices::{DeviceLimits, DeviceSet, fake};
@@ -41,6 +42,22 @@ impl FakeDeviceMachine {
         let options = BuildOptions::default();
         let built = KvmMachine::assemble(VmId::random(), config, &host, devices, options);
         Self { machine: built.unwrap(), script, dir }
+    }
+
+    /// Calls `f` with the first vCPU, on the supervisor's thread.
+    fn with_first_vcpu(&self, f: impl FnOnce(&VcpuHandle) + Send + 'static) {
+        let call = |supervisor: &mut Supervisor| {
+            supervisor.with_first_vcpu(f);
+            Ok(())
+        };
+        self.machine.ask("use a vCPU", call).unwrap();
+    }
+
+    /// Makes the first vCPU, which is paused, wait in a job until the returned sender is dropped.
+    fn block_vcpu(&self) -> mpsc::Sender<()> {
+        let (gate, closed) = mpsc::channel::<()>();
+        self.with_first_vcpu(|vcpu| _ = vcpu.paused().tell(move |_| _ = closed.recv()));
+        gate
     }
 
     fn printed(&self) -> String {
@@ -206,12 +223,7 @@ fn vcpu_hanging_in_a_save_refuses_the_resume() {
     let machine = &fixture.machine;
     machine.resume().unwrap();
     machine.pause().unwrap();
-    let (gate, closed) = mpsc::channel();
-    let block = |supervisor: &mut Supervisor| {
-        supervisor.block_vcpu(closed);
-        Ok(())
-    };
-    machine.ask("block a vCPU", block).unwrap();
+    let gate = fixture.block_vcpu();
     let why = machine.save_state().unwrap_err().to_string();
     assert!(why.contains("vCPU 0 did not save its state"), "{why}");
     let began = Instant::now();
@@ -232,18 +244,28 @@ fn resume_waits_for_a_busy_vcpu() {
     }
     let fixture = FakeDeviceMachine::new(&ECHO, LONG);
     let machine = &fixture.machine;
-    let (gate, closed) = mpsc::channel();
-    let block = |supervisor: &mut Supervisor| {
-        supervisor.block_vcpu(closed);
-        Ok(())
-    };
-    machine.ask("block a vCPU", block).unwrap();
+    let gate = fixture.block_vcpu();
     let (tell, told) = mpsc::channel();
     std::thread::scope(|scope| {
         scope.spawn(move || tell.send(machine.resume()));
         told.recv_timeout(Duration::from_millis(100)).expect_err("the vCPU has not resumed");
         drop(gate);
         told.recv_timeout(LONG).unwrap().unwrap();
+    });
+}
+
+/// Another thread may have the ID of one that has ended.
+#[test]
+fn ended_vcpu_thread_has_no_id() {
+    if !kvm_or_skip("ended_vcpu_thread_has_no_id") {
+        return;
+    }
+    let fixture = FakeDeviceMachine::new(&ECHO, LONG);
+    let id = |vcpu: &VcpuHandle| vcpu.thread_id().is_some();
+    fixture.with_first_vcpu(move |vcpu| {
+        wait_until("the thread to start", || id(vcpu));
+        vcpu.running().end();
+        wait_until("the thread to end", || !id(vcpu));
     });
 }
 

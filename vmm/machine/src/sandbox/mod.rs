@@ -8,7 +8,7 @@
 //! | --- | --- | --- |
 //! | main, `early-vm`, `control`, `opener`, `pool-*`, jobs, migrations | what a VMM needs: no programs, no mounts, no modules, only threads | see below |
 //! | `vcpu*` | memory, waiting, KVM's vCPU ioctls, a timer of its own | none |
-//! | `collector`, `supervisor` | memory, waiting, KVM ioctls for their job; the collector of `userfault-wp` also the userfaultfd ioctls that follow writes | none |
+//! | `collector`, `supervisor` | memory, waiting, KVM ioctls for their job; the supervisor also the affinity of threads, the collector of `userfault-wp` also the userfaultfd ioctls that follow writes | none |
 //! | `serial`, `log`, `last-work`, `awake`, workers of the threads backend | memory, waiting, open descriptors | none |
 //! | `serial-input` | the same, and the port's interrupt | none |
 //! | `virtio-*`, `flush-*` | events, data of open descriptors, and a few calls for each kind of device | none |
