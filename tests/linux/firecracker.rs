@@ -16,12 +16,13 @@ use tests::{
     assert_clean, driftline, has_booted, wait_for,
 };
 
+use super::topology::siblings;
 use super::{DISK_BYTES, text};
 
 /// Time limit of a boot, and of progress of the checkers.
 const BOOT: Duration = Duration::from_secs(240);
 /// What the guest does besides the harness's options.
-const CHECKS: &str = "driftline.ip=10.77.0.2/24 driftline.check=mem,disk,tcp \
+const CHECKS: &str = "driftline.ip=10.77.0.2/24 driftline.check=disk,tcp \
      driftline.disk=path=/dev/vda,pause=50ms";
 
 /// Length of a value of the guest's metadata, in bytes: many segments.
@@ -250,6 +251,7 @@ fn client_of_firecracker_boots_linux() {
     assert!(seen.starts_with("0, 1, write back, write through "), "{seen}");
     assert!(seen.contains(" pci=off root=/dev/vda rw virtio_mmio.device=4K@0x"), "{seen}");
 
+    assert_eq!(siblings(&mut process), "0 0-1");
     let of = process.shell("echo $(cat /sys/class/net/eth0/address /sys/class/net/eth0/mtu)");
     assert_eq!(of, "06:00:0a:4d:00:02 1400");
     read_metadata(&mut process);
