@@ -4,13 +4,14 @@ use std::io;
 use std::sync::Arc;
 use std::time::Instant;
 
-use driftline_guest::NextHost;
 use rustix::rand::{GetRandomFlags, getrandom};
 use vmm_sys_util::epoll::EventSet;
 
 use super::counts::RngCounters;
 use super::error::{DeviceError, StateError};
-use super::virtio::{Device, DeviceIo, DeviceKind, QuiesceError, Violation, Watcher};
+use super::virtio::{
+    Device, DeviceIo, DeviceKind, HandOverNeeds, QuiesceError, Violation, Watcher,
+};
 use crate::config::{RateLimits, RngConfig};
 
 const QUEUE_SIZE: u16 = 64;
@@ -128,12 +129,8 @@ impl Device for Rng {
         }
     }
 
-    fn acquire(&mut self, _: NextHost) -> Result<(), DeviceError> {
-        Ok(())
-    }
-
-    fn release(&mut self, _: Instant, _: NextHost) -> Result<(), DeviceError> {
-        Ok(())
+    fn hand_over(&self) -> HandOverNeeds {
+        HandOverNeeds::default()
     }
 }
 

@@ -410,6 +410,18 @@ impl HandOver for KvmMachine {
         self.ask("detach the devices", move |supervisor| supervisor.detach(next))
     }
 
+    fn release_and_detach(&self, next: NextHost) -> Result<Vec<u8>, GuestError> {
+        if self.config.devices.is_empty() {
+            self.release(next)?;
+            return self.detach(next);
+        }
+        let next = self.next_or_last_host(next);
+        self.ask("release and detach the devices", move |supervisor| {
+            supervisor.release(next)?;
+            supervisor.detach(next)
+        })
+    }
+
     fn attach(&self, queued_packets: &[u8]) {
         if self.config.devices.is_empty() && queued_packets.is_empty() {
             return;

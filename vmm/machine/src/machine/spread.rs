@@ -7,9 +7,10 @@
 //!
 //! The thread that wakes the vCPUs waits afterwards. So its processor is for the last of them, and
 //! the others may use any but it, until all have been resumed. They cannot preempt that thread
-//! either. The row "Linux" of `cargo bench -p tests --bench local -- 20` shows the effect: its
-//! maximum is 1.1 to 1.4 ms in most runs, and 4 to 5 ms without it (two vCPUs, two processors). If
-//! there are more vCPUs than processors, the others would crowd together, and nothing is done.
+//! either. The same is done while the vCPUs restore their states. The row "Linux" of
+//! `cargo bench -p tests --bench local -- 20` shows the effect: its maximum is 1.1 to 1.4 ms in
+//! most runs, and 4 to 5 ms without it (two vCPUs, two processors). If there are more vCPUs than
+//! processors, the others would crowd together, and nothing is done.
 //!
 //! Limits: a change of a vCPU thread's affinity during a resume is lost. A thread that may use its
 //! whole cpuset counts as one without an affinity of its own. KVM's worker thread for huge pages,
@@ -26,8 +27,9 @@ pub(super) struct Spread(Vec<(Pid, CpuSet)>);
 
 impl Spread {
     /// Keeps the last thread on the caller's processor and the others from it, as far as each may
-    /// use those processors. Costs five system calls for each thread. Does nothing for a single
-    /// thread, for more threads than processors, and nothing that the kernel refuses.
+    /// use those processors. Costs two system calls for each thread, and two or three when this is
+    /// dropped. Does nothing for a single thread, for more threads than processors, and nothing
+    /// that the kernel refuses.
     pub(super) fn of(threads: &[Pid]) -> Self {
         let mut kept = Self::default();
         let here = usize::try_from(processor()).ok().filter(|here| *here < CpuSet::MAX_CPU);
@@ -37,14 +39,13 @@ impl Spread {
         if threads.len() > allowed.count() as usize {
             return kept;
         }
-        let all = all_processors();
         for thread in &threads[..threads.len() - 1] {
-            kept.keep(*thread, &all, |mut allowed| {
+            kept.keep(*thread, |mut allowed| {
                 allowed.unset(here);
                 allowed
             });
         }
-        kept.keep(*last, &all, |allowed| {
+        kept.keep(*last, |allowed| {
             let mut only = CpuSet::new();
             if allowed.is_set(here) {
                 only.set(here);
@@ -55,35 +56,32 @@ impl Spread {
     }
 
     /// Lets a thread use what `choose` returns of the processors that it may use.
-    fn keep(&mut self, thread: Pid, all: &CpuSet, choose: impl Fn(CpuSet) -> CpuSet) {
+    fn keep(&mut self, thread: Pid, choose: impl FnOnce(CpuSet) -> CpuSet) {
         let Ok(allowed) = sched_getaffinity(Some(thread)) else { return };
-        if sched_setaffinity(Some(thread), all).is_err() {
-            return;
-        }
-        let before = own_affinity(allowed, sched_getaffinity(Some(thread)).ok(), all);
-        self.0.push((thread, before));
         // An empty set is refused. Then the kernel places the thread as it does without this.
-        if sched_setaffinity(Some(thread), &choose(allowed)).is_err() {
-            restore(thread, &before);
+        if sched_setaffinity(Some(thread), &choose(allowed)).is_ok() {
+            self.0.push((thread, allowed));
         }
     }
 }
 
 impl Drop for Spread {
     fn drop(&mut self) {
-        self.0.iter().for_each(|(thread, before)| restore(*thread, before));
+        let all = all_processors();
+        self.0.iter().for_each(|(thread, before)| restore(*thread, before, &all));
     }
 }
 
-/// Returns the affinity that a thread gets back: `allowed` is what it could use, `most` what it
-/// could use once its affinity was `all`. If both are the same, it had no affinity of its own. It
-/// gets `all` then, because with `allowed` it could not use processors that its cpuset gains later.
-fn own_affinity(allowed: CpuSet, most: Option<CpuSet>, all: &CpuSet) -> CpuSet {
-    if most == Some(allowed) { *all } else { allowed }
-}
-
-fn restore(thread: Pid, before: &CpuSet) {
-    match sched_setaffinity(Some(thread), before) {
+/// Lets a thread use the processors that it could use `before`. A thread that had no affinity of
+/// its own gets `all`: with `before` it could not use processors that its cpuset gains later.
+fn restore(thread: Pid, before: &CpuSet, all: &CpuSet) {
+    let restored = sched_setaffinity(Some(thread), all).and_then(|()| {
+        match is_own(before, sched_getaffinity(Some(thread)).ok()) {
+            true => sched_setaffinity(Some(thread), before),
+            false => Ok(()),
+        }
+    });
+    match restored {
         // A thread that has ended needs none.
         Ok(()) | Err(Errno::SRCH) => {}
         Err(e) => tracing::warn!(
@@ -91,6 +89,12 @@ fn restore(thread: Pid, before: &CpuSet) {
             thread.as_raw_pid()
         ),
     }
+}
+
+/// Whether a thread that could use `before` had an affinity of its own, if it can use `most` once
+/// it may use all processors.
+fn is_own(before: &CpuSet, most: Option<CpuSet>) -> bool {
+    most.as_ref() != Some(before)
 }
 
 /// Returns the set of all processors that a set can have.
@@ -210,10 +214,10 @@ mod tests {
     }
 
     #[test]
-    fn only_an_affinity_of_its_own_is_kept() {
-        let [one, two, all] = [&[0][..], &[0, 1], &[0, 1, 2, 3]].map(set_of);
-        assert_eq!(own_affinity(two, Some(two), &all), all);
-        assert_eq!(own_affinity(one, Some(two), &all), one);
-        assert_eq!(own_affinity(one, None, &all), one);
+    fn whole_cpuset_is_no_affinity_of_its_own() {
+        let [one, two] = [&[0][..], &[0, 1]].map(set_of);
+        assert!(!is_own(&two, Some(two)));
+        assert!(is_own(&one, Some(two)));
+        assert!(is_own(&one, None));
     }
 }

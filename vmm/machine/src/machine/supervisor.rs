@@ -204,29 +204,22 @@ impl Supervisor {
         self.has_run = true;
         self.bus.com1().take_input(true);
         let vcpus: Vec<_> = self.vcpus.iter().collect();
-        let threads: Vec<_> = vcpus.iter().filter_map(|vcpu| vcpu.thread_id()).collect();
-        let spread = Spread::of(&threads);
-        let (in_progress, resumed) = mpsc::channel::<()>();
-        let wake = |vcpu: &&VcpuHandle| {
-            let in_progress = in_progress.clone();
-            // A vCPU whose thread has ended drops the job.
-            vcpu.paused().tell(move |vcpu| {
-                vcpu.resume();
-                drop(in_progress);
-            });
-        };
+        let spread = self.spread_vcpus();
         let (others, last) = vcpus.split_at(vcpus.len().saturating_sub(1));
-        others.iter().for_each(wake);
-        // Before the last vCPU, which may take this thread's processor for a tick: until the
+        resume_and_wait(others);
+        // Their threads take the processors of the other vCPUs, which have resumed by now. They
+        // come before the last vCPU, which may take this thread's processor for a tick: until the
         // devices have resumed, what the guest asks of them waits.
         self.bus.virtio().resume();
-        last.iter().for_each(wake);
-        drop(in_progress);
-        // Needs no limit: every vCPU waits for a job, and nothing in `resume` blocks. No vCPU may
-        // be told to pause again before all have resumed.
-        let _ = resumed.recv();
+        resume_and_wait(last);
         drop(spread);
         Ok(())
+    }
+
+    /// Keeps the vCPUs on different processors, until the result is dropped.
+    fn spread_vcpus(&self) -> Spread {
+        let threads: Vec<_> = self.vcpus.iter().filter_map(VcpuHandle::thread_id).collect();
+        Spread::of(&threads)
     }
 
     /// Waits until the vCPUs, which are paused, have finished all their jobs. Of all jobs only a
@@ -421,10 +414,13 @@ impl Supervisor {
         // KVM reads and writes pages that vCPUs share with the guest, and waits until they arrive.
         self.status.set_restores_vcpus(true);
         let adjust = Adjust { clock, now_ns: wall_ns() };
-        let vcpus = self.begin_vcpu_restores(saved.vcpus, adjust);
-        // The devices' threads restore while the vCPUs' threads do.
+        // The devices' threads restore while the vCPUs' threads do. They come first: a vCPU that is
+        // woken may take this thread's processor until it has finished.
         let devices = self.bus.virtio().begin_restore(saved.virtio);
+        let spread = self.spread_vcpus();
+        let vcpus = self.begin_vcpu_restores(saved.vcpus, adjust);
         let restored = finish_vcpu_restores(vcpus);
+        drop(spread);
         if restored.is_err() {
             // A vCPU that still waits for a page could not end.
             self.vm.memory().abandon();
@@ -446,6 +442,22 @@ impl Supervisor {
         }
         Ok(())
     }
+}
+
+/// Resumes vCPUs, and waits until they have. Needs no limit: every vCPU waits for a job, and
+/// nothing in `resume` blocks. No vCPU may be told to pause again before all have resumed.
+fn resume_and_wait(vcpus: &[&VcpuHandle]) {
+    let (in_progress, resumed) = mpsc::channel::<()>();
+    for vcpu in vcpus {
+        let in_progress = in_progress.clone();
+        // A vCPU whose thread has ended drops the job.
+        vcpu.paused().tell(move |vcpu| {
+            vcpu.resume();
+            drop(in_progress);
+        });
+    }
+    drop(in_progress);
+    let _ = resumed.recv();
 }
 
 /// Waits for all vCPUs, even if the first one fails.

@@ -9,11 +9,11 @@ use driftline_guest::{HandOver, Lifecycle, NextHost, RunState, Stateful, VmId};
 use super::supervisor::Supervisor;
 use super::vcpus::VcpuHandle;
 use super::{BuildOptions, KvmMachine};
-use crate::config::{HostConfig, SerialSink};
+use crate::config::{DeviceConfig, HostConfig, MachineConfig, RngConfig, SerialSink};
 use crate::devices::{DeviceLimits, DeviceSet, fake};
 use crate::memory::Memory;
 use crate::terminal::Stdin;
-use crate::testing::{Elf, kernel_config, kvm_or_skip, run_in_child};
+use crate::testing::{Elf, disk, kernel_config, kvm_or_skip, run_in_child};
 use crate::vm::{EndReason, Vm};
 
 pub(super) const LONG: Duration = Duration::from_secs(60);
@@ -321,6 +321,35 @@ fn released_guest_never_runs() {
             machine.pause().unwrap();
         }
     }
+    machine.stop("the test is over");
+}
+
+/// The guest has two devices, one of which holds nothing.
+#[test]
+fn released_and_detached_guest_can_be_acquired() {
+    if !kvm_or_skip("released_and_detached_guest_can_be_acquired") {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let kernel = dir.path().join("kernel");
+    std::fs::write(&kernel, Elf::new(&ECHO).bytes()).unwrap();
+    let path = dir.path().join("disk");
+    std::fs::File::create(&path).unwrap().set_len(1 << 20).unwrap();
+    let disk = DeviceConfig::Disk(disk("root", &path, 1 << 20));
+    let devices = vec![disk, DeviceConfig::Rng(RngConfig::default())];
+    let config = MachineConfig { devices, ..kernel_config(&kernel) };
+    let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
+    let machine = KvmMachine::launch(config, &host).unwrap();
+    machine.resume().unwrap();
+    machine.release_and_detach(NextHost::This).unwrap_err();
+    assert_eq!(machine.run_state(), RunState::Running);
+    machine.pause().unwrap();
+    for next in [NextHost::This, NextHost::Another] {
+        assert!(machine.release_and_detach(next).unwrap().is_empty());
+        machine.resume().unwrap_err();
+        machine.acquire().unwrap();
+    }
+    machine.resume().unwrap();
     machine.stop("the test is over");
 }
 

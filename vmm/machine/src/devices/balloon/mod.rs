@@ -27,15 +27,15 @@ use std::sync::mpsc::Sender;
 use std::time::Instant;
 
 use driftline_dirty_tracker::FrameSet;
-use driftline_guest::{GuestRam, NextHost};
+use driftline_guest::GuestRam;
 use serde::{Deserialize, Serialize};
 use vmm_sys_util::epoll::EventSet;
 
 use super::error::{DeviceError, StateError};
 use super::latched_event::LatchedEvent;
 use super::virtio::{
-    Chain, Device, DeviceIo, DeviceKind, QuiesceError, SharedDeviceState, Violation, Watcher,
-    decode_state, encode_state,
+    Chain, Device, DeviceIo, DeviceKind, HandOverNeeds, QuiesceError, SharedDeviceState, Violation,
+    Watcher, decode_state, encode_state,
 };
 use crate::actor::{Inbox, Next};
 use crate::config::BalloonConfig;
@@ -453,11 +453,7 @@ impl Device for Balloon {
         Ok(())
     }
 
-    fn acquire(&mut self, _: NextHost) -> Result<(), DeviceError> {
-        Ok(())
-    }
-
-    fn release(&mut self, _: Instant, _: NextHost) -> Result<(), DeviceError> {
-        Ok(())
+    fn hand_over(&self) -> HandOverNeeds {
+        HandOverNeeds::default()
     }
 }

@@ -16,7 +16,8 @@ use super::{ANNOUNCE, METADATA, Net, NetQueue, NetState, QUEUE_SIZE};
 use crate::config::RateLimits;
 use crate::devices::error::{DeviceError, StateError};
 use crate::devices::virtio::{
-    Device, DeviceIo, DeviceKind, QuiesceError, Violation, Watcher, decode_state, encode_state,
+    Device, DeviceIo, DeviceKind, HandOverNeeds, QuiesceError, Violation, Watcher, decode_state,
+    encode_state,
 };
 
 impl Device for Net {
@@ -199,14 +200,10 @@ impl Device for Net {
         })
     }
 
-    fn release(&mut self, _: Instant, _: NextHost) -> Result<(), DeviceError> {
-        // The tap stays attached. Frames that arrive wait in it for the host that has the guest
-        // then.
-        Ok(())
-    }
-
-    fn detaches(&self) -> bool {
-        true
+    fn hand_over(&self) -> HandOverNeeds {
+        // A release leaves the tap attached. Frames that arrive wait in it for the host that has
+        // the guest then.
+        HandOverNeeds { acquire: true, release: false, detach: true }
     }
 
     fn detach(&mut self, room: usize, next: NextHost) -> Vec<u8> {

@@ -399,7 +399,7 @@ impl DeviceSet {
         let deadline = Instant::now() + self.limits.release;
         // In parallel, because each device may wait for its storage.
         let requests: Vec<_> =
-            self.devices.iter().map(|d| d.begin_acquire(deadline, from)).collect();
+            self.acquiring().map(|device| device.begin_acquire(deadline, from)).collect();
         let (mut result, mut answered) = (Ok(()), Vec::with_capacity(requests.len()));
         for request in requests {
             let answer = request.wait();
@@ -412,10 +412,16 @@ impl DeviceSet {
         result
     }
 
+    /// Returns the devices that acquire anything.
+    fn acquiring(&self) -> impl Iterator<Item = &Transport> {
+        self.devices.iter().filter(|device| device.hand_over().acquire)
+    }
+
     /// Makes all devices release their files and peers. Waits only for those that have `answered`.
     fn undo_acquire(&self, answered: &[bool], from: NextHost) {
         let deadline = Instant::now() + self.limits.release;
-        let requests: Vec<_> = self.devices.iter().map(|d| d.begin_undo(deadline, from)).collect();
+        let requests: Vec<_> =
+            self.acquiring().map(|device| device.begin_undo(deadline, from)).collect();
         for (request, answered) in requests.into_iter().zip(answered) {
             if *answered && let Err(e) = request.wait() {
                 tracing::error!("{e}");
@@ -435,19 +441,20 @@ impl DeviceSet {
     pub(crate) fn release(&self, next: NextHost) -> Result<(), RequestError> {
         let deadline = Instant::now() + self.limits.release;
         // In parallel, as in `acquire`.
+        let releasing = self.devices.iter().filter(|device| device.hand_over().release);
         let requests: Vec<_> =
-            self.devices.iter().map(|d| d.begin_release(deadline, next)).collect();
+            releasing.map(|device| device.begin_release(deadline, next)).collect();
         requests.into_iter().map(PendingRequest::wait).fold(Ok(()), Result::and)
     }
 
     /// Detaches the guest's peers (taps, sockets), for `next`. Returns the packets that are queued
-    /// for the guest since the save, by device, encoded in at most [`MAX_QUEUED_PACKETS`] bytes.
-    /// All devices are tried; the error is the first one.
+    /// for the guest since the save, by device, encoded in at most [`MAX_QUEUED_PACKETS`] bytes;
+    /// empty if there are none. All devices are tried; the error is the first one.
     pub(crate) fn detach(&self, next: NextHost) -> Result<Vec<u8>, RequestError> {
         let mut room = MAX_QUEUED_PACKETS - QUEUED_PACKETS_HEADER * self.devices.len();
         let mut queued_packets = BTreeMap::new();
         let mut result = Ok(());
-        for (device, i) in self.devices.iter().zip(0u16..).filter(|(d, _)| d.detaches()) {
+        for (device, i) in self.devices.iter().zip(0u16..).filter(|(d, _)| d.hand_over().detach) {
             match device.detach_by(room, next, self.ask_deadline()) {
                 Ok(bytes) if bytes.is_empty() => {}
                 Ok(bytes) => {
@@ -458,7 +465,10 @@ impl DeviceSet {
             }
         }
         result?;
-        Ok(codec::encode(&queued_packets).map_err(QueuedPacketsError::Encode)?)
+        match queued_packets.is_empty() {
+            true => Ok(Vec::new()),
+            false => Ok(codec::encode(&queued_packets).map_err(QueuedPacketsError::Encode)?),
+        }
     }
 
     /// Attaches the guest's peers on this host and takes the data that [`detach`](Self::detach)
@@ -472,7 +482,7 @@ impl DeviceSet {
             Ok(queued_packets) => (queued_packets, Ok(())),
             Err(e) => (BTreeMap::new(), Err(QueuedPacketsError::Decode(e).into())),
         };
-        for (device, i) in self.devices.iter().zip(0..).filter(|(d, _)| d.detaches()) {
+        for (device, i) in self.devices.iter().zip(0..).filter(|(d, _)| d.hand_over().detach) {
             let queued_packets = queued_packets.remove(&i).unwrap_or_default();
             result = result.and(device.attach_by(queued_packets, self.ask_deadline()));
         }

@@ -259,6 +259,24 @@ fn stuck_device_leaves_the_others_their_time() {
 }
 
 #[test]
+fn device_that_holds_nothing_is_not_asked() {
+    let script = Arc::<Script>::default();
+    Script::set(&script.holds_nothing, true);
+    let device = spawn("idle", Box::new(FakeDevice(script.clone())), &memory());
+    let limit = Duration::from_millis(20);
+    let set =
+        DeviceSet::of(vec![device], DeviceLimits { stall: limit, release: limit, ask: limit });
+    Script::set(&script.stuck, true);
+    set.release(NextHost::Another).unwrap();
+    assert!(set.detach(NextHost::Another).unwrap().is_empty());
+    set.attach(&[]).unwrap();
+    set.acquire(NextHost::Another).unwrap();
+    set.save().unwrap_err();
+    assert!(!Script::is(&script.released) && !Script::is(&script.attached));
+    Script::set(&script.stuck, false);
+}
+
+#[test]
 fn device_that_acquires_late_releases_again() {
     let memory = memory();
     let (mut set, script) = stuck_set(&memory);

@@ -165,7 +165,9 @@ pub(crate) trait Device: Send {
     /// Acquires what only one host may have. From [`NextHost::This`] the device has open files
     /// whose locks are those of the process that may still run the guest: it leaves them as they
     /// are.
-    fn acquire(&mut self, from: NextHost) -> Result<(), DeviceError>;
+    fn acquire(&mut self, _from: NextHost) -> Result<(), DeviceError> {
+        Ok(())
+    }
 
     /// Makes the guest's writes durable, then releases what only one host may have. The device is
     /// paused. A tap is not released: frames that arrive can wait in it. For [`NextHost::This`]
@@ -174,7 +176,9 @@ pub(crate) trait Device: Send {
     /// # Errors
     ///
     /// Data could not be made durable by `deadline`. The file with that data is not released.
-    fn release(&mut self, deadline: Instant, next: NextHost) -> Result<(), DeviceError>;
+    fn release(&mut self, _deadline: Instant, _next: NextHost) -> Result<(), DeviceError> {
+        Ok(())
+    }
 
     /// Releases what [`acquire`](Self::acquire) took, for a guest that resumes on another host. If
     /// the guest has not run since it came to this host, nothing has to be made durable.
@@ -182,10 +186,9 @@ pub(crate) trait Device: Send {
         self.release(deadline, next)
     }
 
-    /// Whether [`detach`](Self::detach) and [`attach`](Self::attach) do anything. A device for
-    /// which they do nothing is not asked, because each request to a thread prolongs the downtime.
-    fn detaches(&self) -> bool {
-        false
+    /// Returns which of the requests of a hand-over do anything.
+    fn hand_over(&self) -> HandOverNeeds {
+        HandOverNeeds { acquire: true, release: true, detach: false }
     }
 
     /// Releases the rest, such as a tap, after [`release`](Self::release). Returns what arrived
@@ -201,6 +204,18 @@ pub(crate) trait Device: Send {
     fn attach(&mut self, _queued_packets: &[u8]) -> Result<(), DeviceError> {
         Ok(())
     }
+}
+
+/// The requests of a hand-over that a device needs. It is asked for no others, because each request
+/// to a thread prolongs the downtime.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct HandOverNeeds {
+    /// [`Device::acquire`] and [`Device::undo_acquire`].
+    pub(crate) acquire: bool,
+    /// [`Device::release`].
+    pub(crate) release: bool,
+    /// [`Device::detach`] and [`Device::attach`].
+    pub(crate) detach: bool,
 }
 
 /// Reason why a device did not pause.

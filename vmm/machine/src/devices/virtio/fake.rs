@@ -9,7 +9,9 @@ use std::time::{Duration, Instant};
 use driftline_guest::{GuestRam, NextHost};
 use vmm_sys_util::epoll::EventSet;
 
-use super::{Device, DeviceIo, DeviceKind, QuiesceError, Transport, Violation, Watcher};
+use super::{
+    Device, DeviceIo, DeviceKind, HandOverNeeds, QuiesceError, Transport, Violation, Watcher,
+};
 use crate::devices::error::{DeviceError, StateError};
 
 /// The script and the record of the device. Each flag may be changed at any time.
@@ -33,6 +35,8 @@ pub(crate) struct Script {
     pub(crate) released: AtomicBool,
     /// Whether the device's peers are attached.
     pub(crate) attached: AtomicBool,
+    /// Whether a hand-over needs nothing of the device. Read when its thread starts.
+    pub(crate) holds_nothing: AtomicBool,
 }
 
 impl Script {
@@ -131,8 +135,9 @@ impl Device for FakeDevice {
         Ok(())
     }
 
-    fn detaches(&self) -> bool {
-        true
+    fn hand_over(&self) -> HandOverNeeds {
+        let needs = !Script::is(&self.0.holds_nothing);
+        HandOverNeeds { acquire: needs, release: needs, detach: needs }
     }
 
     fn detach(&mut self, _: usize, _: NextHost) -> Vec<u8> {

@@ -48,7 +48,7 @@ mod worker;
 pub(crate) use backend_caller::BackendCaller;
 pub(crate) use chain::{Buffer, Buffers, Chain};
 pub(crate) use completion::Completion;
-pub(crate) use device::{Device, DeviceIo, DeviceKind, QuiesceError};
+pub(crate) use device::{Device, DeviceIo, DeviceKind, HandOverNeeds, QuiesceError};
 #[cfg(any(test, fuzzing))]
 pub(crate) use driver_buffer::DriverBuffer;
 pub(crate) use limiters::Limiters;

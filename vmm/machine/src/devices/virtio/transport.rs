@@ -21,7 +21,7 @@ use super::mmio::{MmioInterface, RestoredInterrupt};
 use super::rate_limit_control::RateLimitControl;
 use super::request::RequestError;
 use super::worker::DeviceWorker;
-use super::{BackendCaller, Completion, Device, VirtioState};
+use super::{BackendCaller, Completion, Device, HandOverNeeds, VirtioState};
 use crate::actor::{self, Handle, PendingCall};
 use crate::devices::latched_event::LatchedEvent;
 use crate::devices::stats::Counter;
@@ -42,8 +42,7 @@ pub(crate) struct Transport {
     thread: WorkerThread,
     /// The number of times that each rate limit of the device has made a queue wait.
     throttles: Arc<[Counter]>,
-    /// See [`Device::detaches`].
-    detaches: bool,
+    hand_over: HandOverNeeds,
 }
 
 /// The handle of a device's thread. Dropping it ends the thread.
@@ -113,7 +112,7 @@ impl Transport {
     /// Starts the thread of `device`; `id` is its name in messages. The device is paused until
     /// [`resume`](Self::resume).
     pub(crate) fn spawn(id: &str, device: Box<dyn Device>, ram: GuestRam) -> io::Result<Self> {
-        let (class, detaches) = (device.kind().class(), device.detaches());
+        let (class, hand_over) = (device.kind().class(), device.hand_over());
         let mmio = MmioInterface::new(id, &*device)?;
         let wake = Arc::new(LatchedEvent::new()?);
         let (handle, inbox) = actor::inbox(mmio.label());
@@ -131,7 +130,7 @@ impl Transport {
             quit_at: OnceLock::new(),
             thread: Some(thread),
         };
-        Ok(Self { mmio, thread, throttles, detaches })
+        Ok(Self { mmio, thread, throttles, hand_over })
     }
 
     /// Returns the device's kind and name, for messages.
@@ -139,9 +138,9 @@ impl Transport {
         self.mmio.label()
     }
 
-    /// Whether [`detach_by`](Self::detach_by) and [`attach_by`](Self::attach_by) do anything.
-    pub(crate) fn detaches(&self) -> bool {
-        self.detaches
+    /// Returns which of the requests of a hand-over do anything.
+    pub(crate) fn hand_over(&self) -> HandOverNeeds {
+        self.hand_over
     }
 
     /// Returns the handle for the rate limits of the device, whose name is `id` and which has
