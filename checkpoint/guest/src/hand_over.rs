@@ -72,6 +72,17 @@ pub trait HandOver: Send + Sync {
     /// The guest is not paused, or a device does not answer.
     fn detach(&self, next: NextHost) -> Result<Vec<u8>, GuestError>;
 
+    /// Releases and detaches the guest as [`release`](Self::release) and [`detach`](Self::detach)
+    /// do, by one request to another thread, because each is part of the downtime.
+    ///
+    /// # Errors
+    ///
+    /// As those return. The guest may be released in part.
+    fn release_and_detach(&self, next: NextHost) -> Result<Vec<u8>, GuestError> {
+        self.release(next)?;
+        self.detach(next)
+    }
+
     /// Makes peers reach the guest on this host, and takes what [`detach`](Self::detach) returned
     /// on the last one, which is hostile input. Call it when the guest has its state and peers no
     /// longer reach it on another host. Peers that could not be notified are notified when the
@@ -114,6 +125,10 @@ impl<T: Delegate<dyn HandOver>> HandOver for T {
 
     fn detach(&self, next: NextHost) -> Result<Vec<u8>, GuestError> {
         self.delegate().detach(next)
+    }
+
+    fn release_and_detach(&self, next: NextHost) -> Result<Vec<u8>, GuestError> {
+        self.delegate().release_and_detach(next)
     }
 
     fn attach(&self, packets: &[u8]) {

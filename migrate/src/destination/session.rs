@@ -59,11 +59,22 @@ pub(super) enum SessionRefusal {
     Displaced,
 }
 
+/// What other processes find out from which process has the guest.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum DecidedBy {
+    /// The records of this site.
+    Records,
+    /// The claim of memory that both processes have. Its source asks no process, so nothing is
+    /// recorded.
+    Claim,
+}
+
 #[derive(Debug)]
 struct Migration {
     token: Token,
     vm_id: VmId,
     secret: Secret,
+    by: DecidedBy,
     state: Destination,
     /// This process's `committed`, staged until the decision.
     staged: Option<StagedDecision>,
@@ -116,21 +127,29 @@ impl Session {
         *self.lock() = SessionState::Free;
     }
 
-    /// Begins a migration: makes its prepared record durable. From now on this process answers for
-    /// `token`, to callers that know `secret`.
+    /// Begins a migration: makes its prepared record durable, if records decide. From now on this
+    /// process answers for `token`, to callers that know `secret`.
     pub(super) fn begin(
         &self,
         token: Token,
         vm_id: VmId,
         secret: Secret,
+        by: DecidedBy,
     ) -> Result<(), RecordsError> {
-        let prepared = Some(self.records.prepare(token, vm_id, secret)?);
-        // Staged now rather than in the pause. If that fails, the decision is written in the pause.
-        let staged = self.records.stage(token, Some(vm_id), Decision::Committed).ok();
+        let (prepared, staged) = match by {
+            DecidedBy::Claim => (None, None),
+            DecidedBy::Records => {
+                let prepared = self.records.prepare(token, vm_id, secret)?;
+                // Staged now rather than in the pause. If that fails, the decision is written in
+                // the pause.
+                (Some(prepared), self.records.stage(token, Some(vm_id), Decision::Committed).ok())
+            }
+        };
         *self.lock() = SessionState::Migrating(Migration {
             token,
             vm_id,
             secret,
+            by,
             state: Destination::Assembling,
             staged,
             prepared,
@@ -144,6 +163,9 @@ impl Session {
 
     /// Makes the decision durable, after the guest has resumed.
     pub(super) fn sync(&self, token: Token) {
+        if self.lock().migration_of(token).is_some_and(|m| m.by == DecidedBy::Claim) {
+            return;
+        }
         if let Err(e) = self.records.sync(token) {
             tracing::error!(
                 %token,
@@ -257,6 +279,9 @@ impl Session {
         let Some(migration) = migration else {
             return tracing::debug!(%token, "the decision stays: this process never had the guest");
         };
+        if migration.by == DecidedBy::Claim {
+            return;
+        }
         let prepared = migration.prepared.take();
         drop(state);
         if let Err(e) = self.records.forget_decision(token, prepared) {
@@ -339,6 +364,9 @@ impl Migration {
     }
 
     fn store(&mut self, records: &Records, decision: Decision) -> DestinationEvent {
+        if self.by == DecidedBy::Claim {
+            return DestinationEvent::Stands(decision);
+        }
         let staged = self.staged.take_if(|_| decision == Decision::Committed);
         let stored = match (decision, self.placed, staged) {
             // The guest never ran, so this process may replace its own decision.
@@ -376,7 +404,7 @@ mod tests {
     const SECRET: Secret = Secret::from_bytes([7; 32]);
 
     fn prepared(session: &Session, token: Token) {
-        session.begin(token, VmId::random(), SECRET).unwrap();
+        session.begin(token, VmId::random(), SECRET, DecidedBy::Records).unwrap();
         let (order, _) = session.post(DestinationEvent::Restored);
         assert_eq!(order, DestinationOrder::SayPrepared);
     }
@@ -440,7 +468,7 @@ mod tests {
     fn lost_decision_of_another_boot_answers_committed() {
         let dir = tempfile::tempdir().unwrap();
         let (holder, token, vm) = (session(&dir), Token::random(), VmId::random());
-        holder.begin(token, vm, SECRET).unwrap();
+        holder.begin(token, vm, SECRET, DecidedBy::Records).unwrap();
         holder.post(DestinationEvent::Restored);
         let (order, _) = holder.post(DestinationEvent::Commit);
         assert!(matches!(order, DestinationOrder::TakeOver(_)), "{order:?}");
@@ -472,7 +500,7 @@ mod tests {
         for event in [DestinationEvent::Failed, DestinationEvent::Aborted] {
             let dir = tempfile::tempdir().unwrap();
             let (session, token, vm) = (session(&dir), Token::random(), VmId::random());
-            session.begin(token, vm, SECRET).unwrap();
+            session.begin(token, vm, SECRET, DecidedBy::Records).unwrap();
             assert_eq!(files(&dir, ".prepared.json").len(), 1);
             session.post(event);
             assert!(files(&dir, ".json").is_empty());
@@ -493,5 +521,21 @@ mod tests {
         assert_eq!(session.records.decision(token).unwrap(), Some(Decision::Committed));
         session.forget(token);
         assert_eq!(session.records.decision(token).unwrap(), None);
+    }
+
+    #[test]
+    fn migration_that_a_claim_decides_records_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let (session, token, vm) = (session(&dir), Token::random(), VmId::random());
+        let before = files(&dir, "");
+        session.begin(token, vm, SECRET, DecidedBy::Claim).unwrap();
+        session.post(DestinationEvent::Restored);
+        let (order, _) = session.post(DestinationEvent::Commit);
+        assert!(matches!(order, DestinationOrder::TakeOver(_)), "{order:?}");
+        assert_eq!(session.verdict(token), Verdict::Committed);
+        session.post(DestinationEvent::Resumed);
+        session.sync(token);
+        session.forget(token);
+        assert_eq!(files(&dir, ""), before);
     }
 }

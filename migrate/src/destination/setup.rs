@@ -14,6 +14,7 @@ use super::admission::Stage;
 use super::copies::Copies;
 use super::host::{ReceiveFailed, ReceiveHost};
 use super::listener::{self, AcceptedSource, Incoming};
+use super::session::DecidedBy;
 use crate::control::{Phase, Progress};
 use crate::error::Cause;
 use crate::log_limit::LogLimit;
@@ -155,6 +156,7 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
         machine: SourceMachine<'_>,
     ) -> Result<(Arc<F::Guest>, Copies), RefusedSource> {
         let SourceMachine { layout, config, drives, memory } = machine;
+        let by = if memory.is_some() { DecidedBy::Claim } else { DecidedBy::Records };
         let vm_id = header.vm_id();
         let (theirs, ours) = (header.layout_hash().into(), layout_hash(layout).into());
         if theirs != ours {
@@ -166,7 +168,7 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
         let ready = differs.map_or(Ok(()), |d| Err(Cause::LayoutDiffers(d))).and_then(|()| {
             let secret = Secret::random()
                 .map_err(|e| Cause::System { what: "making a secret", cause: e.into() })?;
-            self.session.begin(token, vm_id, secret)?;
+            self.session.begin(token, vm_id, secret, by)?;
             Ok(wire.send(&WireMessage::Ready { site: self.session.site(), secret })?)
         });
         match ready {

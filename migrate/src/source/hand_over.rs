@@ -277,6 +277,11 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
             known.resolved = Some(how);
             return SourceEvent::Operator(how);
         }
+        if self.options.local {
+            // The claim decides, and the next call reads it again.
+            known.doubt = Some("it has taken the guest, and has not run it yet".to_owned());
+            return SourceEvent::Lost;
+        }
         let (verdict, asked) = match self.query(question) {
             Ok(answered) => answered,
             Err(e) => {

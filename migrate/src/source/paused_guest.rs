@@ -73,6 +73,14 @@ impl<'g, G: GuestIdentity + GuestContents + Lifecycle + HandOver + ?Sized> Pause
         self.guest.release(next)
     }
 
+    /// Releases the disks and detaches the guest from its networks. Returns the packets that
+    /// arrived since its state was saved.
+    pub(super) fn release_and_detach(&mut self, next: NextHost) -> Result<Vec<u8>, GuestError> {
+        // Set before the attempt, as above.
+        self.released = true;
+        self.guest.release_and_detach(next)
+    }
+
     /// Detaches the guest from its networks. Returns the packets that arrived since its state was
     /// saved.
     pub(super) fn detach(&self, next: NextHost) -> Result<Vec<u8>, GuestError> {

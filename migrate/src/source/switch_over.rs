@@ -197,16 +197,20 @@ impl<'a, G: Migratable + ?Sized> PauseTransfer<'_, 'a, G> {
         let wire = &mut channels.first;
         let digest = self.digest(wire)?;
         if !early {
-            send_sections(wire, &self.sections)?;
+            send_sections(wire, &self.sections, None)?;
         }
         let (sections, counts) = (self.sections.len() as u32, self.passes.totals);
         wire.send(&WireMessage::StateEnd { sections, was_running: paused.was_running(), counts })?;
         wire.stream().set_cork(false);
         self.timings.end("sent");
-        paused.release(self.next_host())?;
-        if self.next_host() == NextHost::This {
-            // Its peers stay attached through the same files, so there is nothing to wait for.
-            self.send_late(wire, paused)?;
+        match self.next_host() {
+            NextHost::Another => paused.release(NextHost::Another)?,
+            // Its peers stay attached through the same files, so there is nothing to wait for, and
+            // no packet is late unless an earlier migration has brought it.
+            NextHost::This => match paused.release_and_detach(NextHost::This)? {
+                late if late.is_empty() => {}
+                late => send_late(wire, &late)?,
+            },
         }
         self.timings.end("released");
         let state_digest = StateDigest::of(&self.sections);
@@ -225,14 +229,10 @@ impl<'a, G: Migratable + ?Sized> PauseTransfer<'_, 'a, G> {
 
     /// Sends the state ahead of the last pass.
     fn send_early_state(&self, wire: &mut Wire<Link>) -> Result<(), Cause> {
-        wire.stream().set_cork(true);
-        send_sections(wire, &self.sections)?;
-        if self.features & WHOLE_STATE != 0 {
-            let sections = self.sections.len() as u32;
-            wire.send(&WireMessage::StateWhole { sections, frames: self.left })?;
-        }
-        wire.stream().set_cork(false);
-        Ok(())
+        let sections = self.sections.len() as u32;
+        let whole = WireMessage::StateWhole { sections, frames: self.left };
+        let whole = Some(whole).filter(|_| self.features & WHOLE_STATE != 0);
+        send_sections(wire, &self.sections, whole.as_ref())
     }
 
     /// Sends the frames and blocks written since the last pass. Small messages that follow share
@@ -284,8 +284,8 @@ impl<'a, G: Migratable + ?Sized> PauseTransfer<'_, 'a, G> {
         Ok(())
     }
 
-    /// Reads PREPARED, compares it with what was sent, and sends LATE unless that was sent. Returns
-    /// the site that PREPARED names.
+    /// Reads PREPARED, compares it with what was sent, and detaches the guest unless that was done.
+    /// Returns the site that PREPARED names.
     fn await_prepared(
         &mut self,
         wire: &mut Wire<Link>,
@@ -316,17 +316,16 @@ impl<'a, G: Migratable + ?Sized> PauseTransfer<'_, 'a, G> {
         same("the count of zero frames", ours.zero, prepared.counts.zero)?;
         if self.next_host() == NextHost::Another {
             // Last, because no peer reaches the guest afterwards.
-            self.send_late(wire, paused)?;
+            send_late(wire, &paused.detach(NextHost::Another)?)?;
         }
         Ok(prepared.site)
     }
+}
 
-    /// Detaches the guest from its peers, and sends what they have sent since its state was saved.
-    fn send_late(&self, wire: &mut Wire<Link>, paused: &PausedGuest<'a, G>) -> Result<(), Cause> {
-        let late = paused.detach(self.next_host())?;
-        fits("the guest's late packets", late.len() as u64, MAX_QUEUED_PACKETS as u64)?;
-        Ok(wire.send(&WireMessage::Late(&late))?)
-    }
+/// Sends the packets that arrived for the guest since its state was saved.
+fn send_late(wire: &mut Wire<Link>, late: &[u8]) -> Result<(), Cause> {
+    fits("the guest's late packets", late.len() as u64, MAX_QUEUED_PACKETS as u64)?;
+    Ok(wire.send(&WireMessage::Late(late))?)
 }
 
 /// Durations of the steps of a pause, for the log.
@@ -349,7 +348,13 @@ impl PauseTimings {
     }
 }
 
-fn send_sections(wire: &mut Wire<Link>, sections: &[Section]) -> Result<(), Cause> {
+/// Sends all sections, and `last` with them: a message of its own would wake the destination once
+/// more.
+fn send_sections(
+    wire: &mut Wire<Link>,
+    sections: &[Section],
+    last: Option<&WireMessage<'_>>,
+) -> Result<(), Cause> {
     fits("the guest's state", sections.len() as u64, MAX_SECTIONS.into())?;
     let all = sections.iter().map(|s| s.bytes.len() as u64).sum();
     fits("the guest's state", all, MAX_STATE)?;
@@ -357,6 +362,9 @@ fn send_sections(wire: &mut Wire<Link>, sections: &[Section]) -> Result<(), Caus
         fits("a state section", section.bytes.len() as u64, MAX_SECTION.into())?;
     }
     let heads: Vec<_> = sections.iter().map(section_head).collect();
-    let records = heads.iter().zip(sections).map(|(head, s)| [&head[..], &s.bytes[..]]);
-    Ok(wire.send_records(Tag::State, &records.collect::<Vec<_>>())?)
+    let last = last.map(|message| (message.tag(), message.to_bytes()));
+    let sections = heads.iter().zip(sections);
+    let sections = sections.map(|(head, s)| (Tag::State, [&head[..], &s.bytes[..]]));
+    let last = last.as_ref().map(|(tag, bytes)| (*tag, [&bytes[..], &[]]));
+    Ok(wire.send_records(&sections.chain(last).collect::<Vec<_>>())?)
 }

@@ -106,27 +106,26 @@ impl<S: Write> Wire<S> {
     /// Sends a message whose payload is in several parts, without copying them. The parts must not
     /// change meanwhile, because the checksum precedes them.
     pub(crate) fn send_parts(&mut self, tag: Tag, parts: &[&[u8]]) -> Result<(), WireError> {
-        self.send_records(tag, &[parts])
+        self.send_records(&[(tag, parts)])
     }
 
-    /// Sends messages of one tag as [`send_parts`](Self::send_parts) sends one, and writes them
-    /// together: each call takes microseconds of a downtime.
+    /// Sends messages as [`send_parts`](Self::send_parts) sends one, and writes them together: each
+    /// call takes microseconds of a downtime.
     pub(crate) fn send_records<'p>(
         &mut self,
-        tag: Tag,
-        records: &[impl AsRef<[&'p [u8]]>],
+        records: &[(Tag, impl AsRef<[&'p [u8]]>)],
     ) -> Result<(), WireError> {
         let (mut heads, mut bytes) = (Vec::with_capacity(records.len()), 0);
         // Numbers are taken only by records that are written: after a failure that wrote nothing,
         // ABORT has the first of them.
         let mut sequence = self.next_out;
-        for parts in records.iter().map(AsRef::as_ref) {
+        for (tag, parts) in records.iter().map(|(tag, parts)| (*tag, parts.as_ref())) {
             let length: usize = parts.iter().map(|p| p.len()).sum();
             heads.push(head(sequence, tag, length, parts));
             sequence = sequence.wrapping_add(1);
             bytes += (RECORD_HEAD_LEN + length) as u64;
         }
-        let slices = heads.iter().zip(records).flat_map(|(head, parts)| {
+        let slices = heads.iter().zip(records).flat_map(|(head, (_, parts))| {
             iter::once(&head[..]).chain(parts.as_ref().iter().copied()).map(IoSlice::new)
         });
         let mut slices: Vec<IoSlice<'_>> = slices.collect();
@@ -391,8 +390,9 @@ mod tests {
                 assert_eq!(record[RECORD_HEAD_LEN..][..8], (n as u64).to_le_bytes());
             }
         });
-        let records: Vec<[&[u8]; 2]> = heads.iter().map(|head| [&head[..], b"abc"]).collect();
-        there.send_records(Tag::State, &records).unwrap();
+        let record = |head| -> (Tag, [&[u8]; 2]) { (Tag::State, [head, b"abc"]) };
+        let records: Vec<_> = heads.iter().map(|head| record(&head[..])).collect();
+        there.send_records(&records).unwrap();
         reader.join().unwrap();
         assert_eq!(there.sent_bytes, (COUNT * (RECORD_HEAD_LEN + 11)) as u64);
     }
@@ -416,8 +416,8 @@ mod tests {
     #[test]
     fn unwritten_records_leave_their_numbers_to_abort() {
         let mut wire = Wire::new(FailsOnce(false, Vec::new()));
-        let records: [[&[u8]; 1]; 2] = [[b"one"], [b"two"]];
-        wire.send_records(Tag::State, &records).unwrap_err();
+        let records: [(Tag, [&[u8]; 1]); 2] = [(Tag::State, [b"one"]), (Tag::State, [b"two"])];
+        wire.send_records(&records).unwrap_err();
         assert!(!wire.torn);
         wire.send_parts(Tag::Abort, &[b"cancelled"]).unwrap();
         RecordHead::read_from(&wire.stream.1[..RECORD_HEAD_LEN], 0).unwrap();
