@@ -14,7 +14,7 @@ pub(super) fn siblings(process: &mut FirecrackerProcess) -> String {
     process.shell(&format!("cd /sys/devices/system/cpu/cpu0/topology; echo $(cat {lists})"))
 }
 
-/// Without `smt` they are not: `client_of_firecracker_boots_linux`.
+/// `client_of_firecracker_boots_linux` checks a guest without `smt`.
 #[test]
 fn linux_sees_threads_of_a_core() {
     let _alone = tests::one_at_a_time();

@@ -68,10 +68,11 @@ impl<F: GuestFactory + ?Sized + 'static> ReceiveHost<'_, F> {
         let took = took.min(committed.elapsed());
         copies.keep();
         let (_say_running, _) = self.session.post(DestinationEvent::Resumed);
-        // A source that does not receive RUNNING asks, and the listener answers.
+        // A source that does not receive RUNNING asks, and the listener answers; or it reads the
+        // claim.
         if let Err(e) = wire.send(&WireMessage::Running { token, took_us: took.as_micros() as u64 })
         {
-            tracing::warn!(%token, "sending RUNNING failed, so the source will ask: {e}");
+            tracing::warn!(%token, "sending RUNNING failed, so the source will find out: {e}");
         }
         drop((restored.written, copies));
         let figures = restored.figures;

@@ -10,9 +10,8 @@ use std::fs::File;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use driftline_guest::{
-    DeviceFile, GuestContents, GuestIdentity, OfferedClaim, Populate, SharedGuest,
-};
+use driftline_dirty_tracker::Gfn;
+use driftline_guest::{DeviceFile, GuestIdentity, OfferedClaim, Populate, SharedGuest};
 use rustix::process::geteuid;
 use vm_memory::FileOffset;
 
@@ -28,9 +27,6 @@ use crate::transport::wire::Wire;
 /// Upper bound on populating page tables before the pause. The source waits for PASS_ACK meanwhile,
 /// by default for 10 s.
 const POPULATE_LIMIT: Duration = Duration::from_secs(4);
-
-/// Frames whose page tables one call populates: some milliseconds.
-const POPULATE_FRAMES: u64 = 4096;
 
 /// Returns the features that this end offers over `link`.
 pub(super) fn features(link: &Link) -> u64 {
@@ -80,24 +76,23 @@ fn may_send(theirs: u32, ours: u32) -> bool {
 /// Populates this process's page tables for memory that exists, so that the guest does not fault on
 /// each of its pages after the take-over. Holes stay holes. Ends early at [`POPULATE_LIMIT`]; the
 /// rest is populated when it is touched.
-pub(super) fn populate<G: GuestIdentity + GuestContents + Populate + ?Sized>(
+pub(super) fn populate<G: GuestIdentity + Populate + ?Sized>(
     guest: &G,
     stop: &StopFlag,
 ) -> Result<(), Cause> {
     let begun = Instant::now();
-    let mut frames = 0;
-    for run in guest.resident()?.into_iter().flat_map(|run| run.chunks(POPULATE_FRAMES)) {
+    let mut next = Some(Gfn(0));
+    while let Some(from) = next {
         if stop.is_cancelled() {
             return Err(Cause::Cancelled);
         }
         if begun.elapsed() >= POPULATE_LIMIT {
-            tracing::debug!(vm = %guest.vm_id(), frames, "page tables are populated in part");
+            tracing::debug!(vm = %guest.vm_id(), %from, "page tables are populated in part");
             return Ok(());
         }
-        guest.prefault(run);
-        frames += run.count;
+        next = guest.prefault_shared(from)?;
     }
-    tracing::debug!(vm = %guest.vm_id(), frames, took = ?begun.elapsed(), "page tables populated");
+    tracing::debug!(vm = %guest.vm_id(), took = ?begun.elapsed(), "page tables populated");
     Ok(())
 }
 

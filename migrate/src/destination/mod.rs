@@ -43,7 +43,7 @@ pub struct Received<G: ?Sized> {
     /// Report of the migration.
     pub report: ReceiveReport,
     /// Answers the source's questions. Keep it as long as the guest: without it, a source that did
-    /// not receive RUNNING stays in doubt.
+    /// not receive RUNNING stays in doubt, unless both have the same memory.
     pub responder: Responder,
 }
 

@@ -59,7 +59,7 @@ pub(super) enum SessionRefusal {
     Displaced,
 }
 
-/// What other processes find out from which process has the guest.
+/// How other processes learn which process has the guest.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum DecidedBy {
     /// The records of this site.

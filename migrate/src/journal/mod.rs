@@ -11,7 +11,8 @@
 //! - *prepared record* `TOKEN.prepared.json`: the destination's vote in two-phase commit, durable
 //!   before READY and so before PREPARED. While it exists, the guest may run here. A source asks
 //!   only after PREPARED, so a token without a prepared record and without a decision belongs to no
-//!   guest, and a question about it stores nothing. The record names the host's boot and the mount.
+//!   guest, and a question about it stores nothing. (A hand-over that a claim decides has neither,
+//!   and its source does not ask.) The record names the host's boot and the mount.
 //!   In another boot or mount the decision may have been lost, so no process may answer that the
 //!   guest did not run. A host without a boot id names none, and makes its decision durable before
 //!   the guest runs.

@@ -252,8 +252,8 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
             let (vm, token, why) = (self.guest.vm_id(), self.token, doubt.unwrap_or(""));
             tracing::error!(
                 %vm, %token, why,
-                "in doubt: {} may be running the guest; it is asked until it answers or the \
-                 operator resolves the migration", self.to
+                "in doubt: {} may be running the guest, until it is known or the operator \
+                 resolves the migration", self.to
             );
         }
         self.control.update(|p| {
@@ -262,8 +262,8 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
         });
     }
 
-    /// Waits for the interval, then asks the destination once. The operator's resolution takes
-    /// precedence.
+    /// Waits for the interval, then asks the destination once, unless the claim decides. The
+    /// operator's resolution takes precedence.
     fn ask(
         &self,
         question: (Uuid, Secret),
@@ -278,8 +278,9 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
             return SourceEvent::Operator(how);
         }
         if self.options.local {
-            // The claim decides, and the next call reads it again.
-            known.doubt = Some("it has taken the guest, and has not run it yet".to_owned());
+            // Read again by the caller.
+            let doubt = "its process has taken the guest, and has not confirmed that it runs";
+            known.doubt = Some(doubt.to_owned());
             return SourceEvent::Lost;
         }
         let (verdict, asked) = match self.query(question) {

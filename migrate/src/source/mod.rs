@@ -45,8 +45,8 @@ pub use options::{MIN_BANDWIDTH, SendOptions};
 /// Blocks until the destination has the guest, or until it is certain that the guest stays here. In
 /// the first case the guest here is ended by
 /// [`Lifecycle::stop`](driftline_guest::Lifecycle::stop). While neither is known, the migration is
-/// in doubt: `send` asks the destination until it answers or [`SendControl::resolve`] is called.
-/// `control.progress()` shows the doubt.
+/// in doubt: `send` asks the destination, or reads the claim of memory that both have, until that
+/// is known or [`SendControl::resolve`] is called. `control.progress()` shows the doubt.
 ///
 /// Costs one bit of memory a frame for tracking (three with `verify`), and 512 KiB of buffers for
 /// each connection (2 MiB with compression, 1 MiB with TLS). Copied disks cost one bit a block,

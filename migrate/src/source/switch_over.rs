@@ -205,8 +205,8 @@ impl<'a, G: Migratable + ?Sized> PauseTransfer<'_, 'a, G> {
         self.timings.end("sent");
         match self.next_host() {
             NextHost::Another => paused.release(NextHost::Another)?,
-            // Its peers stay attached through the same files, so there is nothing to wait for, and
-            // no packet is late unless an earlier migration has brought it.
+            // The guest's peers stay attached through the same files, so there is nothing to wait
+            // for. Packets are queued only if an earlier migration brought them.
             NextHost::This => match paused.release_and_detach(NextHost::This)? {
                 late if late.is_empty() => {}
                 late => send_late(wire, &late)?,

@@ -92,6 +92,26 @@ fn paused_guest_belongs_to_its_destination() {
     arrived.guest.verify().unwrap();
 }
 
+/// The claim decides, so the destination needs no records.
+#[test]
+fn lost_records_of_the_destination_hinder_nothing() {
+    let hosts = HostPair::new();
+    let guest = hosts.start_in_files(MemoryConfig::small());
+    let there = hosts.local_receiver(hosts.receive_options());
+    let (dir, gone) = (hosts.destination_records(), hosts.destination_records());
+    let gone = gone.with_extension("gone");
+    let plan = ProxyPlan::default().before_from_source(tag("COMMIT"), {
+        let gone = gone.clone();
+        move || std::fs::rename(&dir, &gone).unwrap()
+    });
+    let proxy = Proxy::start(&there.to, plan);
+    let options = SendOptions { local: true, ..quick_send(&hosts) };
+    Sender::start(&guest, &proxy.to, &options).result().unwrap();
+    there.guest().guest.verify().unwrap();
+    let left = std::fs::read_dir(gone).unwrap().map(|entry| entry.unwrap().file_name());
+    assert_eq!(left.collect::<Vec<_>>(), ["site"]);
+}
+
 /// After a failed hand-over no operation bypasses the claim.
 #[test]
 fn taken_guest_neither_runs_nor_moves_on() {

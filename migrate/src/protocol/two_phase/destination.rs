@@ -12,7 +12,8 @@ use crate::protocol::decision::{Decision, Verdict};
 
 /// State of the destination. The guest may run only in `Running`, which only `Committed` leads to.
 /// `Committed` needs a decision that stands: every process of the host finds it, and either it is
-/// durable or a durable prepared record answers in its place.
+/// durable or a durable prepared record answers in its place. If memory is shared, the claim takes
+/// the place of both.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) enum Destination {
     /// The guest is received, up to PREPARED.

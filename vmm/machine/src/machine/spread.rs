@@ -7,12 +7,14 @@
 //!
 //! The thread that wakes the vCPUs waits afterwards. So its processor is for the last of them, and
 //! the others may use any but it, until all have been resumed. They cannot preempt that thread
-//! either. The same is done while the vCPUs restore their states. The row "Linux" of
+//! either, unless it has waited in between and was moved. The same is done while the vCPUs of a
+//! guest that moves restore their states. The row "Linux" of
 //! `cargo bench -p tests --bench local -- 20` shows the effect: its maximum is 1.1 to 1.4 ms in
 //! most runs, and 4 to 5 ms without it (two vCPUs, two processors). If there are more vCPUs than
 //! processors, the others would crowd together, and nothing is done.
 //!
-//! Limits: a change of a vCPU thread's affinity during a resume is lost. A thread that may use its
+//! Limits: a change of a vCPU thread's affinity meanwhile is lost. A bound vCPU may leave its
+//! processors for microseconds when its affinity is restored. A thread that may use its
 //! whole cpuset counts as one without an affinity of its own. KVM's worker thread for huge pages,
 //! which starts at a machine's first `KVM_RUN`, keeps the affinity that the vCPU has then.
 
@@ -55,6 +57,11 @@ impl Spread {
         kept
     }
 
+    /// Whether any thread is kept from a processor. Then none has to wait for another to run.
+    pub(super) fn keeps_any(&self) -> bool {
+        !self.0.is_empty()
+    }
+
     /// Lets a thread use what `choose` returns of the processors that it may use.
     fn keep(&mut self, thread: Pid, choose: impl FnOnce(CpuSet) -> CpuSet) {
         let Ok(allowed) = sched_getaffinity(Some(thread)) else { return };
@@ -75,12 +82,11 @@ impl Drop for Spread {
 /// Lets a thread use the processors that it could use `before`. A thread that had no affinity of
 /// its own gets `all`: with `before` it could not use processors that its cpuset gains later.
 fn restore(thread: Pid, before: &CpuSet, all: &CpuSet) {
-    let restored = sched_setaffinity(Some(thread), all).and_then(|()| {
-        match is_own(before, sched_getaffinity(Some(thread)).ok()) {
-            true => sched_setaffinity(Some(thread), before),
-            false => Ok(()),
-        }
-    });
+    let most = sched_setaffinity(Some(thread), all).and_then(|()| sched_getaffinity(Some(thread)));
+    let restored = match is_own(before, most.ok()) {
+        true => sched_setaffinity(Some(thread), before),
+        false => Ok(()),
+    };
     match restored {
         // A thread that has ended needs none.
         Ok(()) | Err(Errno::SRCH) => {}

@@ -206,12 +206,20 @@ impl Supervisor {
         let vcpus: Vec<_> = self.vcpus.iter().collect();
         let spread = self.spread_vcpus();
         let (others, last) = vcpus.split_at(vcpus.len().saturating_sub(1));
-        resume_and_wait(others);
-        // Their threads take the processors of the other vCPUs, which have resumed by now. They
-        // come before the last vCPU, which may take this thread's processor for a tick: until the
-        // devices have resumed, what the guest asks of them waits.
+        let others = begin_resumes(others);
+        if spread.keeps_any() {
+            let _ = others.recv();
+        }
+        // The devices' threads may take the processors of the other vCPUs, which have resumed if
+        // they are kept apart. They come before the last vCPU, which may take this thread's
+        // processor for a tick: until the devices have resumed, what the guest asks of them waits.
         self.bus.virtio().resume();
-        resume_and_wait(last);
+        let last = begin_resumes(last);
+        // Needs no limit: every vCPU waits for a job, and nothing in `resume` blocks. No vCPU may
+        // be told to pause again before all have resumed.
+        for resumes in [others, last] {
+            let _ = resumes.recv();
+        }
         drop(spread);
         Ok(())
     }
@@ -414,10 +422,12 @@ impl Supervisor {
         // KVM reads and writes pages that vCPUs share with the guest, and waits until they arrive.
         self.status.set_restores_vcpus(true);
         let adjust = Adjust { clock, now_ns: wall_ns() };
-        // The devices' threads restore while the vCPUs' threads do. They come first: a vCPU that is
-        // woken may take this thread's processor until it has finished.
+        // The devices' threads restore while the vCPUs' threads do. They are woken first, because a
+        // vCPU that runs may keep this thread from its processor.
         let devices = self.bus.virtio().begin_restore(saved.virtio);
-        let spread = self.spread_vcpus();
+        // Only in the downtime of a migration: another restore may wait for pages, and its vCPUs
+        // may be bound to processors meanwhile.
+        let spread = (clock == Clock::Advance).then(|| self.spread_vcpus());
         let vcpus = self.begin_vcpu_restores(saved.vcpus, adjust);
         let restored = finish_vcpu_restores(vcpus);
         drop(spread);
@@ -444,9 +454,8 @@ impl Supervisor {
     }
 }
 
-/// Resumes vCPUs, and waits until they have. Needs no limit: every vCPU waits for a job, and
-/// nothing in `resume` blocks. No vCPU may be told to pause again before all have resumed.
-fn resume_and_wait(vcpus: &[&VcpuHandle]) {
+/// Tells vCPUs to resume. The channel is closed when all have.
+fn begin_resumes(vcpus: &[&VcpuHandle]) -> mpsc::Receiver<()> {
     let (in_progress, resumed) = mpsc::channel::<()>();
     for vcpu in vcpus {
         let in_progress = in_progress.clone();
@@ -456,8 +465,7 @@ fn resume_and_wait(vcpus: &[&VcpuHandle]) {
             drop(in_progress);
         });
     }
-    drop(in_progress);
-    let _ = resumed.recv();
+    resumed
 }
 
 /// Waits for all vCPUs, even if the first one fails.

@@ -30,11 +30,13 @@ impl ModelState {
         }
         match self.destination {
             Destination::Assembling => {
-                // A prepared record that cannot be made is a failure, below.
-                if !self.prepared {
+                // A prepared record that cannot be made is a failure, below. If the claim decides,
+                // there is none.
+                let is_voted = self.prepared || self.claim.is_some();
+                if !is_voted {
                     all.push((Good, Self { prepared: true, ..self.clone() }));
                 }
-                if self.sent && self.prepared {
+                if self.sent && is_voted {
                     all.push((Good, self.destination_event(E::Restored)));
                 }
                 let failed = self.destination_event(E::Failed);
@@ -94,6 +96,16 @@ impl ModelState {
         }
     }
 
+    /// Adds the steps that store a decision. Nothing is stored, and nothing fails, if the claim
+    /// decides.
+    fn store_steps(&self, done: Self, decision: Decision, all: &mut Vec<(StepKind, Self)>) {
+        let (w, event) = done.stored(decision);
+        all.push((StepKind::Good, w.destination_event(event)));
+        if self.claim.is_none() {
+            all.push((StepKind::Bad, done.destination_event(DestinationEvent::NotStored)));
+        }
+    }
+
     /// Adds the steps that perform the destination's order, or fail to.
     fn destination_order_steps(&self, all: &mut Vec<(StepKind, Self)>) {
         use DestinationEvent as E;
@@ -105,15 +117,9 @@ impl ModelState {
                 all.push((Bad, done.destination_event(E::Failed)));
             }
             ToDo::StoreCommitted => {
-                let (w, event) = done.stored(Decision::Committed);
-                all.push((Good, w.destination_event(event)));
-                all.push((Bad, done.destination_event(E::NotStored)));
+                self.store_steps(done, Decision::Committed, all);
             }
-            ToDo::StoreDiscarded => {
-                let (w, event) = done.stored(Decision::Discarded);
-                all.push((Good, w.destination_event(event)));
-                all.push((Bad, done.destination_event(E::NotStored)));
-            }
+            ToDo::StoreDiscarded => self.store_steps(done, Decision::Discarded, all),
             ToDo::TakeOver if self.claim.is_some() => self.local_take_over_steps(all),
             ToDo::TakeOver => {
                 let w = Self { destination_runs: true, destination_ran: true, ..done.clone() };

@@ -100,7 +100,9 @@ impl ModelState {
                 Some(ClaimState::Starting) if !self.destination_alive => {
                     all.push((Good, self.source_event(E::Answer(Verdict::Running))));
                 }
-                Some(ClaimState::Taken | ClaimState::Starting) | None => self.ask(all),
+                // It reads the claim again later.
+                Some(ClaimState::Taken | ClaimState::Starting) => {}
+                None => self.ask(all),
             },
             ToDo::TakeBack => {
                 let w = self.done_source().source_keeps();

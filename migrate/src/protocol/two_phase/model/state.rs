@@ -290,6 +290,9 @@ impl ModelState {
     /// Returns the state after `Migration::store` on a working disk.
     pub(super) fn stored(&self, decision: Decision) -> (Self, DestinationEvent) {
         let mut w = self.clone();
+        if w.claim.is_some() {
+            return (w, DestinationEvent::Stands(decision));
+        }
         if decision == Decision::Discarded && w.placed {
             (w.disk, w.durable) = (Some(Decision::Discarded), true);
             return (w, DestinationEvent::Stands(Decision::Discarded));

@@ -15,8 +15,8 @@ use super::{BlockDevice, BlockState, MAX_BYTES_IN_FLIGHT, QUEUE_SIZE, SEG_MAX};
 use crate::config::{DiskCache, RateLimits};
 use crate::devices::error::{DeviceError, StateError};
 use crate::devices::virtio::{
-    Device, DeviceIo, DeviceKind, DeviceRing, QuiesceError, Violation, Watcher, decode_state,
-    encode_state,
+    Device, DeviceIo, DeviceKind, DeviceRing, HandOverNeeds, QuiesceError, Violation, Watcher,
+    decode_state, encode_state,
 };
 
 /// Time for which the device works on one queue before it serves other events.
@@ -138,6 +138,10 @@ impl Device for BlockDevice {
 
     fn share(&mut self) -> io::Result<Vec<OwnedFd>> {
         Ok(vec![self.file.file().try_clone()?.into()])
+    }
+
+    fn hand_over(&self) -> HandOverNeeds {
+        HandOverNeeds { acquire: true, release: true, detach: false }
     }
 
     fn acquire(&mut self, from: NextHost) -> Result<(), DeviceError> {

@@ -412,7 +412,7 @@ impl DeviceSet {
         result
     }
 
-    /// Returns the devices that acquire anything.
+    /// Returns the devices that acquire anything. No others attach anything.
     fn acquiring(&self) -> impl Iterator<Item = &Transport> {
         self.devices.iter().filter(|device| device.hand_over().acquire)
     }

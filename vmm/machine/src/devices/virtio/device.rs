@@ -187,9 +187,7 @@ pub(crate) trait Device: Send {
     }
 
     /// Returns which of the requests of a hand-over do anything.
-    fn hand_over(&self) -> HandOverNeeds {
-        HandOverNeeds { acquire: true, release: true, detach: false }
-    }
+    fn hand_over(&self) -> HandOverNeeds;
 
     /// Releases the rest, such as a tap, after [`release`](Self::release). Returns what arrived
     /// since the device was saved, encoded in at most `room` bytes, for [`attach`](Self::attach) at
@@ -214,7 +212,8 @@ pub(crate) struct HandOverNeeds {
     pub(crate) acquire: bool,
     /// [`Device::release`].
     pub(crate) release: bool,
-    /// [`Device::detach`] and [`Device::attach`].
+    /// [`Device::detach`] and [`Device::attach`]. Needs `acquire`, too: what is attached is undone
+    /// with what is acquired.
     pub(crate) detach: bool,
 }
 

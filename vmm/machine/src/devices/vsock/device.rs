@@ -13,7 +13,8 @@ use super::host::VsockListener;
 use super::{EVENT, LISTENER, QUEUE_SIZE, TIMER, TRANSMIT, Vsock, VsockError, VsockState};
 use crate::devices::error::DeviceError;
 use crate::devices::virtio::{
-    Device, DeviceIo, DeviceKind, QuiesceError, Violation, Watcher, decode_state, encode_state,
+    Device, DeviceIo, DeviceKind, HandOverNeeds, QuiesceError, Violation, Watcher, decode_state,
+    encode_state,
 };
 
 impl Device for Vsock {
@@ -125,6 +126,10 @@ impl Device for Vsock {
         let (departure, files) = self.opener.run(Departure::begin)??;
         self.departure = Some(departure);
         Ok(iter::once(listener.into()).chain(files).collect())
+    }
+
+    fn hand_over(&self) -> HandOverNeeds {
+        HandOverNeeds { acquire: true, release: true, detach: false }
     }
 
     fn acquire(&mut self, _: NextHost) -> Result<(), DeviceError> {

@@ -40,7 +40,8 @@ fn interface_announces_itself_after_a_move() {
 fn queued_frames_arrive_first_after_a_move() {
     let network = TestNetwork::new(1);
     let driver = Driver::started(Box::new(network.net()));
-    assert!(driver.transport.hand_over().detach, "the set of devices must ask it");
+    let needs = driver.transport.hand_over();
+    assert!(needs.detach && needs.acquire, "the set of devices must ask it");
     driver.quiesce();
     let state = driver.transport.save().unwrap();
     for n in 1..=3 {

@@ -4,6 +4,7 @@ use std::sync::{Arc, Mutex};
 
 use super::super::bounds::MAX_NEW_PROGRAMS;
 use super::*;
+use crate::devices::virtio::HandOverNeeds;
 use driftline_guest::NextHost;
 
 /// Sizes of the device's collections, at one time or the largest seen.
@@ -107,6 +108,10 @@ impl Device for MeasuredVsock {
 
     fn restore(&mut self, state: &[u8]) -> Result<(), DeviceError> {
         self.vsock.restore(state)
+    }
+
+    fn hand_over(&self) -> HandOverNeeds {
+        self.vsock.hand_over()
     }
 
     fn acquire(&mut self, from: NextHost) -> Result<(), DeviceError> {
