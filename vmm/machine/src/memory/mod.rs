@@ -357,8 +357,8 @@ impl Memory {
     }
 
     /// Populates the page tables for the first frames from `from` on that are in memory files, at
-    /// most [`PIECE_FRAMES`](resident::PIECE_FRAMES), and allocates nothing. Returns the frame from
-    /// which to continue; `None` at the end of memory.
+    /// most 1 MiB, and allocates nothing. Returns the frame from which to continue; `None` at the
+    /// end of memory.
     ///
     /// # Errors
     ///
