@@ -9,7 +9,7 @@
 //! the others may use any but it, until all have been resumed. They cannot preempt that thread
 //! either, unless it has waited in between and was moved. The same is done while the vCPUs of a
 //! guest that moves restore their states. The row "Linux" of
-//! `cargo bench -p tests --bench local -- 20` shows the effect: its maximum is 1.1 to 1.4 ms in
+//! `cargo bench -p tests --bench local -- 20` shows the effect: its maximum is 1.0 to 1.4 ms in
 //! most runs, and 4 to 5 ms without it (two vCPUs, two processors). If there are more vCPUs than
 //! processors, the others would crowd together, and nothing is done.
 //!
