@@ -14,9 +14,9 @@
 //! processors, the others would crowd together, and nothing is done.
 //!
 //! Limits: a change of a vCPU thread's affinity meanwhile is lost. A bound vCPU may leave its
-//! processors for microseconds when its affinity is restored. A thread that may use its
-//! whole cpuset counts as one without an affinity of its own. KVM's worker thread for huge pages,
-//! which starts at a machine's first `KVM_RUN`, keeps the affinity that the vCPU has then.
+//! processors for microseconds when its affinity is restored. A thread that may use its whole
+//! cpuset counts as one without an affinity of its own. KVM's worker thread for huge pages, which
+//! starts at a machine's first `KVM_RUN`, keeps the affinity that the vCPU has then.
 
 use rustix::io::Errno;
 use rustix::thread::{CpuSet, Pid, sched_getaffinity, sched_setaffinity};
@@ -57,7 +57,7 @@ impl Spread {
         kept
     }
 
-    /// Whether any thread is kept from a processor. Then none has to wait for another to run.
+    /// Whether any thread is kept from a processor. If so, there are enough processors for all.
     pub(super) fn keeps_any(&self) -> bool {
         !self.0.is_empty()
     }
