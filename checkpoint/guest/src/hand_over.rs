@@ -72,8 +72,8 @@ pub trait HandOver: Send + Sync {
     /// The guest is not paused, or a device does not answer.
     fn detach(&self, next: NextHost) -> Result<Vec<u8>, GuestError>;
 
-    /// Releases and detaches the guest as [`release`](Self::release) and [`detach`](Self::detach)
-    /// do, by one request to another thread, because each is part of the downtime.
+    /// Calls [`release`](Self::release), then [`detach`](Self::detach). A guest that does both on
+    /// another thread does them there by one request, because each request prolongs the downtime.
     ///
     /// # Errors
     ///
