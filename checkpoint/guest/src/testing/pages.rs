@@ -30,9 +30,10 @@ pub(super) fn fill(page: &mut [u8; PAGE_BYTES], gfn: Gfn, generation: u64) {
         return;
     }
     let mut x = seed;
-    for word in page[24..].chunks_exact_mut(8) {
+    // Words are stored whole: copied as slices, each would be checked in the builds of tests.
+    for word in page[24..].as_chunks_mut::<8>().0 {
         x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        word.copy_from_slice(&(x ^ (x >> 29)).to_le_bytes());
+        *word = (x ^ (x >> 29)).to_le_bytes();
     }
     page[..8].copy_from_slice(&gfn.0.to_le_bytes());
     page[8..16].copy_from_slice(&generation.to_le_bytes());
