@@ -1,15 +1,16 @@
 //! Hand-overs on one host: the guest's memory, its disk, its tap and its vsock change hands as they
 //! are.
 
+use driftline_machine::testing::ProcessUsage;
 use tests::{
-    CheckerProgress, Driftline, EchoClient, SOON, ScratchDir, StopsLatest, json_of, repeats,
-    wait_for,
+    CheckerProgress, Driftline, EchoClient, SOON, ScratchDir, StopsLatest, assert_no_growth,
+    json_of, repeats, wait_for,
 };
 
 use super::{CHECKERS, CheckedGuest, linux_and_network, text};
 
-/// The next processes are given no file of a device: those that are open come along. Every third
-/// one is started by hand, the others by `driftline upgrade`.
+/// The next processes are given no file of a device: the open ones move with the guest. Every third
+/// process is started by hand, the others by `driftline upgrade`.
 #[test]
 fn linux_outlives_its_processes() {
     let _alone = tests::one_at_a_time();
@@ -26,12 +27,12 @@ fn linux_outlives_its_processes() {
     std::fs::rename(&guest.disk, &hidden).expect("the disk is ours");
     let mut echo = guest.echo();
     // One connection through the vsock for the whole test, which each change of process would end
-    // if it did not take it along.
+    // if the next process did not receive it.
     let through = format!("vsock={uds}");
     let options = ["interval=50ms", "window=8", &through];
     let mut local = EchoClient::start_with(&options, &linux, &network.peer, &scratch, "over-vsock");
     let mut latest = StopsLatest(guest.process.socket().to_owned());
-    let (mut silences, mut downtimes) = (Vec::new(), Vec::new());
+    let (mut silences, mut downtimes, mut usage) = (Vec::new(), Vec::new(), Vec::new());
     for i in 0..repeats(7, 100) {
         let mark = echo.mark();
         let (next, args) = match i % 3 {
@@ -57,7 +58,11 @@ fn linux_outlives_its_processes() {
         echo.wait_answers(20);
         silences.push(echo.silence_since(mark));
         local.wait_answers(5);
+        let pid = guest.process.info().and_then(|info| info["pid"].as_u64());
+        usage.extend(pid.and_then(|pid| ProcessUsage::of(pid as u32)));
     }
+    assert_eq!(usage.len(), downtimes.len());
+    assert_no_growth(&usage);
     eprintln!("downtimes {downtimes:?}, longest silences {silences:?}, in ms");
     let progress = CheckerProgress::wait(&mut guest.process, true);
     let (messages, _) = echo.finish();

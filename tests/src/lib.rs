@@ -16,6 +16,7 @@ mod proxy;
 mod raw_http;
 mod serving;
 mod stolen;
+mod usage;
 
 pub use driftline_guest::testing::repeats;
 pub use guest::GuestConsole;
@@ -31,6 +32,7 @@ pub use proxy::{CutAction, Direction, LaterConnections, MigrationProxy};
 pub use raw_http::{RawConnection, RawReply};
 pub use serving::ServingProcess;
 pub use stolen::StolenTime;
+pub use usage::assert_no_growth;
 
 use std::time::{Duration, Instant};
 

@@ -1,48 +1,10 @@
 //! A guest that moves a thousand times from process to process. What a move loses or leaks adds up.
 
-use std::fs;
-
-use driftline_machine::testing::kvm_or_skip;
-use tests::{Driftline, SOON, ScratchDir, json_of, repeats};
+use driftline_machine::testing::{ProcessUsage, kvm_or_skip};
+use tests::{Driftline, SOON, ScratchDir, assert_no_growth, json_of, repeats};
 
 const GUEST: &str = "payload,ws=16M,rate=100M,pattern=random";
 const MACHINE: [&str; 4] = ["--vcpus", "2", "--mem", "256M"];
-
-/// Resources of a process.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-struct ProcessUsage {
-    resident_kib: u64,
-    files: usize,
-    threads: u64,
-}
-
-impl ProcessUsage {
-    fn of(process: &Driftline) -> Self {
-        let proc = format!("/proc/{}", process.pid());
-        let status = fs::read_to_string(format!("{proc}/status")).expect("a running process");
-        let figure = |name: &str| {
-            let line = status.lines().find_map(|line| line.strip_prefix(name));
-            let figure = line.and_then(|rest| rest.split_whitespace().next()?.parse().ok());
-            figure.expect("a figure of the process")
-        };
-        let files = fs::read_dir(format!("{proc}/fd")).expect("a running process").count();
-        Self { resident_kib: figure("VmRSS:"), files, threads: figure("Threads:") }
-    }
-}
-
-/// Returns the median of each figure.
-fn median(usage: &[ProcessUsage]) -> ProcessUsage {
-    fn middle<T: Copy + Ord>(usage: &[ProcessUsage], figure: impl Fn(&ProcessUsage) -> T) -> T {
-        let mut sorted: Vec<T> = usage.iter().map(figure).collect();
-        sorted.sort_unstable();
-        sorted[sorted.len() / 2]
-    }
-    ProcessUsage {
-        resident_kib: middle(usage, |u| u.resident_kib),
-        files: middle(usage, |u| u.files),
-        threads: middle(usage, |u| u.threads),
-    }
-}
 
 /// Eight moves, and a thousand with `DRIFTLINE_FULL=1`.
 #[test]
@@ -68,25 +30,17 @@ fn repeated_migrations_leak_nothing() {
         // The guest has verified its earlier writes.
         destination.console().wait_reports(2, 1, SOON);
         destination.console().assert_clean();
-        usage.push(ProcessUsage::of(&destination));
+        usage.push(ProcessUsage::of(destination.pid()).expect("a running process"));
         source = destination;
         scratch = new;
-        if hop.is_multiple_of(100) {
-            eprintln!("hop {hop}: {:?}", median(&usage[hop - 100..]));
-        }
     }
     downtimes.sort_by(f64::total_cmp);
-    let few = (hops / 10).max(3);
-    let (first, last) = (median(&usage[..few]), median(&usage[hops - few..]));
     eprintln!(
-        "{hops} moves, downtime {:.1} ms in the middle, {:.1} ms at most; at first {first:?}, at \
-         last {last:?}",
+        "{hops} moves, downtime {:.1} ms in the middle, {:.1} ms at most",
         downtimes[hops / 2],
         downtimes[hops - 1],
     );
-    assert_eq!((first.files, first.threads), (last.files, last.threads));
-    // Most of the resident memory is the guest's own, which the guest touches over time.
-    assert!(last.resident_kib <= first.resident_kib + 4096, "{first:?}, {last:?}");
+    assert_no_growth(&usage);
     assert!(source.cli("stop", &[]).status.success());
     assert_eq!(source.wait_exit(SOON), 0);
     drop(scratch);

@@ -42,7 +42,7 @@ fn flood(of: &Vmm<'_>, least: usize, says: &[&str]) -> VecDeque<UnixStream> {
 fn silent_clients_keep_no_operator_out() {
     let tmp = TestDir::new();
     let mut vmm = Vmm::run(&tmp, "vmm", GUEST);
-    let before = vmm.resources();
+    let before = vmm.usage();
     let says = [
         "",
         "GET /v1/info HTT",
@@ -54,12 +54,12 @@ fn silent_clients_keep_no_operator_out() {
     assert_eq!(vmm.state(), "running");
     vmm.tell(&["pause"]);
     vmm.tell(&["resume"]);
-    let now = vmm.resources();
+    let now = vmm.usage();
     assert!(now.files <= before.files + 64 + SLACK, "{now:?}, {before:?} before");
     assert!(now.threads <= before.threads + SLACK, "{now:?}, {before:?} before");
     assert!(now.resident_kib <= before.resident_kib + (32 << 10), "{now:?}, {before:?} before");
     drop(held_open);
-    wait_for("files as before", || (vmm.resources().files <= before.files).then_some(()));
+    wait_for("files as before", || (vmm.usage().files <= before.files).then_some(()));
     vmm.tell(&["stop"]);
     assert_eq!(vmm.wait(), Some(0), "{}", vmm.stderr());
 }
@@ -68,14 +68,14 @@ fn silent_clients_keep_no_operator_out() {
 fn clients_that_read_nothing_are_displaced() {
     let tmp = TestDir::new();
     let mut vmm = Vmm::run(&tmp, "vmm", GUEST);
-    let files = vmm.resources().files;
+    let files = vmm.usage().files;
     // More answers than fit into a socket's buffers.
     let many = "GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n".repeat(500);
     let held_open = flood(&vmm, 160, &[&many]);
     assert_eq!(vmm.state(), "running");
-    wait_for("room", || (vmm.resources().files <= files + 64 + SLACK).then_some(()));
+    wait_for("room", || (vmm.usage().files <= files + 64 + SLACK).then_some(()));
     drop(held_open);
-    wait_for("files as before", || (vmm.resources().files <= files).then_some(()));
+    wait_for("files as before", || (vmm.usage().files <= files).then_some(()));
     vmm.tell(&["stop"]);
     assert_eq!(vmm.wait(), Some(0), "{}", vmm.stderr());
 }

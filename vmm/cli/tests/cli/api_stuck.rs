@@ -81,14 +81,14 @@ fn abandoned_requests_keep_no_operator_out() {
     let test = "abandoned_requests_keep_no_operator_out";
     let Some(stuck) = StuckGuest::in_a_flush(&tmp, test) else { return };
     let vmm = &stuck.vmm;
-    let before = vmm.resources().threads;
+    let before = vmm.usage().threads;
     // A watchdog whose timeout is shorter than a pause that waits for a disk.
     let began = Instant::now();
     let (mut sent, mut most, mut refused) = (0, 0, false);
     while sent < 700 || began.elapsed() < attack() {
         refused |= leave(vmm, "PATCH /vm", r#"{"state":"Paused"}"#);
         sent += 1;
-        most = most.max(vmm.resources().threads);
+        most = most.max(vmm.usage().threads);
     }
     assert!(refused, "{sent} pauses were under way simultaneously");
     assert!(most <= before + ANSWERING, "{most} threads, {before} before");
@@ -103,11 +103,11 @@ fn stops_that_wait_are_bounded() {
     let tmp = TestDir::new();
     let Some(stuck) = StuckGuest::in_a_flush(&tmp, "stops_that_wait_are_bounded") else { return };
     let vmm = &stuck.vmm;
-    let before = vmm.resources().threads;
+    let before = vmm.usage().threads;
     // The first request waits for the flush, and the others wait for the first.
     wait_for("a refusal", || {
         let refused = leave(vmm, "POST /v1/stop", "");
-        let now = vmm.resources().threads;
+        let now = vmm.usage().threads;
         assert!(now <= before + ANSWERING, "{now} threads, {before} before");
         refused.then_some(())
     });

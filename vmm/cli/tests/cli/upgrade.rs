@@ -18,8 +18,8 @@ const THREADS: &[&str] = &["--backend", "threads", "--mem", "64M", "--vcpus", "2
 const KVM: &[&str] = &["--backend", "kvm", "--mem", "128M", "--vcpus", "2"];
 const GUEST: &[&str] =
     &["--memory-backing", "memfd", "--guest", "payload,ws=16M,rate=32M,report=200"];
-/// A guest that writes to a page again after a second: a checkpoint soon after an earlier one does
-/// not have what that one has missed.
+/// A guest that writes each page once a second. A page that a checkpoint has missed is therefore
+/// not in a checkpoint that follows soon after it.
 const SLOW_GUEST: &[&str] =
     &["--memory-backing", "memfd", "--guest", "payload,ws=2M,rate=2M,report=100"];
 
@@ -67,7 +67,7 @@ fn upgrades(machine: &[&str], times: u32) {
     let before = vmm.await_progress(2, &[]);
     let mut idle = KeptConnection::open(&vmm.socket());
     latest.upgrade();
-    let resources = latest.resources();
+    let usage = latest.usage();
     let is_over = AtomicBool::new(false);
     let asks = |connection: &mut KeptConnection| {
         assert_eq!(connection.get("/v1/info")["vm_id"], id);
@@ -93,7 +93,7 @@ fn upgrades(machine: &[&str], times: u32) {
     });
     assert_eq!(idle.get("/v1/info")["pid"], latest.pid(), "the connection has moved along");
     vmm.await_progress(2, &before);
-    latest.await_resources(resources);
+    latest.await_usage(usage);
     // It waits for the process that has the guest, not for the one that has bound the socket.
     let last = latest.pid();
     vmm.tell(&["stop", "--wait"]);
@@ -197,8 +197,8 @@ fn checkpoint_run_stays_if_the_guest_does() {
     assert_eq!(all.iter().filter(|one| one["full"] == true).count(), 1);
 }
 
-/// A process with `DRIFTLINE_TEST_LATER_STATE` stands for a later version of the program, whose
-/// state has one more section.
+/// A process with `DRIFTLINE_TEST_LATER_STATE` acts as a later version of the program, whose state
+/// has one more section.
 #[test]
 fn later_state_is_refused_before_the_pause() {
     if !kvm_or_skip("later_state_is_refused_before_the_pause") {
@@ -216,10 +216,11 @@ fn later_state_is_refused_before_the_pause() {
         let (before, out) = (latest.pid(), upgrade(later));
         assert!(out.status.success() && latest.pid() != before, "{}", text(&out.stderr));
     };
-    // What the later version adds can be skipped: there and back.
+    // The added section can be skipped: upgrades succeed in both directions.
     succeeds(Some("may"));
     succeeds(None);
-    // It cannot: there, to another such one, and not back.
+    // The added section must be understood: upgrades to the later version succeed, and the way back
+    // is refused.
     succeeds(Some("must"));
     succeeds(Some("must"));
     let (before, out) = (latest.pid(), upgrade(None));

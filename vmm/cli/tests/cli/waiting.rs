@@ -55,11 +55,11 @@ fn receive_after_failures(tmp: &TestDir, machine: &[&str], there: &[&str]) {
     await_waiting(&destination);
     let mut second = run("second");
     second.await_progress(2, &[]);
-    let before = destination.resources();
+    let before = destination.usage();
     dies_in_precopy(&mut second, &to, &destination);
     await_waiting(&destination);
     wait_for("threads and files as before", || {
-        let now = destination.resources();
+        let now = destination.usage();
         (now.threads <= before.threads && now.files <= before.files).then_some(())
     });
     assert!(destination.is_alive(), "{}", destination.stderr());

@@ -3,6 +3,7 @@
 
 mod elf;
 mod memory_share;
+mod process_usage;
 mod tap;
 
 use std::ffi::OsStr;
@@ -26,6 +27,7 @@ use crate::kvm;
 use crate::tracking::TrackingMode;
 pub use elf::{CODE_AT, Elf, note};
 pub use memory_share::{most_together, share_kib};
+pub use process_usage::ProcessUsage;
 pub use tap::TestTap;
 
 /// Environment variable that names a file. Each skipped test adds a line to it, to be counted.

@@ -2,13 +2,16 @@
 
 use std::fs;
 
+use driftline_machine::testing::ProcessUsage;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-use super::{Vmm, status_field, wait_for};
+use super::{Vmm, wait_for};
 
 /// Threads and descriptors that the clients of a test may have in its guest's process.
 const CLIENTS: usize = 4;
+/// Bound of the growth of a process's own memory from the first process to the last, in KiB.
+const GROWTH_KIB: u64 = 4096;
 
 /// The latest process of a guest, which is not a child of the test. Killed when dropped.
 pub struct LatestProcess<'p>(&'p Vmm<'p>);
@@ -32,20 +35,20 @@ impl<'p> LatestProcess<'p> {
         report
     }
 
-    /// Returns how many threads and descriptors the process has.
-    pub fn resources(&self) -> (usize, usize) {
-        let proc = format!("/proc/{}", self.pid());
-        let status = fs::read_to_string(format!("{proc}/status")).unwrap();
-        let files = fs::read_dir(format!("{proc}/fd")).unwrap().count();
-        (status_field(&status, "Threads:").unwrap().parse().unwrap(), files)
+    /// Returns what the process uses now.
+    pub fn usage(&self) -> ProcessUsage {
+        ProcessUsage::of(self.pid()).unwrap()
     }
 
-    /// Waits until the process has about the threads and descriptors of `before`. Clients' requests
-    /// and connections have some, too.
-    pub fn await_resources(&self, before: (usize, usize)) {
-        wait_for("the resources before", || {
-            let now = self.resources();
-            (now.0 <= before.0 + CLIENTS && now.1 <= before.1 + CLIENTS).then_some(())
+    /// Waits until the process has about the threads, the descriptors and the memory of `before`.
+    /// Clients' requests and connections have some, too.
+    pub fn await_usage(&self, before: ProcessUsage) {
+        wait_for("the usage before", || {
+            let now = self.usage();
+            let is_as_before = now.threads <= before.threads + CLIENTS
+                && now.files <= before.files + CLIENTS
+                && now.anonymous_kib <= before.anonymous_kib + GROWTH_KIB;
+            is_as_before.then_some(())
         });
     }
 }

@@ -19,6 +19,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use driftline_images::{PayloadMessage, PayloadReport};
+use driftline_machine::testing::ProcessUsage;
 use rustix::fs::{CWD, FileType, Mode, OFlags, mknodat};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, getsockname, socket_with};
 use rustix::process::{Pid, Signal, kill_process};
@@ -174,15 +175,6 @@ impl ClosedAddress {
     }
 }
 
-/// What a process uses.
-#[derive(Clone, Copy, Debug)]
-pub struct Resources {
-    pub threads: usize,
-    /// Number of file descriptors.
-    pub files: usize,
-    pub resident_kib: usize,
-}
-
 /// A driftline process that has, or waits for, a guest. Uses `name.sock`, `name.serial` and
 /// `name.err` in the test's directory. Killed when dropped.
 pub struct Vmm<'p> {
@@ -261,13 +253,8 @@ impl<'p> Vmm<'p> {
 
     /// Returns what the process uses now. The number of threads is the kernel's own, because a
     /// listing of them may end early (see [`thread_statuses`]).
-    pub fn resources(&self) -> Resources {
-        let proc = PathBuf::from(format!("/proc/{}", self.pid()));
-        let status = std::fs::read_to_string(proc.join("status")).unwrap();
-        let number = |name| status_field(&status, name)?.trim_end_matches(" kB").parse().ok();
-        let files = std::fs::read_dir(proc.join("fd")).unwrap().count();
-        let (threads, resident_kib) = (number("Threads:").unwrap(), number("VmRSS:").unwrap());
-        Resources { threads, files, resident_kib }
+    pub fn usage(&self) -> ProcessUsage {
+        ProcessUsage::of(self.pid()).unwrap()
     }
 
     /// Returns what `info --json` would print, if the process answers.
@@ -311,7 +298,7 @@ impl<'p> Vmm<'p> {
         wait_for(name, || self.child.try_wait().unwrap()).code()
     }
 
-    /// Returns the last report of each vCPU so far, in this life.
+    /// Returns the last report of each vCPU that this process has written so far.
     pub fn reports(&self) -> Vec<PayloadReport> {
         last_reports(&self.tmp.path(&format!("{}.serial", self.name)))
     }
@@ -383,8 +370,8 @@ pub fn last_reports(serial: &Path) -> Vec<PayloadReport> {
     last
 }
 
-/// Forwards bytes to `to` until a hand-over record appears in `state`. COMMIT, which is sent after
-/// the record is written, never arrives, and the connection stays open.
+/// Forwards bytes to `to` until COMMIT, which never arrives. The connection stays open. The source
+/// must have written its hand-over record into `state` before it sends COMMIT.
 pub fn proxy_that_keeps_commit(to: &str, state: PathBuf) -> String {
     proxy(to, state, |mut source, _, _| {
         // Keep the connection open until the source ends.
