@@ -239,7 +239,7 @@ impl<'t> CheckedGuest<'t> {
         echo.wait_answers(20);
     }
 
-    /// Takes a checkpoint, lets the guest run on, kills it, and restores the checkpoint.
+    /// Takes a checkpoint, lets the guest continue, kills it, and restores the checkpoint.
     fn roll_back(&mut self) {
         let (store, flushed) = self.checkpoint();
         let copy = self.scratch.path(&format!("disk{}", self.processes + 1));

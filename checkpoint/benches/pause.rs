@@ -1,4 +1,4 @@
-//! The length of an epoch's pause, by the number of frames that changed in it.
+//! The length of an epoch's pause, by the number of frames that changed since the epoch before.
 //!
 //! `cargo bench -p driftline-checkpoint --bench pause [-- DIR]`; DIR is the place of the store, by
 //! default a temporary directory. Frames are scattered so that every run is one frame long, the

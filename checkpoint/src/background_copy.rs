@@ -60,8 +60,8 @@ impl<'b> BackgroundCopier<'_, 'b> {
         Ok(BackgroundCopyStats { frames, waits: self.waits.times, waited: self.waits.all() })
     }
 
-    /// Copies `frames` except `late`. Returns the number copied; it is lower if the file has
-    /// failed, because the file's error explains more.
+    /// Copies `frames` except `late`. Returns the number copied. If the file has failed, ends early
+    /// without an error, because the file's own error explains more.
     fn copy_all(&mut self, frames: &FrameSet, late: &FrameSet) -> Result<u64, EpochFailure> {
         let frames: FrameSet = frames.iter().flat_map(|run| late.gaps(run)).collect();
         let mut pieces =

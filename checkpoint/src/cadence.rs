@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use crate::histogram::DurationHistogram;
 use crate::{CheckpointError, Checkpointer, EpochReport, Percentiles};
 
-/// Longest time that a wait continues after its cancellation.
+/// Longest time that the wait for the next epoch continues after its cancellation.
 const CANCEL_LATENCY: Duration = Duration::from_millis(10);
 
 /// Maximum number of epochs in flight to the disk. 4, chosen: with one, the disk would be idle
@@ -45,7 +45,7 @@ pub struct TakenEpoch {
     pub interval: Option<Duration>,
     /// Whether it began before it was due, because much had changed.
     pub early: bool,
-    /// Epochs that were due before this one began and are not made up for.
+    /// Epochs that were due before this one began and are never taken.
     pub skipped: u64,
 }
 

@@ -64,7 +64,7 @@ pub struct Checkpointer {
     /// Drives that are part of the epochs.
     drives: Vec<DriveHead>,
     store: Arc<Store>,
-    /// `None` until the store has files, and after those turn out not to be its own any more.
+    /// `None` until the store has files, and after a failure that requires opening them again.
     commit_thread: Option<CommitThread>,
     /// Epochs that were launched and have not landed, in order.
     pending: VecDeque<PendingEpoch>,

@@ -11,8 +11,8 @@ pub(crate) struct CopyPolicy {
     /// Frames: an epoch with at least this many changed frames is write-protected and copied after
     /// the guest has resumed. 1,280, about 1 ms of copying. Measured: 256 makes a single pause
     /// shorter (`tests/bench/pause.rs`); at a hundred epochs a second of 1,000 frames it costs
-    /// writes in a guest that keeps all processors busy, and late threads make its pauses longer
-    /// (`tests/bench/cadence.rs`).
+    /// writes in a guest that keeps all processors busy, and threads that get a processor late make
+    /// its pauses longer (`tests/bench/cadence.rs`).
     pub(crate) background_from: u64,
     /// Frames: the same threshold if, by the previous epoch's measure, a copy before the pause
     /// leaves at most [`few_left`](Self::few_left) frames for the pause. 5,120, some milliseconds

@@ -12,7 +12,7 @@ use crate::epoch_output::EpochOutput;
 use crate::guest::Checkpointable;
 use crate::report::{EpochStep, FailedStep, step};
 
-/// An epoch in the making.
+/// An epoch that is being taken.
 pub(crate) struct Epoch<'e> {
     pub(crate) guest: &'e dyn Checkpointable,
     pub(crate) policy: &'e CopyPolicy,

@@ -48,7 +48,7 @@ impl<'s> EpochProtection<'s> {
     }
 }
 
-/// Unprotects everything for good on drop, so that no return path leaves a guest waiting.
+/// Ends the write protection of an epoch on drop, so that no return path leaves a guest waiting.
 pub(crate) struct UnprotectOnDrop<'s>(pub(crate) &'s EpochProtection<'s>);
 
 impl Drop for UnprotectOnDrop<'_> {

@@ -49,7 +49,8 @@ pub(crate) struct EpochCopy {
     pub(crate) changed: Vec<DirtySet>,
     /// Frames that had to fit into the staging area together.
     pub(crate) staged: u64,
-    /// Frames, and blocks of drives, that were copied in the pause.
+    /// Frames, and blocks of drives, that were copied in the pause. Frames count only if none were
+    /// copied in the background.
     pub(crate) in_pause: u64,
     /// Frames copied while the guest ran.
     pub(crate) copied_after: u64,

@@ -15,7 +15,8 @@ struct StagingPage([u8; PAGE_SIZE as usize]);
 pub struct StagingLimits {
     /// Bytes reserved at the start.
     pub first_bytes: u64,
-    /// Bytes up to which the area grows, between epochs, to what the last epoch would have needed.
+    /// Upper bound on the area, in bytes. The area grows between epochs, to what the last epoch
+    /// would have needed.
     pub most_bytes: u64,
 }
 
@@ -35,7 +36,7 @@ pub(crate) struct Staging {
 }
 
 impl Staging {
-    /// Allocates `limits.first_bytes`, or less if the host has not that much: at least one frame.
+    /// Allocates `limits.first_bytes`, or less if the host has less: at least one frame.
     pub(crate) fn new(limits: StagingLimits) -> Self {
         let mut staging = Self { pages: Vec::new(), most: whole_frames(limits.most_bytes) };
         let mut want = whole_frames(limits.first_bytes).min(staging.most);
@@ -90,7 +91,7 @@ impl Staging {
         Ok(&self.bytes()[..used])
     }
 
-    /// Splits the area after `frames` frames, of which it must have more.
+    /// Splits the area after `frames` frames; it must have that many.
     pub(crate) fn split(&mut self, frames: u64) -> (&mut [u8], &mut [u8]) {
         self.pages.as_mut_bytes().split_at_mut((frames * PAGE_SIZE) as usize)
     }

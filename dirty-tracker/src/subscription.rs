@@ -83,8 +83,8 @@ impl Subscription {
     /// Costs a [`Tree::drain`], O(dirty words). Allocates nothing once the buffers of earlier dirty
     /// sets are long enough. With the feature `parallel`, several threads share the drain of a
     /// guest of at least 32 GiB if so many words are dirty that draining them takes longer than
-    /// waking a thread (`cargo bench -- parallel` prints the gain). Such a drain allocates: a list
-    /// of the non-empty subtrees, and scratch memory for each thread.
+    /// waking a thread (`cargo bench --all-features -- parallel` prints the gain). Such a drain
+    /// allocates: a list of the non-empty subtrees, and scratch memory for each thread.
     pub fn drain(&mut self) -> DirtySet {
         self.tracker.flush();
         let mut lists = self.subscriber.buffer();

@@ -1,6 +1,6 @@
-//! Either process is killed at every message. The other process is this test binary, started again
-//! in a role. These tests are a binary of their own, because a forked child briefly holds the locks
-//! of all records.
+//! Either process is killed at messages of every phase. That process is this test binary, started
+//! again in a role. These tests are a binary of their own, because a forked child briefly holds the
+//! locks of all records.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test code")]
 
 #[path = "migrations/common/mod.rs"]

@@ -64,7 +64,8 @@ impl ClientRun {
         sized_file(path, DISK_BYTES);
     }
 
-    /// Has the guest's echo answer. Start all, then finish all: they run at the same time.
+    /// Starts a peer of the guest's echo. Start all peers, then finish them: they run at the same
+    /// time.
     pub fn echo(&self, host: &TapNamespace, to: &str) -> EchoPeer {
         let child = host
             .command(&self.image("driftline-check"))

@@ -23,7 +23,7 @@ fn epochs_of(taken: &Output) -> Vec<Value> {
 }
 
 /// Takes checkpoints every 20 ms while the checkers write to memory and disk. In a guest restored
-/// from any of them, after the original ran on, the disk agrees with the checker's memory.
+/// from any of them, after the original has continued, the disk agrees with the checker's memory.
 fn restored_disk_matches_memory(test: &str, checkers: &str, restored: usize) {
     const RETAINED: usize = 40;
     let _alone = tests::one_at_a_time();

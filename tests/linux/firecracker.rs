@@ -136,7 +136,7 @@ impl Drop for FirecrackerProcess {
     }
 }
 
-/// Has the guest's echo answer over the vsock's socket.
+/// Exchanges data with the guest's echo over the vsock's socket.
 fn echo_over_vsock(linux: &LinuxImage, socket: &Path) {
     let through = format!("vsock={}", text(socket));
     let mut client = Command::new(linux.file("driftline-check"));
@@ -174,7 +174,7 @@ fn configure(process: &FirecrackerProcess, linux: &LinuxImage, disk: &Path) {
     process.done("PUT", "/vsock", &vsock);
 }
 
-/// Has the guest give statistics of its memory again and again, and then its free memory.
+/// Makes the guest report statistics of its memory repeatedly, and then its free memory.
 fn use_balloon(process: &mut FirecrackerProcess) {
     let path = "/balloon/statistics";
     let total_kib = process.shell("sed -n 's/^MemTotal: *\\([0-9]*\\) kB/\\1/p' /proc/meminfo");
@@ -205,7 +205,7 @@ fn use_balloon(process: &mut FirecrackerProcess) {
     wait_for("an acknowledged run", BOOT, || (process.page(status) == done).then_some(()));
 }
 
-/// Has the guest read its metadata, in a session, while the client changes it.
+/// Makes the guest read its metadata, in a session, while the client changes it.
 fn read_metadata(process: &mut FirecrackerProcess) {
     let address = "169.254.169.254";
     let routed = process.shell(&format!("ip route add {address} dev eth0 && echo routed"));

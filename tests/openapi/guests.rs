@@ -204,7 +204,7 @@ fn upgrade(host: &ExampleHost) -> BTreeSet<(String, u16)> {
     std::mem::take(&mut guest.seen)
 }
 
-/// Has a forecast made, which takes four seconds.
+/// Asks for a forecast, which takes four seconds.
 fn forecast(host: &ExampleHost) -> BTreeSet<(String, u16)> {
     let args = ["run", "--guest", "payload,ws=4M,rate=4M", "--mem", "64M", "--vcpus", "1"];
     let mut guest = ServedApi::own(&host.scratch, "plan", &args);

@@ -1,4 +1,4 @@
-//! Errors have types. No function of the machine, the back ends and the control crate returns a
+//! Errors have types. No function of the machine, the backends and the control crate returns a
 //! `String` as its error. Nowhere in the product is a type another name of `String`, no error keeps
 //! a `String` as its reason (`why`), which would drop the source, and each `cause` is marked as the
 //! source, so that [`std::error::Error::source`] returns it.

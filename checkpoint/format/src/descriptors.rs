@@ -24,7 +24,7 @@ pub struct ReceivedDescriptors {
 ///
 /// # Errors
 ///
-/// The system's error, or [`io::ErrorKind::InvalidInput`] if there is no room. On a socket that
+/// [`io::ErrorKind::InvalidInput`] if `room` is too small, or the system's error. On a socket that
 /// does not block, that is [`io::ErrorKind::WouldBlock`] if the socket cannot take the byte now.
 pub fn send(
     socket: impl AsFd,

@@ -1,5 +1,5 @@
 //! Fuzzes the state file of a snapshot, with arbitrary bytes as they are and with corrected
-//! checksums: it is refused, or it is what its content encodes to.
+//! checksums: it is refused, or it is not shorter than its content encodes to.
 #![no_main]
 
 use std::path::Path;

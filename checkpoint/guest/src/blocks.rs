@@ -56,7 +56,7 @@ pub const PAGE_BYTES: usize = PAGE_SIZE as usize;
 /// tried again.
 const MAX_STORAGE_THREADS: usize = 64;
 
-/// Number of threads that may wait for the storage of drives.
+/// Number of permits that are taken.
 static STORAGE_THREADS: AtomicUsize = AtomicUsize::new(0);
 
 /// Permission for one of at most 64 threads of the process that may wait for the storage of drives,

@@ -33,7 +33,8 @@ pub trait GuestContents: Send + Sync {
     ///
     /// # Errors
     ///
-    /// The host does not say which frames it has memory for.
+    /// The host does not say which frames it has memory for, or a process that still has some of
+    /// the memory does not serve it.
     fn populated(&self) -> Result<Vec<FrameRun>, GuestError>;
 
     /// Like [`populated`](Self::populated), but does not ask the guest: returns all frames that the

@@ -44,8 +44,8 @@ pub const WRITE_WAIT_LIMIT: Duration = Duration::from_secs(2);
 const TOTAL_WAIT_LIMIT: Duration = Duration::from_secs(10);
 /// Interval at which a waiting write checks whether the guest is to pause.
 const PAUSE_CHECK_INTERVAL: Duration = Duration::from_millis(5);
-/// Limit on the wait of a guest that is to pause for blocks that are being read. These are at most
-/// some dozens, which mostly takes microseconds.
+/// Limit on the time for which a write waits for blocks that are being read, once the guest is to
+/// pause. Reading them, at most some dozens, mostly takes microseconds.
 const READ_WAIT_LIMIT: Duration = Duration::from_millis(10);
 
 /// Why blocks are no longer under copy-before-write, or cannot be.
@@ -285,11 +285,10 @@ impl CopyBeforeWrite {
         }
     }
 
-    /// Tells waiting writes that the guest is to be paused (`true`), or no longer is (`false`).
-    /// While it is, a write that needs room ends copy-before-write immediately; a write to a block
-    /// that is being read waits some milliseconds at most. Call with `true` before any thread that
-    /// may wait for a write is told to pause, and with `false` before those threads resume. Only
-    /// one thread may call this.
+    /// Tells waiting writes whether the guest is to be paused. While it is, a write that needs room
+    /// ends copy-before-write immediately; a write to a block that is being read waits some
+    /// milliseconds at most. Call with `true` before any thread that may wait for a write is told
+    /// to pause, and with `false` before those threads resume. Only one thread may call this.
     pub fn set_pausing(&self, pausing: bool) {
         self.pausing.store(pausing, Ordering::Release);
         // Without the lock, which may be held while a block is read: a writer that misses this
@@ -381,8 +380,8 @@ impl FrozenBlocks {
     ///
     /// # Errors
     ///
-    /// After an error, no block is under copy-before-write any more, and what was copied before is
-    /// of no use.
+    /// After an error, no block is under copy-before-write, and the caller must discard what was
+    /// copied before.
     pub fn next(
         &mut self,
         runs: &mut Vec<FrameRun>,

@@ -105,6 +105,6 @@ pub trait DriveCopy: Send + Sync {
     /// The lock cannot be released.
     fn yield_to_guest(&self) -> io::Result<()>;
 
-    /// Makes it the guest's drive for good.
+    /// Makes it the guest's drive, which drop does not remove.
     fn keep(&self);
 }

@@ -23,7 +23,7 @@
 //! MemoryLoader    first contents of untouched memory
 //! SharedGuest     what another process of this host continues it with: its open files
 //! MemoryRight     which of these processes may run the guest
-//! GuestDrive      a drive of a guest, to be copied; DriveCopy is the copy in the making
+//! GuestDrive      a drive of a guest, to be copied; DriveCopy is a copy that is being filled
 //! CopyBeforeWrite saves a block's old content before the guest overwrites it
 //! ```
 #![forbid(unsafe_code)]

@@ -44,7 +44,7 @@ pub trait Lifecycle: Send + Sync {
     /// The guest has ended, or does not hold what only one host may hold.
     fn resume(&self) -> Result<(), GuestError>;
 
-    /// Ends the guest here for good; it can never be resumed. `why` is for the log.
+    /// Ends the guest here; it can never be resumed. `why` is for the log.
     fn stop(&self, why: &str);
 
     /// Returns the pauses that have ended, per vCPU, in the order of vCPUs. The thread that

@@ -59,7 +59,7 @@ pub enum ClaimState {
     Taken,
     /// The other process, which has begun to run the guest and gives it back if that fails.
     Starting,
-    /// The other process, whose guest it is for good.
+    /// The other process, which does not give the guest back any more.
     Running,
 }
 
@@ -248,8 +248,8 @@ impl MemoryRight {
         }
     }
 
-    /// Notes that the take-over is complete: this process has the guest for good. It has run it
-    /// since `resumed`, or keeps it paused as it arrived.
+    /// Notes that the take-over is complete: this process does not give the guest back any more. It
+    /// has run the guest since `resumed`, or keeps it paused as it arrived.
     pub fn mark_running(&self, resumed: SystemTime) {
         if let Side::Receives { claim, .. } = &*self.0.lock() {
             let since_epoch = resumed.duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -282,7 +282,7 @@ impl MemoryRight {
         }
     }
 
-    /// Returns whether this process was offered the guest, and does not have it for good: the
+    /// Returns whether this process was offered the guest, and the take-over is not complete: the
     /// process that offered it may still run it.
     pub fn is_borrowed(&self) -> bool {
         match &*self.0.lock() {

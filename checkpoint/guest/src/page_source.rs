@@ -71,7 +71,7 @@ pub struct LazyRestoreProgress {
     pub left: u64,
     /// Frames that have arrived, including those that faulted.
     pub fetched: u64,
-    /// Frames of those that arrived by prefetch of the working set, before any fault.
+    /// How many of these arrived by prefetch of the working set, before they faulted.
     pub prefetched: u64,
     /// Frames that faulted, in order.
     pub faulted: Vec<FrameRun>,

@@ -30,8 +30,9 @@ pub trait Populate: Send + Sync {
 
     /// Begins a lazy restore: a fault fetches its frame from `source`, and the other frames are
     /// fetched in the background, into untouched memory. The guest may run meanwhile. Returns
-    /// `source` to the caller if lazy restore is unsupported: then the frames must come first. If
-    /// a frame cannot be read, the guest ends before it sees other content in its place.
+    /// `source` to the caller if lazy restore is unsupported: the caller then puts all frames into
+    /// memory before the guest runs. If a frame cannot be read, the guest ends before it sees other
+    /// content in its place.
     ///
     /// # Errors
     ///

@@ -20,7 +20,7 @@ impl SectionTag {
     pub const THREAD_WORKER: Self = Self(5);
     /// One virtio device; the instance is its index.
     pub const VIRTIO: Self = Self(6);
-    /// What the VMM emulates beside the serial port: ACPI's registers, the generation ID.
+    /// Platform devices besides the serial port and the keyboard controller: ACPI's PM1 registers.
     pub const PLATFORM: Self = Self(7);
     /// The keyboard controller, if the machine has one.
     pub const KEYBOARD: Self = Self(8);

@@ -5,8 +5,8 @@ use std::time::Duration;
 use super::Checkpointer;
 
 impl Checkpointer {
-    /// Returns the number of changed frames at which an epoch must begin to keep its pause within
-    /// `max_pause`, a share of what fits. `None` before the first epoch.
+    /// Returns the number of changed frames at which an epoch begins early, so that its pause stays
+    /// within `max_pause`: a share of what fits. `None` before the first epoch.
     pub(crate) fn most_changed(&self, max_pause: Duration) -> Option<u64> {
         self.chain.as_ref()?;
         Some(self.planner.most_changed(max_pause, self.staging.frames()))

@@ -43,7 +43,7 @@ pub struct RestoreReport {
     pub epochs: u64,
     /// Frames that are not zeros, read or still to be fetched.
     pub frames: u64,
-    /// Frames of those that are still to be fetched.
+    /// How many of these are still to be fetched.
     pub unfetched_frames: u64,
     /// Drives that were overwritten: all that the guest can write to, or none if the epoch has
     /// none.

@@ -3,8 +3,8 @@
 //!
 //! `cargo bench -p driftline-store --bench slots`. A million runs of each size are allocated, and
 //! freed in order, alternating (every other, then the rest) and in reverse; *aligned* runs begin at
-//! multiples of twice their size. Milliseconds, the best of three, beside a sorted list of free
-//! runs that joins neighbours (`BTreeMap`, first fit).
+//! multiples of twice their size. Prints the shortest of three times, in milliseconds, beside that
+//! of a sorted list of free runs that joins neighbours (`BTreeMap`, first fit).
 #![allow(clippy::print_stdout, clippy::unwrap_used)]
 
 use std::collections::BTreeMap;
@@ -131,7 +131,7 @@ fn main() {
     let mut worst = 0.0f64;
     for aligned in [false, true] {
         worst = worst.max(row::<Slots>("bitmap", aligned));
-        // If aligned, it would walk over all gaps that it has left, which takes hours.
+        // Aligned runs leave gaps. The sorted list would search all of them, which takes hours.
         if !aligned {
             row::<SortedRuns>("sorted list", aligned);
         }

@@ -23,7 +23,7 @@ use crate::names::{log_name, pages_name};
 use crate::records::Commit;
 use crate::sectors::LogPosition;
 
-/// Time for which an epoch may be read before a warning that the store grows because of that.
+/// Time for which a reader may keep epochs from being dropped before a warning is logged.
 const LONG_READ: Duration = Duration::from_secs(60);
 /// Maximum number of epochs that are dropped at one commit.
 const MAX_DROPPED: usize = 1024;

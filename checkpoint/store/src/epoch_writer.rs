@@ -82,7 +82,7 @@ impl EpochWriter {
             pending: Vec::new(),
             done: false,
         };
-        // Nothing is written that no reader would accept.
+        // No reader would accept a longer configuration.
         let tag = SectionTag::CONFIG.0;
         match new.config.len() {
             length if length > limit(tag) as usize => Err(new.too_long(tag, length)),
@@ -219,7 +219,7 @@ impl WrittenEpoch {
         &self.0.entries
     }
 
-    /// Keeps the slots, which are a durable epoch's now.
+    /// Keeps the slots: a durable epoch needs them.
     pub(crate) fn keep_slots(mut self) {
         self.0.done = true;
     }

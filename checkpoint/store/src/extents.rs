@@ -64,8 +64,8 @@ impl Stretch {
 /// The frames of an epoch, and their places.
 #[derive(Default)]
 pub(crate) struct Entries {
-    /// Stretches in the order in which they came. After `settle`, they ascend, and each frame is in
-    /// one of them.
+    /// Stretches in the order in which they were added. After `settle`, they ascend, and each frame
+    /// is in one of them.
     stretches: Vec<Stretch>,
     crcs: Vec<u32>,
 }
@@ -116,7 +116,7 @@ impl Entries {
         old
     }
 
-    /// Returns the frames that are not zeros, ascending, once settled.
+    /// Returns the frames that are not zeros, ascending after `settle`.
     pub(crate) fn stored(&self) -> impl Iterator<Item = StoredFrame> + Clone {
         let stored = self.stretches.iter().filter(|s| s.is_stored());
         stored.flat_map(|s| {
@@ -126,12 +126,12 @@ impl Entries {
         })
     }
 
-    /// Returns the frames of zeros, ascending, once settled.
+    /// Returns the frames of zeros, ascending after `settle`.
     pub(crate) fn zero_runs(&self) -> impl Iterator<Item = FrameRun> + Clone {
         self.runs().filter(|(_, slot)| slot.is_none()).map(|(run, _)| run)
     }
 
-    /// Returns the runs, each with its first slot if it is not zeros; ascending once settled.
+    /// Returns the runs, each with its first slot if it is not zeros; ascending after `settle`.
     pub(crate) fn runs(&self) -> impl Iterator<Item = (FrameRun, Option<u32>)> + Clone {
         self.stretches.iter().map(|s| {
             let run = FrameRun { start: Gfn(s.start), count: s.count.into() };

@@ -25,7 +25,7 @@ struct GateState {
 #[derive(Default, Debug)]
 struct GateClosings {
     count: u32,
-    /// Time at which the first of them came.
+    /// Time of the first of them.
     since: Option<Instant>,
 }
 

@@ -171,7 +171,7 @@ pub(crate) struct Front {
     pub(crate) created_unix_ms: u64,
     /// Line of the guest that took the epoch.
     pub(crate) line: LineId,
-    /// `Layout::hash` of the guest's memory.
+    /// [`layout_hash`] of the guest's memory.
     pub(crate) layout: u32,
     /// Whether the epoch has all of memory, even if it built on another one when it was taken.
     pub(crate) rebased: bool,

@@ -164,8 +164,8 @@ struct EpochChanges {
 }
 
 impl LogCopier<'_> {
-    /// Copies epoch `index`; `before` is the one that was copied last. Returns its number and the
-    /// position after it.
+    /// Copies epoch `index`; `before` is the one that was copied last. Returns the number of the
+    /// copied epoch, and the position after it in the new log.
     fn copy(
         &mut self,
         index: usize,

@@ -42,8 +42,8 @@ pub(crate) struct LogPosition {
     pub(crate) sector: u64,
     /// Sequence number of the next record.
     pub(crate) sequence: u32,
-    /// Digest of all records before it; `None` if some of those are damaged, and the next COMMIT
-    /// has to tell the digest.
+    /// Digest of all records before it; `None` if some of those are damaged: the next COMMIT then
+    /// gives the digest.
     pub(crate) digest: Option<Digest>,
 }
 

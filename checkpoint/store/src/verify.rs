@@ -39,7 +39,7 @@ pub struct VerifyReport {
 }
 
 impl VerifyReport {
-    /// Describes how many checkpoints are sound, which are all of them, and which is the latest.
+    /// Describes how many checkpoints are sound (all of them are), and which is the latest.
     pub fn verdict(&self) -> String {
         verdict(self.epochs, self.epochs, self.latest)
     }

@@ -1,5 +1,5 @@
-//! Several epochs in flight to the disk: they become durable in order, and a failed epoch takes
-//! with it the epochs built on it.
+//! Several epochs in flight to the disk: they become durable in order, and if one fails, so do the
+//! epochs built on it.
 
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -19,7 +19,8 @@ use driftline_store::testing::{DiskOp, MemoryDisk, Survives};
 
 /// Maximum number of epochs that a series has in flight.
 const IN_FLIGHT: u64 = 4;
-/// Time for which an epoch may begin that must not.
+/// Time for which syncs stay blocked once the maximum is in flight. An epoch beyond it would begin
+/// in that time.
 const GRACE: Duration = Duration::from_millis(200);
 
 fn busy() -> Arc<MemoryGuest> {

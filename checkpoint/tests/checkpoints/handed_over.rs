@@ -1,4 +1,4 @@
-//! What is read of memory that another process has taken over is of no use.
+//! An epoch fails if another process has taken over the memory that it reads.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,7 +16,7 @@ fn offer(guest: &Arc<MemoryGuest>) -> MemoryRight {
     SharedGuest::new(Vec::new(), claim).right().unwrap()
 }
 
-/// The guest is taken while the epoch is copied: the slow store holds the copy up.
+/// The guest is taken while the epoch is copied: the slow store delays the copy.
 #[test]
 fn epoch_whose_memory_is_taken_meanwhile_fails() {
     let guest = MemoryGuest::start(MemoryConfig::still()).unwrap();

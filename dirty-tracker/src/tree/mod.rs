@@ -11,9 +11,9 @@
 //! computed.
 //!
 //! # Modules
-//! `words`, `simd`, `split`, `run_lists` and `word_list` are leaves. `sink` and `walk` use `words`,
-//! `structure` owns the tree, and the operations above it are one module each: `insert`, `drain`,
-//! `exclusive`, `parallel`, `cursor`.
+//! `simd`, `run_lists` and `word_list` are leaves. `words` uses `simd`, `split` and `sink` use
+//! `words`, and `walk` uses `sink`. `structure` owns the tree, and the operations above it are one
+//! module each: `insert`, `drain`, `exclusive`, `parallel`, `cursor`.
 //!
 //! # Ordering
 //! An insert writes the leaf, then loads each summary from the bottom up. A drain clears each

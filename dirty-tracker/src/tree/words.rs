@@ -1,5 +1,5 @@
 //! The words of a tree: the arithmetic of their bits, and the ways in which a walk takes words. A
-//! leaf module below `sink`, `walk` and the operations of the tree.
+//! module above `simd` and below `sink`, `walk` and the operations of the tree.
 
 use super::simd::Simd;
 use crate::sync::{self, AtomicU64, Ordering::SeqCst};

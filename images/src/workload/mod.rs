@@ -2,14 +2,14 @@
 //! pacing and the printed lines.
 //!
 //! This module is compiled twice: into the guest (by `#[path]`, without any crate) and into this
-//! library, for a back end that runs the same loop on host threads. It therefore uses only `core`,
+//! library, for a backend that runs the same loop on host threads. It therefore uses only `core`,
 //! does not allocate, uses no floating point, and has its entire state in plain data.
 //!
 //! The *working set* is a run of pages numbered from 0, which [`WorkingSetPlacement`] places in
 //! RAM. A *share* is the part of it that one vCPU owns and that only this vCPU writes. The
 //! *generation* of a page is the number of times it has been written.
 //!
-//! A back end other than the guest provides memory, a clock and a console:
+//! A backend other than the guest provides memory, a clock and a console:
 //!
 //! ```
 //! use std::time::{Duration, Instant};

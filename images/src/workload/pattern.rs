@@ -2,9 +2,10 @@
 
 use super::page::{GENERATOR_STEP, mix};
 
-/// Number of page visits for each page that the sweep re-reads, in a loop without a rate.
+/// Number of page visits for each page that the sweep re-reads, in a loop without a rate or in
+/// ring 0.
 pub const SWEEP_EVERY: u32 = 32;
-/// The same for a loop with a rate, which has time to spare.
+/// The same for a loop with a rate in ring 3, which has time to spare.
 pub const SWEEP_EVERY_PACED: u32 = 8;
 
 /// The order in which a share's pages are visited.

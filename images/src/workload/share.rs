@@ -148,8 +148,8 @@ impl Workload {
     }
 
     /// Visits one page: compares it with its last write, and writes the next generation. After
-    /// every [`SWEEP_EVERY`] visits the sweep re-reads one more page as a whole. Each wrong page is
-    /// counted and passed to `report`.
+    /// every [`SWEEP_EVERY`] visits, or [`SWEEP_EVERY_PACED`] of a loop with a rate in ring 3, the
+    /// sweep re-reads one more page as a whole. Each wrong page is counted and passed to `report`.
     #[inline(always)]
     pub fn step<M: PageMemory>(
         &mut self,

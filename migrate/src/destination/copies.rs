@@ -5,8 +5,8 @@
 //! syncs the copies while more blocks arrive, so that little is left at the end of a pass. The
 //! receiving thread waits for both in slices. It gives up when one operation takes longer than its
 //! limit, when one of its own waits takes longer than that limit plus [`MARGIN`], or when the
-//! receiver is cancelled. Threads whose storage never answers are abandoned; they share no other
-//! state.
+//! receiver is cancelled. Threads whose storage never answers are abandoned. A [`CopySet`] is the
+//! only state that they share with the receiving thread.
 
 use std::io;
 use std::sync::Arc;

@@ -1,9 +1,9 @@
 //! Preallocates memory: a thread populates frames ahead of pass 0, so that writing them takes no
 //! page faults.
 //!
-//! EXPECT is only a claim of the peer. So at most [`WINDOW`] frames are preallocated beyond the
-//! number that has arrived with content. Frames that have arrived already are skipped, and
-//! preallocation ends with pass 0.
+//! The peer may announce frames in EXPECT and never send them. So at most [`WINDOW`] frames are
+//! preallocated beyond the number that has arrived with content. Frames that have arrived already
+//! are skipped, and preallocation ends with pass 0.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -11,8 +11,9 @@ pub(crate) struct PrecopyFigures {
     /// Least bytes of a pass that is a measurement of the link's rate. 1 MiB, chosen: the time of
     /// a smaller pass is mostly that of its acknowledgement.
     pub(crate) min_measured_bytes: u64,
-    /// Expected pause below which no further pass is sent. 2 ms: pausing and resuming a guest takes
-    /// about as long by itself: downtimes of 0.8 to 2.3 ms in `docs/src/performance/migration.md`.
+    /// Expected pause below which no further pass is sent. 2 ms, because pausing and resuming a
+    /// guest takes about as long by itself: the median downtimes in
+    /// `docs/src/performance/migration.md` are 0.8 to 2.3 ms.
     pub(crate) short_pause: Duration,
     /// Upper bound on the ratio of dirty frames to the pass's frames at which another pass shortens
     /// the pause. It counts frames, because zero frames and compressed frames have few bytes in any

@@ -408,7 +408,8 @@ mod tests {
         let with = migrate(&vcpus, LINK, &goals, true);
         assert!(matches!(with.end, Judgement::SwitchOver(_)), "{:?}", with.end);
         assert!(with.passes.len() <= 24, "{}", with.passes.len());
-        // Both together have 0.6 of 2,441 frames a second; the second one takes 100 in 27 s of it.
+        // Both together have 0.6 of the link's 2,441 frames a second. The second one writes 100
+        // frames in a pass of 27 s.
         assert_eq!(with.throttles[2].rate(), Some(1461));
         let tightest = with.throttles.last().unwrap();
         assert_eq!(tightest, &with.throttles[2], "the first throttle is enough");

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 pub(crate) enum Verdict {
     /// Not decided yet; the source asks again.
     Undecided,
-    /// The destination has decided to run the guest, which may not run yet or not any more.
+    /// The destination has decided to run the guest. The guest may not run yet, or may have ended.
     Committed,
     /// The destination has taken the guest over and runs it, or keeps it paused as it arrived.
     Running,

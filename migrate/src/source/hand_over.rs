@@ -153,7 +153,8 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
                     event
                 }
                 SourceOrder::Ask | SourceOrder::Wait | SourceOrder::Record => {
-                    // Freed here, because a doubt may last for days and time is not short any more.
+                    // Freed here, because a doubt may last for days. Freeing takes little time
+                    // compared with the interval between questions.
                     drop(deferred.take());
                     match self.decided_by_claim() {
                         Some(verdict) => SourceEvent::Answer(verdict),

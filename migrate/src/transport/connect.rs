@@ -32,7 +32,7 @@ pub(super) fn connect(
     let (sender, result) = mpsc::channel();
     let (peer, timeout) = (peer.clone(), limits.timeout);
     // On a separate thread, because name look-ups and connects cannot be interrupted. If this side
-    // stops waiting, the thread ends by itself and closes its connection.
+    // stops waiting, the thread closes its connection and ends once its call returns.
     std::thread::Builder::new().name("migrate-connect".into()).spawn(move || {
         let _ = sender.send(connect_here(&peer, limits));
     })?;

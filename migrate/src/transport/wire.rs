@@ -271,7 +271,8 @@ impl<S: Read> Wire<S> {
         Ok(header)
     }
 
-    /// Reads the content of the FRAMES that [`recv`](Self::recv) has just returned.
+    /// Reads the content of the FRAMES that [`recv`](Self::recv) has just returned, or the last
+    /// byte of MEMORY or FILES, without its descriptors.
     pub(crate) fn recv_content(&mut self) -> Result<&[u8], WireError> {
         let length = std::mem::take(&mut self.content);
         if self.payload.len() < length {
@@ -284,9 +285,9 @@ impl<S: Read> Wire<S> {
         Ok(&self.payload[..length])
     }
 
-    /// Receives the next message. After FRAMES the caller has to read its content. Skips records
-    /// with unknown tags that need not be understood. Returns REFUSED and ABORT as errors, because
-    /// they end the connection.
+    /// Receives the next message. After FRAMES the caller has to read its content, and after MEMORY
+    /// or FILES its last byte. Skips records with unknown tags that need not be understood. Returns
+    /// REFUSED and ABORT as errors, because they end the connection.
     pub(crate) fn recv(&mut self) -> Result<WireMessage<'_>, WireError> {
         debug_assert_eq!(self.content, 0, "the content of FRAMES was not read");
         let mut skipped = 0;

@@ -38,7 +38,7 @@ fn config() -> MemoryConfig {
     MemoryConfig::small()
 }
 
-/// Starts a guest, and waits until it has runs long enough for FRAMES.
+/// Starts a guest, and waits until it has written runs that are long enough for FRAMES.
 fn start(hosts: &HostPair, kind: HandOverKind) -> Arc<MemoryGuest> {
     let guest = match kind {
         HandOverKind::Copying => hosts.start(config()),

@@ -331,7 +331,7 @@ fn trickling_peer_does_not_prolong_the_setup() {
     let hosts = HostPair::new();
     let guest = hosts.start(MemoryConfig::small());
     let there = hosts.receiver();
-    // READY trickles: 40 bytes in four seconds.
+    // READY trickles: 72 bytes in seven seconds.
     let proxy = Proxy::start(&there.to, ProxyPlan::trickle(2));
     let mut sending = options(&hosts);
     sending.setup_timeout = Duration::from_millis(500);

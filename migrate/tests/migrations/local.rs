@@ -30,7 +30,7 @@ fn receiver(hosts: &HostPair) -> Receiver {
     hosts.local_receiver(hosts.receive_options())
 }
 
-/// Returns the file of the guest's first slot.
+/// Returns the inode number of the file of the guest's first slot.
 fn file_number(guest: &MemoryGuest) -> u64 {
     let first = guest.ram().iter().next().unwrap();
     first.file_offset().unwrap().file().metadata().unwrap().ino()
@@ -55,7 +55,7 @@ fn guest_continues_in_the_same_memory() {
         assert_eq!((guest.run_state(), file_number(&arrived.guest)), (RunState::Stopped, file));
         assert_eq!(arrived.report.normal_frames, 0);
         assert!(arrived.guest.prefaulted() > 0 && arrived.guest.prefaulted() <= bytes / PAGE_SIZE);
-        // Writes of the guest that runs are seen through the mapping of the one that ran.
+        // The mapping at the source shows what the guest writes at the destination.
         let gfn = Gfn(0x400 + 723);
         arrived.guest.write(gfn, &[0x5a; 8]).unwrap();
         assert_eq!(

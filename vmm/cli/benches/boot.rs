@@ -5,8 +5,8 @@
 //! It measures the time from the start of the process to that byte, at 1 GiB, and the time that
 //! Driftline itself reports (`boot_us`). The second part runs if `DRIFTLINE_LINUX_GUEST` names the
 //! folder that `images/linux/build.sh` makes. It boots Linux with a disk and a network (in a
-//! network namespace that ends with the process) and measures the time to its shell. All figures
-//! are medians, and the programs take turns.
+//! network namespace that ends with the process) and measures the time to its shell. Each row has
+//! the median, the least and the most of its samples. The programs take turns.
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, reason = "a bench")]
 
 use std::io::{BufRead, BufReader, Read};

@@ -1,4 +1,4 @@
-//! The source of a stored guest: a store, or an archive of one epoch.
+//! The source of a stored guest: a store, or an archive of one checkpoint.
 
 use std::path::Path;
 use std::sync::Arc;

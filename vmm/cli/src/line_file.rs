@@ -60,14 +60,15 @@ impl LineFile {
         Self { file, blocks: true, rest: Vec::new() }
     }
 
-    /// Returns whether lines wait for room from their beginning.
+    /// Returns whether a line waits for room before any of it is written, as on standard output.
     pub(super) fn blocks(&self) -> bool {
         self.blocks
     }
 
-    /// Writes a line with its end. A FIFO without room is not waited for, but one that has taken
-    /// the beginning of the line is, for [`REST_LIMIT`]; standard output for [`STDOUT_LIMIT`]; a
-    /// regular file for as long as its storage takes.
+    /// Writes a line with its end. If a FIFO has no room, the line is lost immediately. Once the
+    /// FIFO has taken the beginning of the line, the rest waits for room for [`REST_LIMIT`].
+    /// Standard output may delay a line for [`STDOUT_LIMIT`], and a regular file for as long as its
+    /// storage takes.
     ///
     /// # Errors
     ///

@@ -49,9 +49,9 @@ use std::time::Instant;
 use args::{Cli, Command, StartCommand};
 use failure::Failure;
 
-/// musl's allocator returns memory to the system with almost every free. That made the start of a
-/// process slower: 18.5 ms to a guest's first byte, and 16.3 with this one (`cargo bench --bench
-/// boot`, built as by packaging/build.sh).
+/// musl's allocator returns memory to the system with almost every free, which slows the start of a
+/// process down: 18.5 ms to a guest's first byte, and 16.3 ms with this allocator (`cargo bench
+/// --bench boot`, built as by packaging/build.sh).
 #[cfg(target_env = "musl")]
 #[global_allocator]
 static ALLOCATOR: dlmalloc::GlobalDlmalloc = dlmalloc::GlobalDlmalloc;

@@ -89,7 +89,7 @@ pub struct RowFigures {
     pub marked_all_epochs: u64,
     /// Number of pauses in which all memory counted as dirty: they are not strict checks.
     pub marked_all_checks: u64,
-    /// Number of checks at the paused guest with exactly one epoch since the previous check. The
+    /// Number of checks of the paused guest with exactly one epoch since the previous check. The
     /// counts below refer to these checks, summed over all runs. Each frame counts once per check.
     pub strict_checks: Option<u64>,
     /// Number of reported frames.

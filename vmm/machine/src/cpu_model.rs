@@ -336,15 +336,15 @@ pub(crate) fn names() -> impl Iterator<Item = &'static str> {
     NAMES.iter().flat_map(|(.., names)| names.iter().map(|(_, name)| *name))
 }
 
-/// Returns the name that `name` probably stands for: the one with the fewest edits, if they change
+/// Returns the name that `name` probably misspells: the one with the fewest edits, if they change
 /// at most a third of it.
 pub(crate) fn nearest(name: &str) -> Option<&'static str> {
     let edits = |known: &&str| strsim::damerau_levenshtein(name, known);
     of_similar_length(name).min_by_key(edits).filter(|known| edits(known) * 3 <= known.len())
 }
 
-/// Returns the names that `name` can become with edits of at most a third of them. None is left for
-/// a long `name`, so the cost of [`nearest`] is bounded.
+/// Returns the names that `name` can become with edits of at most a third of them. For a long
+/// `name` there are none, so the cost of [`nearest`] is bounded.
 fn of_similar_length(name: &str) -> impl Iterator<Item = &'static str> {
     let length = name.chars().count();
     names().filter(move |known| length.abs_diff(known.len()) * 3 <= known.len())

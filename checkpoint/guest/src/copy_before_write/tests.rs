@@ -101,7 +101,7 @@ fn write_waits_for_room_and_continues() {
 
 #[test]
 fn every_wait_ends() {
-    // A copy thread that does not come.
+    // A copy thread that copies nothing.
     let (file, cbw) = (drive(64), Arc::new(CopyBeforeWrite::with_capacity(4)));
     let blocks = FrameSet::from_iter([run(0, 64)]);
     let mut frozen = cbw.freeze(file.clone(), 64 * PAGE_SIZE, blocks.clone()).unwrap();
@@ -112,7 +112,7 @@ fn every_wait_ends() {
     let error = frozen.next(&mut runs, &mut contents).unwrap_err();
     assert!(matches!(error, CopyBeforeWriteError::Stalled), "{error}");
     drop(frozen);
-    // A copy thread that goes away.
+    // A copy thread that drops its blocks.
     let frozen = cbw.freeze(file.clone(), 64 * PAGE_SIZE, blocks).unwrap();
     thread::scope(|scope| {
         scope.spawn(|| write(&cbw, &file, run(0, 64), 2));

@@ -17,7 +17,7 @@ fn mask(w: u64, from: u64, to: u64) -> u64 {
 }
 
 /// Returns the positions at which `count` set bits follow one another, 1 to 64. Each step doubles
-/// the number of bits that a result bit stands for.
+/// the number of bits that a result bit covers.
 fn starts(mut bits: u128, count: u32) -> u128 {
     let mut have = 1;
     while have < count {

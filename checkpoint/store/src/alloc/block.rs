@@ -78,7 +78,7 @@ impl Block {
             if run > self.longest {
                 (self.longest, self.longest_at) = (run, at + start);
             }
-            // A word of all ones has no run inside, so the shift is below 64.
+            // The run has at least one slot, so the shift is below 64.
             free &= !((u64::MAX >> (64 - run)) << start);
             if free.count_ones() <= self.longest {
                 return;

@@ -133,7 +133,7 @@ impl MemoryDisk {
         (disk.stop_at, disk.stopped) = (None, false);
     }
 
-    /// Returns another disk, with what would be found on this one after a crash now.
+    /// Returns another disk, with what a crash at this moment would leave of this one.
     pub fn crash(&self, survives: Survives) -> Self {
         let disk = self.lock();
         let mut coin = match survives {

@@ -39,8 +39,8 @@ struct ScriptState {
     /// Number of queries for waiting writers since one was last found.
     looks: u32,
     phase: u8,
-    /// 1: the next caller that asks for waits gets an error, and nothing is protected before that.
-    /// 2: the error was returned.
+    /// 1: the next query for waiting writers fails, and nothing is protected before that.
+    /// 2: it has failed.
     dies: u8,
     /// All of memory at its last pause.
     was: Vec<u8>,

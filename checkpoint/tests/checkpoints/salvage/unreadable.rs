@@ -25,7 +25,7 @@ fn unreadable_sector_of_dropped_checkpoints_forbids_nothing() {
     let mut checkpointer = Checkpointer::new(guest.clone(), open(&dropped, true)).unwrap();
     let epoch = checkpointer.take().unwrap().epoch;
     assert_eq!(restored(&dropped, epoch), image(&guest));
-    // In a kept epoch this is damage, and the message names the way out.
+    // In a kept epoch this is damage, and the message names the repair command.
     let kept = unreadable(begins[6]);
     let e = Checkpointer::new(guest, open(&kept, true)).unwrap_err().to_string();
     assert!(e.contains("cannot be read") && e.contains("store repair /memory-disk"), "{e}");

@@ -33,7 +33,7 @@ pub(crate) struct MemoryPlace {
 }
 
 /// The place of each memory slot, in the order of CONFIG. Every descriptor that a place names is
-/// one of those announced, and of neither of the last two; the offsets are not checked.
+/// one of those announced, other than the last two. The offsets are not checked.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct MemoryPlaces {
     /// Number of descriptors that come with the message. The last two are those of the claim.

@@ -2,8 +2,9 @@
 //!
 //! A message is the payload of one record (`driftline_format`). PROTOCOL.md specifies each of them.
 //! Decoding borrows from the receive buffer. The only allocations whose size the peer decides are
-//! the slots of one CONFIG or MEMORY (at most [`MAX_SLOTS`](super::limits::MAX_SLOTS)), the names
-//! of one FILES, and the heads of one STATE_HEADS.
+//! the slots of one CONFIG or MEMORY (at most [`MAX_SLOTS`](super::limits::MAX_SLOTS)), the disks
+//! of one DRIVES, the names of one FILES, the heads of one STATE_HEADS, and the bytes of one STATE.
+//! The bound of the tag limits each of them.
 
 mod counts;
 mod decode;

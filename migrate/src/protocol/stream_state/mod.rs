@@ -193,8 +193,8 @@ impl StreamState {
             StreamPosition::InPass { counts, .. } => counts,
             _ => Counts::default(),
         };
-        let frames = [self.totals, pass].iter().map(|c| c.normal + c.zero).sum::<u64>();
         // No overflow: passes are bounded, and so are the frames of each.
+        let frames = [self.totals, pass].iter().map(|c| c.normal + c.zero).sum::<u64>();
         let rest = self.state_bytes.saturating_add(self.drives.moved_bytes());
         frames.saturating_mul(PAGE_SIZE).saturating_add(rest)
     }

@@ -210,7 +210,7 @@ fn hostile_states_and_configurations_are_refused() {
     let alien = Section::new(driftline_guest::SectionTag(999), 0, vec![]);
     let bad = [good.clone(), vec![alien]].concat();
     assert!(refused(&bad).contains("unknown section 999"), "{}", refused(&bad));
-    // A guest with another rate has the same share.
+    // The worker has the same share of pages, but another rate.
     let other = machine("payload,ws=1M,rate=4M", 2, SerialSink::Null);
     other.resume().unwrap();
     let end = Instant::now() + Duration::from_secs(60);

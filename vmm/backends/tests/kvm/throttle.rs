@@ -39,7 +39,8 @@ fn throttled_times(machine: &KvmMachine) -> Vec<Duration> {
     machine.vcpu_writes().iter().map(|v| v.throttled).collect()
 }
 
-/// Frames per second; more than a read-only vCPU dirties again after each drain: its stack.
+/// Rate of a throttled vCPU, in frames per second. A vCPU that only reads stays below it: after
+/// each drain, it dirties nothing but its stack.
 const RATE: u64 = 500;
 /// Throttled time that shows that the writer is throttled: ten of the longest stalls.
 const SHOWN: Duration = Duration::from_millis(200);

@@ -53,10 +53,10 @@ fn whole_run(config: MachineConfig) -> (Vec<u64>, Vec<u64>) {
     (leaves, content)
 }
 
-/// I5, exactly: several runs of the same guest end at the one point at which all have executed the
-/// same instructions, the end that the guest sets itself. Their leaves are equal, bit for bit.
-/// Nothing is masked out: each run writes the pages whose content depends on time, and the stacks
-/// that a vCPU may or may not need.
+/// I5, exactly: several runs of the same guest last until the guest ends itself, so all of them
+/// have executed the same instructions. Their leaves are equal, bit for bit. Nothing is masked out:
+/// each run writes the pages whose content depends on time, and the stacks that a vCPU may or may
+/// not need.
 ///
 /// The working sets are sparse or written once, so that no later write hides a lost frame. Rings
 /// have their default size: an overrun ring marks all memory (I6), and equality would prove

@@ -149,7 +149,7 @@ pub(super) fn parse(line: Vec<OsString>) -> Result<FirecrackerCommand, Firecrack
         return Ok(FirecrackerCommand::Version);
     }
     let mut given = given_arguments(&line[..end])?;
-    // Firecracker ignores these.
+    // Firecracker ignores the arguments after `--`.
     if let Some(more) = line.get(end + 1) {
         return Err(ArgumentFault::UnexpectedArgument(more.clone()).into());
     }

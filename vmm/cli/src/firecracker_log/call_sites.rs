@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 use tracing::Metadata;
 use tracing::callsite::Identifier;
 
-/// Largest number of lines of one call site in one interval. Firecracker's, as the interval.
+/// Largest number of lines of one call site in one [`INTERVAL`]. Both values are Firecracker's.
 const MOST: u32 = 10;
 const INTERVAL: Duration = Duration::from_secs(5);
 

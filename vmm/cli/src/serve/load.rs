@@ -159,7 +159,7 @@ fn take_api_section(state: &mut SnapshotState) -> Result<Section, LoadFault> {
     })
 }
 
-/// Checks that the API would show the machine that there is.
+/// Checks that the configuration that the API would show is that of the machine.
 fn check_shown(shown: &MicroVmConfig, config: &MachineConfig) -> Result<(), LoadFault> {
     let machine = &shown.machine;
     let mut named = Vec::new();

@@ -171,7 +171,7 @@ impl MetricsWriter {
         let mut lines = GuestLines { file, metrics, vm };
         lines.write();
         let lines = Arc::new(Mutex::new(lines));
-        // After the end of the guest its last line is written.
+        // Weak, because the last line is written when the guest ends, and a signal adds none then.
         let shared = Arc::downgrade(&lines);
         let started = last_work::start(move |signal| {
             if let Some(lines) = shared.upgrade() {

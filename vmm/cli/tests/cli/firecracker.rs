@@ -309,7 +309,7 @@ fn signals_end_the_process_as_firecracker() {
             let (code, by, stderr) = ended_by(signal, starts);
             assert_eq!((code, by), (None, Some(signal.as_raw())), "{starts}: {stderr}");
         }
-        // A test that `nohup` has started leaves it ignored for its children.
+        // If `nohup` has started the test, its children ignore SIGHUP, too.
         if !driftline_machine::signals::ignores_hang_up() {
             let (code, by, stderr) = ended_by(Signal::HUP, starts);
             assert_eq!((code, by), (Some(156), None), "{starts}: {stderr}");
@@ -351,8 +351,8 @@ fn fatal_signals_have_exit_codes() {
             of_main += u32::from(logged.contains(" [s-1:main]"));
         }
     }
-    // The main thread blocks them while it starts another one, which then takes the signal. That
-    // one has the program's name until it has set its own.
+    // The main thread blocks these signals while it starts another thread, which then takes the
+    // signal. That thread has the program's name until it has set its own.
     assert!(of_main > 0, "no line names the main thread");
 }
 
@@ -364,7 +364,7 @@ fn file_size_limit_ends_with_its_exit_code() {
     command.args(["-c", "ulimit -f 16; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_driftline")]);
     command.args(["firecracker", "--api-sock", &socket, "--log-path", &log]);
     let mut vmm = ServeProcess::spawn(command, socket);
-    // Its line exceeds the limit.
+    // The log line of this request exceeds the limit.
     let body = "x".repeat(40_000);
     let mut stream = UnixStream::connect(&vmm.socket).unwrap();
     let request = format!("PUT /vsock HTTP/1.1\r\nContent-Length: 40000\r\n\r\n{body}");

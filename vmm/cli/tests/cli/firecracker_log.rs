@@ -117,7 +117,7 @@ fn logger_is_refused_as_firecracker_does() {
     assert!(refusal(r#"{"levels": "Info"}"#).contains("unknown field `levels`"));
     let log = json!({ "log_path": tmp.text("log") }).to_string();
     vmm.done("PUT", "/logger", &log);
-    // It may be given again, and does not decide whether a snapshot can be loaded.
+    // `PUT /logger` can be repeated. It does not decide whether a snapshot can be loaded.
     vmm.done("PUT", "/logger", r#"{"level": "Off"}"#);
     vmm.get("/");
     vmm.done("PUT", "/logger", r#"{"level": "Info"}"#);
@@ -173,7 +173,7 @@ fn fifo_without_reader_loses_whole_lines() {
     vmm.signal(Signal::TERM);
     vmm.wait_status();
     log += &read_now(&mut reader);
-    // Each has its beginning, and none has another one's.
+    // Each line has its own beginning, and none contains the beginning of another line.
     for message in messages(&log, "anonymous-instance") {
         assert!(!message.contains(" [anonymous-instance:"), "{message}");
         assert!(!message.contains("xxx") || message.ends_with('.'), "it is whole");
@@ -219,7 +219,7 @@ fn line_after_a_full_file_is_whole() {
     vmm.done("PUT", "/logger", &json!({ "log_path": log }).to_string());
     let body = format!("\"{}\"", "x".repeat(40_000));
     vmm.refusal("PUT", "/vsock", &body);
-    // It is full, with a part of that line.
+    // The file is full, and ends with a part of that line.
     wait_for("the limit", || tmp.read("log").ends_with("xxx").then_some(()));
     wait_for("the next line", || {
         // The line about the answer is as long, and may come after the answer.

@@ -81,7 +81,7 @@ fn guest_is_counted_from_line_to_line() {
         assert!(latencies[name].as_u64().unwrap() > 0, "{name}: {latencies}");
     }
     for line in ["'pause vm' API request took ", "'resume vm' VMM action took "] {
-        // A thread of its own writes it.
+        // A separate thread writes the log.
         wait_for(line, || tmp.read("log").contains(line).then_some(()));
     }
     assert_eq!(parsed(&tmp.read("metrics")).len(), 3);

@@ -16,7 +16,7 @@ fn has_ended(pid: u32) -> bool {
     status_field(&status, "State:").is_none_or(|state| state.starts_with(['Z', 'X']))
 }
 
-/// Firecracker is killed by the first one.
+/// Firecracker is killed by the first signal.
 #[test]
 fn second_signal_kills_a_stuck_process() {
     let Some(storage) = storage_or_skip("second_signal_kills_a_stuck_process") else { return };

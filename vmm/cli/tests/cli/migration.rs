@@ -94,7 +94,7 @@ fn killed_and_restored(mode: &str, how: &[&str]) {
     let restore = [&["restore", "--same-id", "--store", &store], how].concat();
     let mut second = Vmm::start(&tmp, "second", &restore);
     second.await_message(" resumed from checkpoint ");
-    // The memory has a single descriptor, so all frames arrive first.
+    // With userfault-wp, tracking has the memory's only userfaultfd, so all frames arrive first.
     let is_lazy = second.stderr().contains("pages follow on demand");
     assert!(!is_lazy || (mode != "userfault-wp" && !how.is_empty()), "{mode}: {}", second.stderr());
     second.await_progress(2, &before);
@@ -147,8 +147,9 @@ fn cancelled_migration_leaves_the_guest_running() {
     let work = "payload,ws=64M,rate=64M,fill=random,report=200";
     let guest = [&guest[..], &["--guest", work]].concat();
     let mut first = Vmm::run(&tmp, "first", &guest);
-    // Pass 0 then sends all of its memory, which takes seconds. On a busy host, a guest that has
-    // just started has written little: the pass would be short, and the migration would complete.
+    // Once the guest has written all its pages, pass 0 takes seconds. On a busy host, a guest that
+    // has just started has written little: the pass would be short, and the migration would
+    // complete.
     wait_for("the guest to have written all pages", || {
         let reports = first.reports();
         (reports.len() == 2 && reports.iter().all(|report| report.passes > 0)).then_some(())

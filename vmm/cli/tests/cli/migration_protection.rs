@@ -19,7 +19,7 @@ fn other_hosts_are_refused_without_protection() {
         assert!(!stderr.contains("waiting for a migration"), "{stderr}");
     }
     let guest = Vmm::run(&tmp, "a", GUEST);
-    // An address of documentation, to which nothing is sent.
+    // An address that is reserved for documentation. Nothing is sent to it.
     let stderr = guest.refuse(4, &["send-migration", "tcp:192.0.2.1:7000"]);
     let why = "cannot connect to 192.0.2.1:7000: 192.0.2.1:7000 is not on this host's loopback";
     assert!(stderr.contains(why) && stderr.contains("the guest continues here"), "{stderr}");

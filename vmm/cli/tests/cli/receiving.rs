@@ -118,7 +118,7 @@ fn stop_after_commit_ends_the_arrived_guest() {
         let (mut receiving, to) = receiver(&tmp, "receiving", &[]);
         let sent = send(&source, &[&to]).wait_with_output().unwrap();
         assert!(sent.status.success(), "{}", text(&sent.stderr));
-        // The receiver's main thread may not have come that far yet.
+        // The receiver's main thread may not have given the guest to its API yet.
         stop_by.tell(&receiving);
         assert_eq!(receiving.wait(), Some(0), "{stop_by:?}: {}", receiving.stderr());
         assert!(receiving.stderr().contains("the guest was stopped"), "{}", receiving.stderr());

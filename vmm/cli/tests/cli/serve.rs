@@ -233,7 +233,8 @@ fn own_requests_say_that_nothing_was_started() {
     assert!(message.contains("it has not been started"), "{message}");
     let (status, _, page) = vmm.answer("GET", "/metrics", "");
     assert_eq!(status, 200, "{page}");
-    // Such a thread would keep the rights of a process without a guest, and serve later requests.
+    // A thread of tokio's pool would keep the rights of a process without a guest, and serve later
+    // requests.
     for task in std::fs::read_dir(format!("/proc/{}/task", vmm.pid())).unwrap() {
         // A thread may have ended meanwhile.
         let name = std::fs::read_to_string(task.unwrap().path().join("comm")).unwrap_or_default();

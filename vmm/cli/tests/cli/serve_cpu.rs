@@ -9,8 +9,9 @@ use crate::serve_guest::{AfterPrint, configure};
 
 const START: &str = r#"{"action_type": "InstanceStart"}"#;
 
-/// Prints the lowest byte of ECX of CPUID leaf 0x8000_0001, the number of threads of a core (leaf
-/// 0xb EBX) and the fifth byte of the revision of the microcode (MSR 0x8b), again and again.
+/// Returns a kernel that prints three bytes again and again: the lowest byte of ECX of CPUID leaf
+/// 0x8000_0001, the number of threads of a core (leaf 0xb EBX), and the fifth byte of the revision
+/// of the microcode (MSR 0x8b).
 fn reads_processor() -> Vec<u8> {
     let out = [0x66, 0xba, 0xf8, 0x03, 0xee]; // mov dx, 0x3f8; out dx, al
     let mut code = vec![0xb8, 1, 0, 0, 0x80, 0x31, 0xc9, 0x0f, 0xa2]; // mov eax, 0x80000001; cpuid

@@ -262,7 +262,7 @@ fn clones_of_one_snapshot_run_side_by_side() {
     let before = content();
     let resumed = json!({ "resume_vm": true });
     let load = |name| Instance::load(&tmp, name, ("state", "memory"), resumed.clone());
-    // All are there before the first has done much.
+    // All clones are loaded before the first one has run for long.
     let clones = ["one", "two", "three"].map(load);
     for clone in &clones {
         assert_eq!(clone.vmm.get("/")["state"], "Running");
@@ -283,12 +283,12 @@ fn diffs_merge_into_the_guest_as_it_is() {
     guest.create("Full", ("state-1", "memory"));
     guest.resume();
     guest.pause();
-    // In place.
+    // A diff that is merged in place.
     guest.create("Diff", ("state-2", "memory"));
     fs::copy(tmp.path("memory"), tmp.path("rebased")).unwrap();
     let base = File::options().write(true).open(tmp.path("rebased")).unwrap();
-    // Into files of their own, which have no more than the guest has written. The log that shows
-    // its progress may lag behind, so the first of them may be small.
+    // Diffs into files of their own, which have no more than the guest has written. The log that
+    // shows the guest's progress may lag behind, so the first of these diffs may be small.
     wait_for("a diff with all pages of the working set", || {
         guest.resume();
         guest.pause();

@@ -27,8 +27,8 @@ fn only_child(pid: u32) -> Option<u32> {
     fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).ok()?.trim().parse().ok()
 }
 
-/// Replaces the process of `vmm` and kills `victim` some time after the next process has started.
-/// Returns what the command said, and the other process.
+/// Replaces the process of `vmm` and kills `victim` at `after` from the start of the next process.
+/// Returns the command's output, and the id of the other process.
 fn upgrade_and_kill(vmm: &Vmm<'_>, victim: Victim, after: Duration) -> (Output, u32) {
     let mut upgrade = driftline(&["upgrade", "--api-sock", &vmm.socket()]);
     let upgrade = upgrade.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();

@@ -1,8 +1,8 @@
 //! Plots as SVG: lines over two axes, and rows of boxes over one.
 //!
-//! Every mark has its own colour (from Okabe and Ito's palette, which people with any colour vision
-//! can distinguish) and its own shape, and every line and row has its name beside it. Colours come
-//! from the page's style, so that one drawing serves light, dark and print.
+//! Every mark has its own colour (based on Okabe and Ito's palette for people with any colour
+//! vision) and its own shape, and every line and row has its name beside it. Colours come from the
+//! page's style, so that one drawing serves light, dark and print.
 
 mod axis;
 mod boxes;

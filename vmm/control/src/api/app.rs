@@ -26,11 +26,11 @@ type GiveUp = Box<dyn Fn(&str) -> bool + Send + Sync>;
 /// Limit for storing the decision that the guest runs here, and for resuming the guest.
 const DECISION_LIMIT: Duration = Duration::from_secs(5);
 /// Upper bound on taking over a guest after its source has handed it over. The steps are: the disk
-/// copies are handed to the devices, then the devices open their files in parallel. A step that
-/// exceeds its limit fails. If the devices cannot open their files, releasing these again takes no
-/// time, because nothing that would have to be made durable was written to them here. Only where
-/// resuming fails, the devices also flush; that time is not part of the sum. The sum is less than
-/// the 30 s for which a client waits by default.
+/// copies are handed to the devices, the devices open their files in parallel, and the decision is
+/// stored and the guest resumed. A step that exceeds its limit fails. Devices that cannot open
+/// their files release them immediately, because nothing that must be made durable was written to
+/// them here. If resuming fails, the devices also flush; the sum does not include that time. The
+/// sum is less than the 30 s for which a client waits by default.
 const TAKE_OVER_LIMIT: Duration =
     ACQUIRE_LIMIT.saturating_add(driftline_migrate::YIELD_LIMIT).saturating_add(DECISION_LIMIT);
 /// Interval between attempts to end the wait for a guest while the attempts are refused.
@@ -331,8 +331,8 @@ impl App {
         answered.await.unwrap_or(Err(AppError::Panicked))
     }
 
-    /// Starts and records a thread for [`join_stops`](Self::join_stops). The record is locked from
-    /// before the start: a thread that has ended the guest is always in it.
+    /// Starts and records a thread for [`join_stops`](Self::join_stops). The record is locked
+    /// before the thread starts, so a thread that has ended the guest is always in it.
     fn start_stop(
         &self,
         interrupt: impl FnOnce() + Send + 'static,

@@ -53,7 +53,7 @@ pub enum ClientError {
         socket: PathBuf,
         /// Method and path.
         request: String,
-        /// How long the client waited.
+        /// The request's own limit. A deadline for several requests may end the wait earlier.
         limit: Duration,
     },
     /// The server refused the request; the text is the server's.

@@ -1,5 +1,5 @@
-//! Answers Firecracker's requests. `GET /` of a started guest is answered here, and all others on
-//! the thread that configures the guest, or asks it once it is started.
+//! Answers Firecracker's requests. `GET /` of a started guest is answered here. All others are
+//! answered on the thread that configures the guest and, once it is started, asks the guest.
 
 use std::fmt::{self, Display, Write};
 use std::time::Instant;

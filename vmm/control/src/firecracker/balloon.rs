@@ -78,7 +78,7 @@ pub(super) fn show_hinting(jobs: &Jobs) -> Result<Answer, ApiFault> {
     Answer::page(&json!({ "host_cmd": status.host_command, "guest_cmd": status.guest_command }))
 }
 
-/// Ends a run of hints: as in Firecracker, none outlives the resumption of a guest.
+/// Ends a run of hints, if there is one. As in Firecracker, resuming the guest ends the run.
 pub(super) fn end_hinting(jobs: &Jobs) {
     if let Some(balloon) = jobs.vm().balloon() {
         // Without hinting or a driver there is no run.

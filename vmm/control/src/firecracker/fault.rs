@@ -33,7 +33,7 @@ pub enum ApiFault {
     /// The path names no device.
     #[error("The ID cannot be empty.")]
     EmptyId,
-    /// A device's name has other characters.
+    /// A device's name has a character that is neither alphanumeric nor an underscore.
     #[error("API Resource IDs can only contain alphanumeric characters and underscores.")]
     InvalidId,
     /// The names of a drive in path and body differ.
@@ -74,7 +74,7 @@ pub enum ApiFault {
     /// has no such limit.
     #[error("API Resource IDs have at most {0} ASCII letters, digits and underscores.")]
     Name(usize),
-    /// A guest has no more devices. Firecracker refuses them when the guest starts.
+    /// A guest cannot have more devices. Firecracker refuses them when the guest starts.
     #[error("{0} config error: a guest has at most {MAX_DEVICES} devices.")]
     TooManyDevices(&'static str),
     /// The vsock cannot be configured. Firecracker does not check.
@@ -235,7 +235,7 @@ pub enum DriveFault {
     /// It has neither a file nor a socket, or both, or settings that a socket's backend decides.
     #[error("Unable to create the virtio block device: Invalid block config.")]
     NoBackend,
-    /// A guest has no more devices. Firecracker refuses them when the guest starts.
+    /// A guest cannot have more devices. Firecracker refuses them when the guest starts.
     #[error("Unable to create the virtio block device: a guest has at most {MAX_DEVICES} devices.")]
     TooMany,
     /// A started guest has no such drive.
@@ -244,7 +244,8 @@ pub enum DriveFault {
          Please verify the request arguments."
     )]
     Unknown,
-    /// A change of a started guest's drive changes nothing, as only that of a vhost-user drive may.
+    /// The request changes nothing of a started guest's drive. Firecracker accepts that only for a
+    /// vhost-user drive.
     #[error(
         "Unable to patch the block device: Block: Running method expected different backend. \
          Please verify the request arguments."
@@ -353,7 +354,8 @@ pub enum LoadFault {
          from file: Failed to restore guest memory: {0}"
     )]
     OtherMemory(String),
-    /// Its memory is to have pages of the host's pool, which a private mapping of a file cannot.
+    /// Its memory is to have pages of the host's pool, which a private mapping of a file cannot
+    /// have.
     #[error(
         "Failed to restore from snapshot: Failed to load guest memory: Error creating guest memory \
          from file: Cannot restore hugetlbfs backed snapshot by mapping the memory file. Please \
@@ -446,7 +448,7 @@ pub enum NetFault {
          {0}"
     )]
     NoTun(#[source] io::Error),
-    /// A guest has no more devices. Firecracker refuses them when the guest starts.
+    /// A guest cannot have more devices. Firecracker refuses them when the guest starts.
     #[error("Could not create the network device: a guest has at most {MAX_DEVICES} devices.")]
     TooMany,
     /// A started guest has no such interface.

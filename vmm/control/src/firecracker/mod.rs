@@ -1,9 +1,9 @@
 //! Firecracker's API without HTTP: the JSON types, the parser of requests, and the state machine
 //! that decides what each request does.
 //!
-//! `fault` <- `model` <- `operation` <- `parse`; `config` <- `saved`, `state` <- `guest`. None of
-//! these does I/O: the owner of a [`MicroVm`] performs its actions. Only `guest`, `balloon` and
-//! `changes` ask a guest, once there is one. `config_file` turns the file of `--config-file` into
+//! `fault` <- `model` <- `operation` <- `parse`; `config` <- `saved`, `state` <- `guest`. Only
+//! `guest`, `balloon` and `changes` ask a guest, once there is one. The others do no I/O: the owner
+//! of a [`MicroVm`] performs its actions. `config_file` turns the file of `--config-file` into
 //! operations. `metrics` counts requests, and makes lines of the counts.
 
 mod answer;

@@ -71,8 +71,8 @@ impl Jobs {
         Ok(number)
     }
 
-    /// Requests what was written since the last answer of watch `number`. The answer comes once
-    /// that one is at least `wait` ago. No answer comes if the watch ends earlier.
+    /// Requests what was written since the last answer of watch `number`. The answer arrives once
+    /// `wait` has passed since the last answer. No answer arrives if the watch ends earlier.
     ///
     /// # Errors
     ///

@@ -61,8 +61,8 @@ struct PauseState {
     jobs: u32,
     /// Whether one of these jobs is the migration.
     migration_pauses: bool,
-    /// The state that the operator wants when no job has paused the guest; meaningful only while
-    /// one has.
+    /// The state that the operator wants once no job keeps the guest paused. Meaningful only while
+    /// a job does.
     wanted: RunState,
     /// Whether a migration decides the guest's state, so that the operator must not change it.
     migrating: bool,
@@ -75,8 +75,8 @@ impl PauseState {
     /// must resume it, or the guest was paused, in which case the job is not counted.
     fn add_job(&mut self, role: JobRole) -> RunState {
         if role == JobRole::Migration && self.wanted == RunState::Paused {
-            // For the migration the guest was paused, so it will not resume it. The operator
-            // cannot resume it during the migration either.
+            // The migration is told that the guest was paused, so it does not resume the guest.
+            // The operator cannot resume the guest during the migration either.
             return RunState::Paused;
         }
         self.jobs += 1;
@@ -187,7 +187,7 @@ impl PauseControl {
         Ok(KeptPause(self))
     }
 
-    /// Returns whether the operator lets the guest run, of which a snapshot is to be taken.
+    /// Returns whether the operator lets the guest run when a snapshot of it is to be taken.
     pub(super) fn runs_for_snapshot(&self) -> Result<bool, OperatorError> {
         Ok(self.wanted_for_snapshot(&self.lock())? == RunState::Running)
     }
@@ -293,9 +293,10 @@ impl Drop for KeptPause<'_> {
 /// The job that uses a [`JobGuest`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum JobRole {
-    /// For a checkpoint the guest always ran, so that it ends each pause that it begins.
+    /// A checkpoint is always told that the guest ran, so that the checkpoint ends each pause that
+    /// it begins.
     Checkpoint,
-    /// A migration receives the guest's state, because the destination must continue in the same
+    /// A migration is told the guest's state, because the destination must continue in the same
     /// state.
     Migration,
 }

@@ -160,7 +160,7 @@ pub(super) fn take(
         let guest = pauses.guest_for(JobRole::Checkpoint);
         create_live_snapshot(&*guest, base.changes.as_mut(), &request)
     } else {
-        // Before memory is written, so that what it says of a drive is on the drive.
+        // Before memory is written, so that every write that it counts as done is on the drive.
         flush(vm)?;
         create_snapshot(vm, base.changes.as_mut(), &request)
     };

@@ -137,7 +137,7 @@ impl DirtyWatch {
 
     /// Waits until the window is as long as `length`, or the guest has ended. Returns `false` if
     /// the client has disconnected, or the guest no longer exists. The window then continues, for
-    /// a client that may still come.
+    /// another request that may still arrive.
     pub(super) fn await_window(&self, length: Duration, has_left: impl Fn() -> bool) -> bool {
         loop {
             let Some(over) = self.is_over() else { return false };
@@ -155,8 +155,8 @@ impl DirtyWatch {
     /// Ends the window and starts the next one.
     pub(super) fn end_window(&mut self, vm: &dyn Vm) -> WatchWindow {
         let epoch = self.writes.drain();
-        // Read before anything else: what is harvested in between counts in this window here, and
-        // in the next one there.
+        // Read immediately after the drain: a frame that is harvested in between counts in this
+        // window for its vCPU, and in the next one for its bin.
         let vcpu_writes = vm.vcpu_writes();
         let start = std::mem::replace(&mut self.window_start, Instant::now());
         let seconds = self.window_start.saturating_duration_since(start).as_secs_f64();

@@ -89,7 +89,7 @@ pub struct OpenedTap {
     pub id: String,
     /// A file for each queue pair.
     queues: Vec<OpenedFile>,
-    /// Keep other processes of this host from using the tap.
+    /// Sockets that keep other processes of this host from using the tap.
     claims: Arc<[UnixDatagram]>,
     /// Whether the files are those of a guest that continues here from another process of this
     /// host. Frames that wait in them belong to that process until the guest runs here.

@@ -24,8 +24,8 @@ pub(crate) const PM1A_EVENT: u16 = 0x600;
 pub(crate) const PM1A_CONTROL: u16 = 0x604;
 /// ACPI's own interrupt, at its usual number on a PC. Nothing here raises it.
 pub(crate) const SCI: u8 = 9;
-/// Interrupt of the generation ID's event device. On PCs it belongs to the coprocessor, which no
-/// machine has any more.
+/// Interrupt of the generation ID's event device. On PCs it belongs to the external coprocessor,
+/// which the guest does not have.
 pub(crate) const GENERATION_EVENT: u8 = 13;
 
 const PM1: std::ops::Range<u16> = PM1A_EVENT..PM1A_CONTROL + 2;

@@ -1,5 +1,5 @@
 //! Counters of the parts of a machine that [`DeviceStats`](super::DeviceStats) does not cover. Each
-//! counter is independent: the thread that serves the part writes it, and any thread may read it.
+//! counter is independent: the threads that serve the part write it, and any thread may read it.
 
 use std::sync::Arc;
 

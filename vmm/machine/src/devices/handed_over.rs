@@ -64,10 +64,10 @@ impl From<HandedOverError> for GuestError {
     }
 }
 
-/// Sockets whose names keep other processes away from a tap.
+/// Number of sockets whose names keep other processes away from a tap.
 const CLAIMS: usize = 2;
 
-/// Files of a vsock device: its listener, and those by which its connections move.
+/// Number of files of a vsock device: its listener, and two by which its connections move.
 const VSOCK_FILES: usize = 3;
 
 /// Returns the name of a device's files. `None` if the device has none.

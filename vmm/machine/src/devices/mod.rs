@@ -9,7 +9,8 @@
 //! ```
 //!
 //! The registers of virtio devices start at 0xd000_0000, in the memory hole, one page per device.
-//! Interrupt 13 tells an ACPI guest that its generation ID has changed.
+//! A guest of Firecracker's API may have a boot timer at 0xc000_0000. Interrupt 13 tells an ACPI
+//! guest that its generation ID has changed.
 //!
 //! KVM emulates the interrupt controllers, the timer and the local APICs.
 

@@ -121,7 +121,7 @@ struct RunningInput {
 }
 
 impl InputThread {
-    /// Starts reading for COM1 of `bus`. Returns `None` if standard input is nothing that can be
+    /// Starts reading for COM1 of `bus`. Returns `None` if standard input is of a kind that is not
     /// read.
     fn start(bus: Arc<Bus>) -> io::Result<Option<Self>> {
         let Some(source) = source(io::stdin().as_fd()) else { return Ok(None) };

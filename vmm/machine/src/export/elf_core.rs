@@ -78,7 +78,7 @@ impl PrStatus {
         let selector = |segment: &kvm_segment| u64::from(segment.selector);
         // gdb numbers threads from 1.
         let ids = [id + 1, 0, 0, 0];
-        // The word between rdi and rip is a system call number; -1 stands for none.
+        // The word between rdi and rip is a system call number; -1 means none.
         let no_call = u64::MAX;
         let regs = [
             r.r15,

@@ -29,7 +29,8 @@ const CLOCKED: [u8; 23] = [
     0x66, 0xba, 0xf8, 0x03, 0xb0, b'R', 0xee, 0xeb, 0xfe,
 ];
 
-/// A source of zeroed pages, one of which may be damaged. Reads return once the gate is closed.
+/// A source of zeroed pages, one of which may be damaged. Each read waits for a message from
+/// `gate`, or until its sender is dropped.
 struct ZeroPageSource {
     frames: FrameSet,
     damaged: Option<Gfn>,
@@ -77,7 +78,7 @@ fn state() -> Vec<Section> {
     machine.save_state().unwrap()
 }
 
-/// Returns a machine that fetches both frames lazily, and the sender that keeps the gate shut.
+/// Returns a machine that fetches both frames lazily, and a sender: reads wait until it is dropped.
 fn restoring(test: &str, damaged: Option<Gfn>) -> Option<(Arc<KvmMachine>, Sender<()>)> {
     if !kvm_or_skip(test) {
         return None;

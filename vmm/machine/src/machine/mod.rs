@@ -12,10 +12,10 @@
 //!
 //! Each arrow is an [`actor`](crate::actor)'s inbox. The supervisor waits for vCPUs and devices,
 //! each with a time limit. A vCPU waits for the collector, and for a device whose register it has
-//! written; it runs the jobs in its inbox while it waits. The collector and the devices wait for no
-//! thread of the machine. Therefore nothing here can deadlock: after the time limit a request that
-//! meets a stuck backend fails with the device's name. The same holds for the next request and for
-//! the guest's end.
+//! written; it runs the jobs in its inbox while it waits. A device waits for the `opener` thread,
+//! with a time limit. The collector and the opener wait for no thread of the machine. Therefore
+//! nothing here can deadlock: after the time limit a request that meets a stuck backend fails with
+//! the device's name. The same holds for the next request and for the guest's end.
 
 mod build;
 mod dirty_tracking;

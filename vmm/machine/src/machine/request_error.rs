@@ -34,7 +34,7 @@ pub(super) enum SupervisorError {
     /// A page of a guest that is being restored is lost.
     #[error("{0}")]
     Lost(String),
-    /// A vCPU did not answer.
+    /// A vCPU or the supervisor did not answer.
     #[error("{cause}")]
     Call {
         what: &'static str,

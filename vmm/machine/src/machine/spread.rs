@@ -30,13 +30,13 @@ pub(super) struct Spread(Vec<(Pid, CpuSet)>);
 impl Spread {
     /// Keeps the last thread on the caller's processor and the others from it, as far as each may
     /// use those processors. Costs two system calls for each thread, and two or three when this is
-    /// dropped. Does nothing for a single thread, for more threads than processors, and nothing
-    /// that the kernel refuses.
+    /// dropped. Does nothing for a single thread, or for more threads than processors. A thread
+    /// whose change the kernel refuses keeps its affinity.
     pub(super) fn of(threads: &[Pid]) -> Self {
         let mut kept = Self::default();
         let here = usize::try_from(processor()).ok().filter(|here| *here < CpuSet::MAX_CPU);
         let (Some(here), [first, .., last]) = (here, threads) else { return kept };
-        // The kernel has no such call for more processors than a set can have.
+        // The call fails on a kernel with more processors than a set can have.
         let Ok(allowed) = sched_getaffinity(Some(*first)) else { return kept };
         if threads.len() > allowed.count() as usize {
             return kept;
@@ -57,7 +57,8 @@ impl Spread {
         kept
     }
 
-    /// Whether any thread is kept from a processor. If so, there are enough processors for all.
+    /// Returns whether any thread is kept from a processor. If so, there are enough processors for
+    /// all.
     pub(super) fn keeps_any(&self) -> bool {
         !self.0.is_empty()
     }
@@ -97,8 +98,8 @@ fn restore(thread: Pid, before: &CpuSet, all: &CpuSet) {
     }
 }
 
-/// Whether a thread that could use `before` had an affinity of its own, if it can use `most` once
-/// it may use all processors.
+/// Returns whether a thread that could use `before` had an affinity of its own, if it can use
+/// `most` once it may use all processors.
 fn is_own(before: &CpuSet, most: Option<CpuSet>) -> bool {
     most.as_ref() != Some(before)
 }

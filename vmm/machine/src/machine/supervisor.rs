@@ -148,8 +148,8 @@ impl Supervisor {
                 return Ok((RunState::Running, since));
             }
             Halted::TimedOut(why) => {
-                // The guest continues as if no pause had been requested. A vCPU that has
-                // not paused in time receives the resume as well.
+                // The guest continues as if no pause had been requested. A vCPU that has not paused
+                // in time receives the resume as well.
                 self.bus.virtio().resume();
                 self.resume_all();
                 return Err(call_failed("pausing the guest")(why));

@@ -3,8 +3,8 @@
 //! before it overwrites it.
 //!
 //! Filling took half the time of writing on one machine. The row "eager: restored" of
-//! `cargo bench -p tests --bench restore` shows it, run as root and as a user that may not use
-//! userfaultfd, whose memory is written.
+//! `cargo bench -p tests --bench restore` shows it: run as root, it fills; run as a user that may
+//! not use userfaultfd, it writes.
 
 use std::io;
 

@@ -27,11 +27,11 @@ fn content(gfn: u64) -> u8 {
     (gfn % 251) as u8 + 1
 }
 
-/// A page source that delivers a frame only when the gate allows it.
+/// A page source whose reads wait until the test allows them.
 struct FakePageSource {
     frames: FrameSet,
     first: Vec<FrameRun>,
-    /// Once the gate is closed, reads no longer wait.
+    /// Each read waits for one message. Once the sender is dropped, reads do not wait.
     gate: Receiver<()>,
     damaged: Option<Gfn>,
     calls: Arc<Mutex<SourceCalls>>,
@@ -118,8 +118,8 @@ fn option_sets() -> impl Iterator<Item = MemoryOptions> {
     })
 }
 
-/// Returns memory with a lazy restore of `frames`, the sender that opens the gate (one message for
-/// each read, or dropping it), and the receiver of losses.
+/// Returns memory with a lazy restore of `frames`, the sender that allows reads (one message for
+/// each read, or dropping it for all), and the receiver of losses.
 #[allow(clippy::type_complexity)]
 fn restoring(
     test: &str,
@@ -316,7 +316,7 @@ fn hanging_storage_does_not_keep_the_memory() {
         drop(memory);
         done.send(()).unwrap();
     });
-    // The gate stays shut: no read ever returns.
+    // No message is sent, so no read returns.
     dropped.recv_timeout(SOON).unwrap();
     drop(open);
 }
@@ -353,7 +353,7 @@ fn recorded_working_set_is_fetched_first() {
             id.send(rustix::thread::gettid().as_raw_pid()).unwrap();
             byte(&ram, 0x10_0003)
         });
-        // The first read waits at the gate, so the fault is second.
+        // The first read waits for a message, so the fault is second.
         wait_until_blocked(started.recv().unwrap());
         drop(open);
         assert_eq!(reader.join().unwrap(), content(0x10_0003), "{options:?}");

@@ -332,9 +332,9 @@ impl Memory {
     /// Populates the frames of `run` that lie in this memory.
     ///
     /// Uses huge pages where they fit into the run, the options leave the choice open, and huge
-    /// pages are currently the cheaper way. Mostly 512 frames then cost as much as a few. If the
-    /// kernel cannot populate (before 5.14) or has no memory, the frames get memory at their first
-    /// write.
+    /// pages are currently the cheaper way. One huge page then usually costs as much as a few small
+    /// ones. If the kernel cannot populate (before 5.14) or has no memory, the frames get memory at
+    /// their first write.
     ///
     /// Does nothing to memory from the huge page pool that another process has handed over: its
     /// holes cannot be told from its pages, and would be filled.

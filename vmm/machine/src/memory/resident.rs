@@ -114,7 +114,7 @@ fn in_file(
     Ok(())
 }
 
-/// Most frames of a piece. To find and populate them takes a quarter of a millisecond.
+/// Maximum frames of a piece. To find and populate them takes a quarter of a millisecond.
 pub(super) const PIECE_FRAMES: u64 = 256;
 
 /// Finds the first frames of a region from `from` on that may be in its memory file. Adds those
@@ -146,8 +146,8 @@ pub(super) fn piece_in_file(
     let piece = FrameRun { start: Gfn(first), count: PIECE_FRAMES.min(all.end().0 - first) };
     let address = region.as_ptr() as u64 + (first - all.start.0) * PAGE_SIZE;
     let mut is_in_memory = [0; PIECE_FRAMES as usize];
-    // SAFETY: the range is part of the region's mapping, and the kernel writes one byte for each of
-    // its pages, of which there are no more than bytes.
+    // SAFETY: the range is part of the region's mapping. The kernel writes one byte for each of its
+    // pages, and the array has a byte for each.
     let result = unsafe {
         libc::mincore(address as *mut _, piece.bytes() as usize, is_in_memory.as_mut_ptr())
     };

@@ -142,8 +142,8 @@ impl MemoryWriteProtection {
     /// Opens write protection of `ram`; `None` if its pages or the host do not support it.
     ///
     /// While no frame is protected, the guest writes as fast as before (`tests/bench/cadence.rs`).
-    /// For a memory file, the kernel no longer maps pages around a touched one, and khugepaged
-    /// fills no holes.
+    /// While a memory file is registered, the kernel maps no pages around a touched one, and
+    /// khugepaged fills no holes.
     pub(super) fn open(
         ram: &GuestRam,
         protected: &Arc<ProtectedFrames>,

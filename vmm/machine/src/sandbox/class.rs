@@ -16,7 +16,7 @@ pub enum Class {
     Supervisor,
     /// Copies serial output.
     Serial,
-    /// Writes the log.
+    /// Writes the log, or does the last work before a fatal signal ends the process.
     Log,
     /// Copies serial input, and raises the port's interrupt for it.
     SerialInput,

@@ -19,10 +19,9 @@
 //! another thread act for it, and that thread may do what the first row allows.
 //!
 //! A forbidden call ends the process with `SIGSYS`, or with the exit code that `fatal_signals` has
-//! for it, and a line that names the thread and the call.
-//! Filters are seccomp's (`seccomp.rs`). Domains are landlock's (`landlock.rs`), which older
-//! kernels lack; a warning then says so. A process that has not called [`start`], such as a test,
-//! is not restricted.
+//! for it, and a line that names the thread and the call. Filters are seccomp's (`seccomp.rs`).
+//! Domains are landlock's (`landlock.rs`), which older kernels lack; a warning then says so. A
+//! process that has not called [`start`], such as a test, is not restricted.
 //!
 //! A process that is configured over Firecracker's API closes its sandbox in two steps. Until its
 //! guest starts, the first row may use any file, because clients may name any; [`close`] then

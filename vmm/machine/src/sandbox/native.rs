@@ -34,7 +34,7 @@ extern "C" fn on_violation(_: c_int, info: *mut siginfo_t, context: *mut c_void)
     }
     // Ends a process that has an exit code for this.
     fatal_signals::end(libc::SIGSYS, info.code, forbidden);
-    // Every filter allows this call. A failure cannot be reported to anyone.
+    // Every filter allows this call. A failure cannot be reported any more.
     let _ = crate::terminal::restore();
     // SIGSYS is blocked in its handler, so this call, which no filter allows, ends the process by
     // that signal.

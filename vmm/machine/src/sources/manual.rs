@@ -23,7 +23,7 @@ use crate::tracking::TrackingMode;
 /// The kernel scans a thousand clean words in the time that one call takes, with its locks and its
 /// flush of all vCPUs' TLBs.
 const MAX_GAP: usize = 1024;
-/// Most words in one call: those of 512 MiB, so that the lock is held for milliseconds at most.
+/// Maximum words in one call: those of 512 MiB, so that the lock is held for milliseconds at most.
 const MAX_WORDS_PER_CALL: usize = 2048;
 
 /// Dirty source that reads bitmaps and write-protects frames in separate calls.

@@ -109,7 +109,7 @@ impl Counters {
 
     /// Returns the completed pauses.
     pub(crate) fn pauses(&self) -> VcpuPauses {
-        // Pairs with the store: `last` is at least as new as `pauses`.
+        // Pairs with the release in `count_pause`: `last` is at least as new as `pauses`.
         let pauses = self.pauses.load(Ordering::Acquire);
         let resumed_us = Some(self.resumed_us.load(Ordering::Relaxed)).filter(|us| *us != 0);
         VcpuPauses {

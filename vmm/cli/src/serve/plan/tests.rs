@@ -84,7 +84,7 @@ fn root_is_named_before_inits_arguments() {
 
 #[test]
 fn long_command_line_is_refused() {
-    // Two bytes of room, and the final 0.
+    // The limit without the final 0 and without the added parameter.
     let room = 2048 - 1 - " pci=off".len();
     assert!(TestConfig::new(Some(&"x".repeat(room))).plan().is_ok());
     let refusal = TestConfig::new(Some(&"x".repeat(room + 1))).plan().unwrap_err();

@@ -41,7 +41,7 @@ async fn displaced_connection_ends_while_it_writes() {
         let flushed = poll_fn(|context| Pin::new(&mut stream).poll_flush(context)).await;
         (wrote.map_err(|e| e.kind()), flushed.map_err(|e| e.kind()))
     });
-    // The task waits.
+    // The task runs until it waits.
     tokio::task::yield_now().await;
     let mut others = Vec::new();
     for _ in 0..MAX_IDLE {
@@ -122,7 +122,7 @@ async fn silent_connection_ends() {
     let (mut stream, _) = listener.accept().await;
     let mut sent = 0;
     loop {
-        // Each of these bytes puts the end off.
+        // Each of these bytes postpones the end.
         if sent < 4 {
             tokio::time::sleep(limit / 3).await;
             client.try_write(b"x").unwrap();

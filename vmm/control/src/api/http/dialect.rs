@@ -130,8 +130,8 @@ impl HttpFault {
     }
 
     /// Returns whether the connection ends after the refusal, in either dialect: the end of the
-    /// request is unknown then, and its rest must not be read as further requests. Firecracker has
-    /// only the last of these reasons, and keeps the connection.
+    /// request is unknown then, and its rest must not be read as further requests. Of these
+    /// reasons, Firecracker has only `PayloadTooLarge`, and keeps the connection.
     pub(super) fn ends_connection(&self) -> bool {
         match self {
             Self::HeadTooLarge

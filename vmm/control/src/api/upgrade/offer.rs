@@ -82,8 +82,8 @@ pub fn notify_socket() -> Option<String> {
     env::var_os("NOTIFY_SOCKET").map(|address| address.to_string_lossy().into_owned())
 }
 
-/// An offer whose receiver is ready for the guest. Dropping it tells the receiver that the guest
-/// does not come, unless it has come.
+/// An offer whose receiver is ready for the guest. Dropping it before the guest has been handed
+/// over tells the receiver that the guest will not arrive.
 #[derive(Debug)]
 pub(crate) struct AcceptedOffer(UnixStream);
 

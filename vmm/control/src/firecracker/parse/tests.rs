@@ -22,7 +22,9 @@ fn refusal(method: &str, path: &str, body: &str) -> String {
     }
 }
 
-/// Each of the 38 operations with the least that it accepts, and the start of its debug output.
+/// The 38 requests that Firecracker documents, with each action and each state, and a DELETE. Each
+/// has a body that it accepts and that uses nothing deprecated, and the start of the operation's
+/// debug output.
 const OPERATIONS: &[(&str, &str, &str, &str)] = &[
     ("GET", "/", "", "GetInstance"),
     ("GET", "/version", "", "GetVersion"),

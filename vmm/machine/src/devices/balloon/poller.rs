@@ -57,8 +57,8 @@ impl StatisticsPoller {
     }
 
     /// Reads the driver's statistics. With `give_back`, the driver gets its buffer back and is to
-    /// send new ones; else the buffer stays in the queue. A driver has one buffer. If there are
-    /// more, all but the last are given back.
+    /// send new ones. Otherwise the buffer stays in the queue. A driver has one buffer. If there
+    /// are more, all but the last are given back.
     pub(super) fn take(
         &mut self,
         ring: &mut DeviceRing,

@@ -14,8 +14,8 @@ use serde::{Deserialize, Serialize};
 
 /// Bytes of an entry: a little-endian `u16` tag and a little-endian `u64` value.
 const ENTRY_BYTES: usize = 10;
-/// Most bytes that are read of a buffer. Linux sends 16 entries. A longer buffer is not read at
-/// all: the limit bounds the time that one takes, and leaves room for tags of later kernels.
+/// Most bytes of a buffer. A longer buffer is not read at all. The limit bounds the time that a
+/// buffer takes. Linux sends 16 entries, so there is room for tags of later kernels.
 pub(super) const MAX_BYTES: u32 = 256 * ENTRY_BYTES as u32;
 
 /// Names of the values, by their tags.

@@ -22,7 +22,7 @@ pub(crate) struct DriveSource {
     pub(super) copy_before_write: Arc<CopyBeforeWrite>,
     /// The flusher, which can open the file again.
     pub(super) flusher: CurrentFlusher,
-    /// Whether the disk has another file or size than at the guest's start, so that it cannot be
+    /// Whether the disk's file or size was exchanged since the guest's start, so that it cannot be
     /// copied.
     pub(super) is_exchanged: Arc<AtomicBool>,
 }

@@ -44,7 +44,7 @@ struct CurrentDisk {
     file: FileIdentity,
     /// The path that was given last, as it was given; `None` before the first exchange.
     given: Option<PathBuf>,
-    /// Whether the file or the size is another one than at the guest's start.
+    /// Whether the file or the size was exchanged since the guest's start.
     is_exchanged: bool,
 }
 
@@ -115,8 +115,8 @@ impl DiskFileControl {
         self.0.current.lock().given.clone()
     }
 
-    /// Returns whether the disk has another file or size than at the guest's start. Checkpoints and
-    /// migrations would copy the first file.
+    /// Returns whether the disk's file or size was exchanged since the guest's start, even if the
+    /// disk has its first file again. Checkpoints and migrations cannot copy the disk then.
     pub fn is_exchanged(&self) -> bool {
         self.0.current.lock().is_exchanged
     }

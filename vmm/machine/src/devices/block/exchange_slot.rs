@@ -50,7 +50,7 @@ impl ExchangeSlot {
     }
 
     /// Ends the exchange for the caller, and closes what the device does not have. Returns the
-    /// outcome, or `None` if the device has not exchanged its file: it will not do so any more.
+    /// outcome, or `None` if the device has not exchanged its file and will not do so later.
     pub(super) fn close(&self) -> Option<Result<(), DiskError>> {
         let ended = std::mem::take(&mut *self.0.lock());
         match ended {

@@ -31,8 +31,9 @@ pub(super) struct DiskFile {
     flusher: Arc<Flusher>,
 }
 
-/// Returns `bytes` and `block_bytes` of [`DiskConfig`] for the file at `path`: its size in whole
-/// sectors, and the size of its blocks if the file consists of whole blocks, else of a sector.
+/// Returns `bytes` and `block_bytes` of [`DiskConfig`] for the file at `path`: its size in bytes,
+/// which is a multiple of a sector, and the size of its blocks. If the file does not consist of
+/// whole blocks, the block size is that of a sector.
 ///
 /// # Errors
 ///

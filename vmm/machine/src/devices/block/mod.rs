@@ -109,7 +109,7 @@ pub(super) struct BlockDevice {
     next_token: u64,
     /// Where another file is offered.
     slot: Arc<ExchangeSlot>,
-    /// Whether the disk has got another file or size since the guest's start.
+    /// Whether the disk's file or size was exchanged since the guest's start.
     is_exchanged: Arc<AtomicBool>,
     counters: Arc<DiskCounters>,
     state: BlockState,

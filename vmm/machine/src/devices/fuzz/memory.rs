@@ -9,8 +9,8 @@ use crate::memory::{Backing, HugePages, Memory, MemoryOptions};
 
 /// Start address and size in bytes of the two slots. The memory between them is unmapped.
 const SLOTS: [(u64, u64); 2] = [(0, 0x4_0000), (0x10_0000, 0x1_0000)];
-/// A check reads one in this many of the frames that no device has marked, different ones each
-/// time. Reading all of them after every step would take most of a fuzzer's time.
+/// Of the frames that the device has not marked, a check reads one in this many, different ones
+/// each time. Reading all of them after every step would take most of a fuzzer's time.
 const ONE_IN: u64 = 8;
 const ZEROS: [u8; PAGE_SIZE as usize] = [0; PAGE_SIZE as usize];
 

@@ -56,7 +56,8 @@ use crate::config::{NetConfig, OpenedTap};
 use crate::metadata::MetadataStore;
 
 const QUEUE_SIZE: u16 = 256;
-/// Most reads of a tap in a row that give no frame. After these the tap counts as broken.
+/// Most failed or too short reads of a tap in a row. After these the device stops reading until the
+/// next event.
 const MAX_BAD_FRAMES: u32 = 64;
 /// Token of the announcement timer. Lower tokens are the tap's queues.
 const ANNOUNCE: u32 = 1 << 16;

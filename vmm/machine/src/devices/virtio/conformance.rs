@@ -371,7 +371,7 @@ fn changing_rings_do_no_harm(tested: &TestedDevice<'_>) {
                 ram.write_obj((n >> 20) as u16 & 0x1f, GuestAddress(at)).unwrap();
             }
         });
-        // Ends the other thread even if something below fails: else it would run for ever.
+        // Ends the other thread even if something below fails. Otherwise it would run for ever.
         let _ending = SetOnDrop(&end);
         for _ in 0..200 {
             driver.post(tested.queue, &pieces);

@@ -29,7 +29,7 @@ pub(crate) struct Script {
     pub(crate) refuses_release: AtomicBool,
     /// Whether the thread gets stuck in the next request, or in the next look at the queue.
     pub(crate) stuck: AtomicBool,
-    /// Whether the thread has got stuck.
+    /// Whether the thread has been stuck.
     pub(crate) got_stuck: AtomicBool,
     /// Whether the device was released.
     pub(crate) released: AtomicBool,

@@ -188,7 +188,7 @@ impl DeviceRing {
                 self.needs_round = true;
                 return Ok(None);
             }
-            // A look that finds no chain counts, too: a driver might move its index to and fro.
+            // An attempt that finds no chain counts, too: a driver can change its index repeatedly.
             self.budget -= 1;
             let broken = |cause| Violation::Available { queue: self.number, size, cause };
             let available = self.queue.iter(ram).map_err(broken)?.next();

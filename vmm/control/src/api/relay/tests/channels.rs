@@ -91,8 +91,8 @@ fn stuck_receiver_ends_connections() {
     let mut closed = [PollFd::new(&receiver, PollFlags::RDHUP)];
     let limit = Timespec { tv_sec: TIMEOUT.as_secs() as i64, tv_nsec: 0 };
     assert_eq!(poll(&mut closed, Some(&limit)).unwrap(), 1, "the channel is still open");
-    // Those that the channel had room for are in it.
-    // The descriptors that arrive are closed, because this read has no room for them.
+    // The channel has the connections for which it had room. Their descriptors are closed, because
+    // this read has no room for them.
     let mut sent = Vec::new();
     receiver.read_to_end(&mut sent).unwrap();
     assert!((1..60).contains(&sent.len()), "{}", sent.len());

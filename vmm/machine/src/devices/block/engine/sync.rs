@@ -10,7 +10,8 @@ use crate::devices::block::file::DiskFile;
 use crate::devices::block::operation::{DiskOperation, DiskWork};
 use crate::devices::virtio::Buffer;
 
-/// Bytes that one system call transfers: on the stack, as many as a request of Linux often has.
+/// Most bytes that one system call transfers, through a buffer on the stack. Many requests of Linux
+/// have no more.
 const CHUNK_BYTES: usize = 32 << 10;
 
 /// Performs an operation and waits for its end.
@@ -29,7 +30,7 @@ pub(super) fn perform(
 }
 
 fn work(disk: &DiskFile, work: &DiskWork, ram: &GuestRam) -> io::Result<()> {
-    // Not by the file's position, which another process has as well once the disk is offered to it.
+    // Offsets are explicit: a process to which the disk is offered shares the file's position.
     let file = disk.file();
     match work {
         DiskWork::Read { offset, to } => by_chunks(to.pieces(), *offset, |bytes, at, addr| {

@@ -10,8 +10,8 @@ const TEST: &str = "devices::block::tests::killed::disk_of_a_killed_process_is_f
 /// Environment variable that names the disk for the process that is killed.
 const DISK: &str = "KILLED_DISK";
 
-/// Writes and flushes 16 requests at a time until the process is killed. Prints a line when the
-/// first are done.
+/// Makes 16 writes and a flush at a time until the process is killed. Prints a line after each
+/// time.
 fn work_until_killed(path: &Path) -> ! {
     let config = crate::testing::disk("d", path, BYTES);
     let mut block = BlockDevice::open(&config, 2, VmId::random(), None).unwrap();
@@ -33,7 +33,7 @@ fn work_until_killed(path: &Path) -> ! {
 }
 
 /// The kernel closes the files of a killed process's io_uring a little after the process has ended.
-/// A process that opens the disk immediately gets it.
+/// A process that opens the disk at once still gets the lock.
 #[test]
 fn disk_of_a_killed_process_is_free() {
     if let Some(path) = std::env::var_os(DISK) {

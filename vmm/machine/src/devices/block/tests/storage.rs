@@ -16,7 +16,7 @@ fn not_run(program: &str, why: impl std::fmt::Display) -> io::Error {
 }
 
 /// Returns whether the host has any of the disk in its page cache. The test does not read the disk,
-/// because that would fill the cache. The error is that of a host that does not tell.
+/// because that would fill the cache. Fails on a host that cannot tell.
 fn is_cached(disk: &Disk) -> io::Result<bool> {
     let mut fincore = Command::new("fincore");
     let output = fincore.args(["--noheadings", "--output", "PAGES"]).arg(disk.file.path()).output();
