@@ -29,10 +29,10 @@ cat <<'TEXT'
 
 This page is the program's own help. `docs/cli.sh` generates it.
 
-Sizes are a number and nothing, `K`, `M` or `G`, or `KiB`, `MiB` or `GiB` (powers of two), such as
-`64M` or `1.5G`. `MB`, which others read as a power of ten, is refused. Sizes inside
-`--guest payload,..` are whole numbers with the same units. Durations are numbers and `ms`, `s`,
-`m`, `h` or `d`, such as `100ms` or `"1h 30m"`, in whole milliseconds. Results go to standard
+Sizes are a number and nothing, `K`, `M`, `G` or `T`, or `KiB`, `MiB`, `GiB` or `TiB` (powers of
+two), such as `64M` or `1.5G`. `MB`, which others read as a power of ten, is refused. Sizes inside
+`--guest payload,..` are whole numbers with these units up to `GiB`. Durations are numbers and `ms`,
+`s`, `m`, `h` or `d`, such as `100ms` or `"1h 30m"`, in whole milliseconds. Results go to standard
 output, everything else to standard error. Every command with results has `--json`.
 [Exit codes](exit-codes.md) are the same for all commands. The options under *Output* of the first
 block, except `--version`, belong to every command.

@@ -53,7 +53,7 @@ const SILENCE_MS: u64 = 200;
 const UNDISTURBED: f64 = 1.0;
 
 /// Answers, one every 20 ms, after which a booted guest is idle.
-const SETTLED: u64 = 500;
+const IDLE_AFTER: u64 = 500;
 
 /// A guest with its checkers, its disk and its current process.
 struct CheckedGuest<'t> {
@@ -373,8 +373,8 @@ fn a_connection_survives_moves_with_little_silence() {
     let checkers = "driftline.check=tcp driftline.tcp=every=60s";
     let mut process = linux.boot("vmlinux", &network.hosts[0], &scratch, "stay0", checkers, &args);
     // A kernel that has just booted has background work for some seconds.
-    let mut echo = EchoClient::start(&linux, &network.peer, &scratch, "settling");
-    echo.wait_answers(SETTLED);
+    let mut echo = EchoClient::start(&linux, &network.peer, &scratch, "idle");
+    echo.wait_answers(IDLE_AFTER);
     echo.finish();
     let (mut silences, mut disturbed) = (Vec::new(), Vec::new());
     // The long form ends after twenty undisturbed moves.

@@ -60,10 +60,10 @@ impl ProtectionAvailability {
     pub(crate) fn failed(
         &mut self,
         policy: &CopyPolicy,
-        phase: EpochStep,
+        step: EpochStep,
         cause: &EpochFailure,
     ) -> bool {
-        match (phase, cause) {
+        match (step, cause) {
             // Failures of drives do not concern it.
             (EpochStep::CopyDrives, _) => return false,
             (
@@ -103,8 +103,8 @@ impl WaitAvailability {
     }
 
     /// Records that an epoch failed for `cause`.
-    pub(crate) fn failed(&mut self, policy: &CopyPolicy, phase: EpochStep, cause: &EpochFailure) {
-        if let (EpochStep::CopyDrives, EpochFailure::Stalled(_)) = (phase, cause) {
+    pub(crate) fn failed(&mut self, policy: &CopyPolicy, step: EpochStep, cause: &EpochFailure) {
+        if let (EpochStep::CopyDrives, EpochFailure::Stalled(_)) = (step, cause) {
             self.epochs_to_skip = policy.rest_after_stall;
             tracing::warn!(
                 "disks that change much are copied in the pause for {} checkpoints: {cause}",
@@ -130,12 +130,12 @@ mod tests {
             || EpochFailure::NoThread { thread: "copy", cause: io::Error::other("limit") },
             || EpochFailure::ThreadEnded { thread: "copy" },
         ];
-        for phase in [EpochStep::Protect, EpochStep::CopyInBackground] {
+        for step in [EpochStep::Protect, EpochStep::CopyInBackground] {
             for cause in causes {
                 let mut availability = ProtectionAvailability::default();
-                availability.failed(&policy, phase, &cause());
+                availability.failed(&policy, step, &cause());
                 let skipped = availability.epochs_to_skip;
-                assert_eq!(skipped, policy.rest_after_failure, "{phase}: {}", cause());
+                assert_eq!(skipped, policy.rest_after_failure, "{step}: {}", cause());
             }
         }
         let mut availability = ProtectionAvailability::default();

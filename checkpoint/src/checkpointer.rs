@@ -42,6 +42,8 @@ use crate::staging::{Staging, StagingLimits};
 ///   next one takes the lock again, unless another writer has it.
 /// - A sync failed: what reached the disk is unknown.
 ///
+/// Drop waits, without a limit, until every epoch in flight is durable or has failed.
+///
 /// ```
 /// use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
 /// use driftline_checkpoint::{Checkpointer, restore};
@@ -213,11 +215,15 @@ impl Checkpointer {
     /// limit, before the next epoch. A full epoch first copies populated memory while the guest
     /// runs, and then, a few times, what changed meanwhile.
     ///
+    /// Waits for the storage of the store without a limit: a sync that has begun cannot be given
+    /// up.
+    ///
     /// # Errors
     ///
     /// The epoch is not stored; what changed in it is in the next one (I4).
     pub fn take(&mut self) -> Result<EpochReport, CheckpointError> {
-        // A series leaves no epoch in flight, unless its callback has panicked.
+        // A series leaves epochs in flight if it was cancelled while the storage did not answer, or
+        // if its callback has panicked.
         while self.land(None).is_some() {}
         let PendingEpoch { epoch, state } = self.begin();
         match state {
@@ -267,9 +273,9 @@ impl Checkpointer {
         let state = match launched {
             Ok(committing) => PendingState::Committing(Box::new(committing)),
             Err(failed) => {
-                let FailedStep { phase, cause } = &failed;
-                tracing::warn!(full, %phase, %cause, "not stored");
-                self.planner.failed(*phase, cause);
+                let FailedStep { step, cause } = &failed;
+                tracing::warn!(full, %step, %cause, "not stored");
+                self.planner.failed(*step, cause);
                 // No epoch holds what was copied for a failed full one; the next epoch copies it
                 // again.
                 self.note_failure(cause, full);
@@ -335,7 +341,7 @@ impl Checkpointer {
                 // of memory.
                 self.note_failure(&cause, full || answer.lost);
                 self.failure.files |= answer.thread_ended;
-                Err(self.failed(epoch, FailedStep { phase: EpochStep::Publish, cause }))
+                Err(self.failed(epoch, FailedStep { step: EpochStep::Publish, cause }))
             }
         };
         self.recover_from_failure(answer.last);
@@ -343,8 +349,8 @@ impl Checkpointer {
     }
 
     fn failed(&self, epoch: u64, failed: FailedStep) -> CheckpointError {
-        let FailedStep { phase, cause } = failed;
-        CheckpointError { epoch, phase, guest: self.guest.run_state(), cause }
+        let FailedStep { step, cause } = failed;
+        CheckpointError { epoch, step, guest: self.guest.run_state(), cause }
     }
 
     fn note_failure(&mut self, cause: &EpochFailure, chain: bool) {
@@ -377,7 +383,7 @@ impl Checkpointer {
     /// Ensures that the store's files are open and were not replaced, and that an epoch number is
     /// left. Returns what the next epoch needs.
     fn make_ready(&mut self) -> Result<Ready<'_>, FailedStep> {
-        let failed = |cause| FailedStep { phase: EpochStep::Begin, cause };
+        let failed = |cause| FailedStep { step: EpochStep::Begin, cause };
         let begin = |e: StoreError| failed(e.into());
         if self.next > MAX_EPOCH {
             let (dir, last) = (self.store.location().to_owned(), self.next - 1);

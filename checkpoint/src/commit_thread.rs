@@ -40,8 +40,8 @@ impl CommitAnswer {
     }
 }
 
-/// A [`Committer`] on its own thread. Drop waits until every epoch handed over is durable or has
-/// failed.
+/// A [`Committer`] on its own thread. Drop waits, without a limit, until every epoch handed over is
+/// durable or has failed.
 #[derive(Debug)]
 pub(crate) struct CommitThread {
     requests: Option<Sender<CommitRequest>>,
@@ -90,7 +90,7 @@ impl CommitThread {
                 }
             }
         };
-        let thread = thread::Builder::new().name("checkpoint-sync".into());
+        let thread = thread::Builder::new().name("store-commit".into());
         // The thread logs in the span of the same guest.
         let span = tracing::Span::current();
         let thread = thread.spawn(move || span.in_scope(work));

@@ -51,8 +51,8 @@ impl CopyPlanner {
 
     /// Records that an epoch failed for `cause` before it was handed over. Returns whether the next
     /// epochs are copied in the pause because of that.
-    pub(crate) fn failed(&mut self, phase: EpochStep, cause: &EpochFailure) -> bool {
-        self.write_waits.failed(&self.policy, phase, cause);
-        self.protection.failed(&self.policy, phase, cause)
+    pub(crate) fn failed(&mut self, step: EpochStep, cause: &EpochFailure) -> bool {
+        self.write_waits.failed(&self.policy, step, cause);
+        self.protection.failed(&self.policy, step, cause)
     }
 }

@@ -54,7 +54,7 @@ impl Epoch<'_> {
         let (paused, saved) = step(EpochStep::Pause, || Paused::saving(*guest))?;
         let sections = step(EpochStep::Save, || saved)?;
         let changed = step(EpochStep::Drain, || paused.drain(subscription))?;
-        step(EpochStep::Drain, || disks.begin(&mut **file))?;
+        step(EpochStep::CopyDrives, || disks.begin(&mut **file))?;
         let handled = handle(&changed, &mut **file)?;
         step(EpochStep::Resume, || paused.resume())?;
         let resumed = Instant::now();

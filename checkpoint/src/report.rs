@@ -36,7 +36,8 @@ pub enum EpochStep {
     CopyInBackground,
     /// Writing frames to the page file.
     Write,
-    /// Copying changed blocks of drives, while the guest runs.
+    /// Copying changed blocks of drives: puts them under copy-before-write in the pause, and copies
+    /// them while the guest runs.
     CopyDrives,
     /// Making the frames durable, and then the log that says where they are.
     Publish,
@@ -45,7 +46,7 @@ pub enum EpochStep {
 impl fmt::Display for EpochStep {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::Begin => "beginning",
+            Self::Begin => "opening the store",
             Self::Subscribe => "starting to track writes",
             Self::CopyLive => "copying memory",
             Self::Pause => "pausing the guest",
@@ -55,9 +56,9 @@ impl fmt::Display for EpochStep {
             Self::CopyInBackground => "copying changed pages in the background",
             Self::Save => "saving the guest's state",
             Self::Resume => "resuming the guest",
-            Self::Write => "writing",
+            Self::Write => "writing pages to the store",
             Self::CopyDrives => "copying changed disk blocks",
-            Self::Publish => "publishing",
+            Self::Publish => "making the checkpoint durable",
         })
     }
 }
@@ -65,19 +66,19 @@ impl fmt::Display for EpochStep {
 /// A step that failed, which ends its epoch.
 #[derive(Debug)]
 pub(crate) struct FailedStep {
-    pub(crate) phase: EpochStep,
+    pub(crate) step: EpochStep,
     pub(crate) cause: EpochFailure,
 }
 
 /// Runs one step, with an event at its beginning and one at its end.
 pub(crate) fn step<T, E: Into<EpochFailure>>(
-    phase: EpochStep,
+    step: EpochStep,
     act: impl FnOnce() -> Result<T, E>,
 ) -> Result<T, FailedStep> {
-    tracing::debug!(?phase, "begin");
+    tracing::debug!(?step, "begin");
     let since = Instant::now();
-    let result = act().map_err(|e| FailedStep { phase, cause: e.into() });
-    tracing::debug!(?phase, ok = result.is_ok(), us = since.elapsed().as_micros() as u64, "end");
+    let result = act().map_err(|e| FailedStep { step, cause: e.into() });
+    tracing::debug!(?step, ok = result.is_ok(), us = since.elapsed().as_micros() as u64, "end");
     result
 }
 
@@ -178,14 +179,14 @@ pub enum DriveRefusal {
 /// An epoch that was not stored. Nothing is lost: what changed in it is in the next one (I4).
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "checkpoint {epoch} is not stored: {phase} failed: {cause}; the guest is {guest}{}",
+    "checkpoint {epoch} is not stored: {step} failed: {cause}; the guest is {guest}{}",
     next_has_it(*guest)
 )]
 pub struct CheckpointError {
     /// The number it would have had.
     pub epoch: u64,
     /// The step that failed.
-    pub phase: EpochStep,
+    pub step: EpochStep,
     /// The guest's state after the failure: as before, unless it could not be resumed.
     pub guest: RunState,
     /// The reason.

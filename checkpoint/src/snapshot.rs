@@ -200,7 +200,7 @@ impl Snapshot<'_> {
                 .spawn_scoped(scope, move || span.in_scope(|| copier.run()))
                 .map_err(|cause| EpochFailure::NoThread { thread: COPY_THREAD, cause });
             let copying =
-                copying.map_err(|cause| FailedStep { phase: EpochStep::Protect, cause })?;
+                copying.map_err(|cause| FailedStep { step: EpochStep::Protect, cause })?;
             let background =
                 Background { epoch, protection, released, late_room, to_copier, full, to_guest };
             let taken = background.take(early);
@@ -209,8 +209,8 @@ impl Snapshot<'_> {
             let saved = copying.join().unwrap_or_else(|_| panicked());
             // Report the copy thread's error first: the other error may follow from it. The copy
             // thread never fails because of an error of this thread.
-            let phase = EpochStep::CopyInBackground;
-            let saved = saved.map_err(|cause| FailedStep { phase, cause })?;
+            let step = EpochStep::CopyInBackground;
+            let saved = saved.map_err(|cause| FailedStep { step, cause })?;
             Ok(MemoryCopy { saved, ..taken? })
         })
     }

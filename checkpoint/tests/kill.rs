@@ -168,9 +168,7 @@ fn child_fills_a_small_disk() {
     let Some(dir) = child_dir() else { return };
     let config = MemoryConfig { working_set: 100, ..MemoryConfig::small() };
     let guest = MemoryGuest::start(config).unwrap();
-    while guest.writes() < 400 {
-        std::thread::yield_now();
-    }
+    guest.wait_for_writes(400);
     let store = Store::create_or_open(&dir).unwrap();
     let mut checkpointer = Checkpointer::new(guest.clone(), store).unwrap();
     checkpointer.take().unwrap();

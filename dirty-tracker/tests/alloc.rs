@@ -53,11 +53,9 @@ static GLOBAL: CountingAllocator = CountingAllocator;
 #[test]
 #[cfg_attr(miri, ignore = "counts allocations, which takes miri minutes")]
 fn harvest_insert_drain_commit_allocates_nothing() {
-    const SIZE: usize = if cfg!(miri) { 128 } else { 1024 };
+    const SIZE: usize = 1024;
     const PUSHES: u64 = SIZE as u64 * 7 / 8;
-    // Under miri just enough to fill the list of a small epoch.
-    let words: u64 = if cfg!(miri) { 1 << 11 } else { 1 << 14 };
-    let slot = Slot { id: SlotId(0), base: Gfn(0), frames: 64 * words };
+    let slot = Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 20 };
     let tracker = Arc::new(Tracker::new(Layout::new([slot]).unwrap()));
     let mut subscriptions =
         [tracker.subscribe("checkpoint").unwrap(), tracker.subscribe("migration").unwrap()];
@@ -84,9 +82,9 @@ fn harvest_insert_drain_commit_allocates_nothing() {
         subscriptions.iter_mut().for_each(|s| s.drain().commit());
     };
     // The first rounds size the buffers.
-    (0..if cfg!(miri) { 3 } else { 8 }).for_each(&mut round);
+    (0..8).for_each(&mut round);
     let before = allocations();
-    (8..if cfg!(miri) { 10 } else { 40 }).for_each(&mut round);
+    (8..40).for_each(&mut round);
     assert_eq!(allocations() - before, 0, "allocations in the steady state");
 }
 

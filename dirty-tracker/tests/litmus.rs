@@ -8,7 +8,7 @@
 mod skip;
 
 use std::hint::spin_loop;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
 
@@ -18,9 +18,22 @@ use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
 struct CacheLine(AtomicU64);
 
 impl CacheLine {
-    fn wait_for(&self, value: u64) {
+    /// Waits for `value`. Fails once the other thread has panicked.
+    fn wait_for(&self, value: u64, panicked: &AtomicBool) {
         while self.0.load(Ordering::Acquire) != value {
+            assert!(!panicked.load(Ordering::Relaxed), "the other thread has panicked");
             spin_loop();
+        }
+    }
+}
+
+/// Sets the flag if its thread panics, so that the other thread does not wait for ever.
+struct PanicFlag<'f>(&'f AtomicBool);
+
+impl Drop for PanicFlag<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.store(true, Ordering::Relaxed);
         }
     }
 }
@@ -32,11 +45,14 @@ fn lost_writes(rounds: u64, mark: impl Fn(&Tree, FrameRun) + Sync) -> u64 {
     let run = FrameRun { start: Gfn(7), count: 1 };
     let page: [CacheLine; 16] = Default::default();
     let (ready, go, done) = (CacheLine::default(), CacheLine::default(), CacheLine::default());
+    let panicked = AtomicBool::new(false);
     let mut lost = 0;
     std::thread::scope(|scope| {
+        let _flag = PanicFlag(&panicked);
         scope.spawn(|| {
+            let _flag = PanicFlag(&panicked);
             for round in 1..=rounds {
-                ready.wait_for(round);
+                ready.wait_for(round, &panicked);
                 // Marked before, and too much for the list of a small epoch.
                 tree.mark(FrameRun { start: Gfn(0), count: 64 * 8 }).unwrap();
                 go.0.store(round, Ordering::Release);
@@ -50,12 +66,12 @@ fn lost_writes(rounds: u64, mark: impl Fn(&Tree, FrameRun) + Sync) -> u64 {
         for round in 1..=rounds {
             std::hint::black_box(page.iter().map(|l| l.0.load(Ordering::Relaxed)).sum::<u64>());
             ready.0.store(round, Ordering::Release);
-            go.wait_for(round);
+            go.wait_for(round, &panicked);
             (0..round / 7 % 5).for_each(|_| spin_loop());
             runs.clear();
             tree.drain_into(&mut runs);
             let copied = page[15].0.load(Ordering::Relaxed);
-            done.wait_for(round);
+            done.wait_for(round, &panicked);
             let taken = !runs.is_empty();
             runs.clear();
             tree.drain_into(&mut runs);

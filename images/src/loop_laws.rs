@@ -227,6 +227,15 @@ fn damaged_loop_is_not_taken_for_the_guests() {
         ("/batch", u64::MAX),
         ("/report_ns", u64::MAX),
         ("/end_passes", 0),
+        ("/pacer/last_ns", u64::MAX),
+        ("/pacer/slice_end_ns", u64::MAX),
+        ("/next_report_ns", u64::MAX),
+        ("/spin_until_ns", u64::MAX),
+        ("/error_lines", ERROR_LINES + 1),
+        ("/workload/passes", u64::MAX),
+        ("/workload/pages", u64::MAX),
+        ("/workload/errors", u64::MAX),
+        ("/workload/swept", u64::MAX),
     ] {
         let mut damaged = saved.clone();
         *damaged.pointer_mut(field).unwrap() = value.into();

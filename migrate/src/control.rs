@@ -40,7 +40,7 @@ impl fmt::Display for Phase {
             Self::Waiting => "before it began",
             Self::Connect => "while connecting",
             Self::Setup => "in setup",
-            Self::Precopy => "in precopy",
+            Self::Precopy => "in pre-copy",
             Self::SwitchOver => "in switch-over",
             Self::HandOver => "in the hand-over",
             Self::InDoubt => "in doubt",

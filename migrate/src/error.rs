@@ -162,14 +162,16 @@ pub enum Cause {
     #[error("the guest built here has another memory layout than its source: {0}")]
     LayoutDiffers(LayoutDifference),
     /// A part of the guest is too large for the protocol.
-    #[error("{what} has {found} bytes or pieces; a migration carries at most {limit}")]
+    #[error("{what} has {found} {unit}; a migration carries at most {limit}")]
     TooLarge {
         /// The part.
         what: &'static str,
-        /// Its size, in bytes or pieces.
+        /// Its size.
         found: u64,
         /// The protocol's limit.
         limit: u64,
+        /// The unit of both, in the plural.
+        unit: &'static str,
     },
     /// COMMIT did not arrive in time.
     #[error("the source did not send COMMIT within {after:?} of PREPARED")]
@@ -417,9 +419,14 @@ pub enum BuildFailure {
     },
 }
 
-/// Fails if a part of the guest exceeds the protocol's limit.
-pub(crate) fn fits(what: &'static str, found: u64, limit: u64) -> Result<(), Cause> {
-    if found > limit { Err(Cause::TooLarge { what, found, limit }) } else { Ok(()) }
+/// Fails if a part of the guest exceeds the protocol's limit, which is in the same unit.
+pub(crate) fn fits(
+    what: &'static str,
+    found: u64,
+    limit: u64,
+    unit: &'static str,
+) -> Result<(), Cause> {
+    if found > limit { Err(Cause::TooLarge { what, found, limit, unit }) } else { Ok(()) }
 }
 
 impl From<TransportError> for Cause {
@@ -496,4 +503,16 @@ pub struct ReceiveError {
     pub cause: Cause,
     /// Whether PREPARED may have been sent. The source may then be in doubt.
     pub was_prepared: bool,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn oversized_part_is_named_with_its_unit() {
+        fits("the guest's state", 2, 2, "sections").unwrap();
+        let error = fits("the guest's state", 3, 2, "sections").unwrap_err().to_string();
+        assert_eq!(error, "the guest's state has 3 sections; a migration carries at most 2");
+    }
 }

@@ -6,6 +6,9 @@ use std::time::Duration;
 
 use tests::{GuestConsole, SOON};
 
+/// Clock ticks in a second in `/proc`: 100 on every architecture that KVM runs on.
+const USER_HZ: f64 = 100.0;
+
 /// Processor times of a source and a destination.
 pub struct CpuTimes {
     pids: [u32; 2],
@@ -26,9 +29,7 @@ impl CpuTimes {
 
 /// Waits until the guest has completed a pass over its working set.
 pub fn wait_for_pass(console: &GuestConsole, vcpus: u32) {
-    tests::wait_for("a pass of the guest", Duration::from_secs(120), || {
-        console.last_reports(vcpus)?.iter().all(|r| r.passes > 0).then_some(())
-    });
+    console.wait_first_pass(vcpus, Duration::from_secs(120));
     console.wait_reports(vcpus, 1, SOON);
 }
 
@@ -50,5 +51,5 @@ fn stat(pid: u32) -> Vec<String> {
 fn cpu_s(pid: u32) -> f64 {
     let fields = stat(pid);
     let ticks = |at: usize| fields.get(at).and_then(|f| f.parse::<f64>().ok()).unwrap_or(f64::NAN);
-    (ticks(11) + ticks(12)) / 100.0
+    (ticks(11) + ticks(12)) / USER_HZ
 }

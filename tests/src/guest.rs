@@ -78,6 +78,14 @@ impl GuestConsole {
         self.last_reports(vcpus).unwrap_or_default()
     }
 
+    /// Waits until every vCPU has reported a pass over its part of the working set.
+    pub fn wait_first_pass(&self, vcpus: u32, limit: Duration) {
+        let what = format!("a first pass of {vcpus} vCPUs on {}", self.path.display());
+        wait_for(&what, limit, || {
+            self.last_reports(vcpus)?.iter().all(|r| r.passes > 0).then_some(())
+        });
+    }
+
     /// Waits until every vCPU has visited, and so checked, all its pages since its first report on
     /// this console, and none has found an error. With a random pattern it has made as many visits
     /// as it has pages, and has swept a part in order. The pass of the first report does not count,

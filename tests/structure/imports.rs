@@ -1,4 +1,5 @@
-//! Imports between the modules of each crate contain no circle.
+//! Imports between the modules of each crate contain no circle. No two top-level modules import
+//! each other, not even through different children.
 //!
 //! A module imports another if a `use` or a path in it names an item of the other module. A
 //! re-exported item counts where it is defined, through any number of re-exports, so a parent may
@@ -380,6 +381,16 @@ fn circles(imports: &BTreeMap<Module, BTreeSet<Module>>) -> BTreeSet<BTreeSet<Mo
     circles
 }
 
+/// Returns the pairs of top-level modules that import each other, each with all its children.
+fn pairs(imports: &BTreeMap<Module, BTreeSet<Module>>) -> Vec<[&str; 2]> {
+    let mut tops = BTreeSet::new();
+    for (module, others) in imports {
+        let pairs = others.iter().filter_map(|other| Some([module.first()?, other.first()?]));
+        tops.extend(pairs.map(|pair| pair.map(String::as_str)));
+    }
+    tops.iter().copied().filter(|[a, b]| a < b && tops.contains(&[*b, *a])).collect()
+}
+
 fn reachable(imports: &BTreeMap<Module, BTreeSet<Module>>, from: &Module) -> BTreeSet<Module> {
     let mut reached = BTreeSet::new();
     let mut left: Vec<_> = imports[from].iter().collect();
@@ -403,22 +414,43 @@ fn no_two_modules_import_each_other() {
             }
             let read = Crate::read(&root);
             modules += read.0.len();
-            for circle in circles(&read.imports()) {
+            let imports = read.imports();
+            for circle in circles(&imports) {
                 let names: Vec<_> = circle.iter().map(|module| module.join("::")).collect();
                 found.push(format!("{}: {}", member.name, names.join(", ")));
             }
+            let pairs = pairs(&imports);
+            found.extend(pairs.iter().map(|pair| format!("{}: {}", member.name, pair.join(", "))));
         }
     }
     assert!(modules > 100, "only {modules} modules were found");
     assert!(found.is_empty(), "modules that import one another: {found:#?}");
 }
 
-/// Returns the circles of a crate with these files.
-fn circles_of(files: &[(&str, &str)]) -> Vec<BTreeSet<Module>> {
+/// Returns the imports of a crate with these files.
+fn imports_of(files: &[(&str, &str)]) -> BTreeMap<Module, BTreeSet<Module>> {
     let dir = tempfile::tempdir().unwrap();
     files.iter().for_each(|(name, text)| fs::write(dir.path().join(name), text).unwrap());
-    let read = Crate::read(&dir.path().join("lib.rs"));
-    circles(&read.imports()).into_iter().collect()
+    Crate::read(&dir.path().join("lib.rs")).imports()
+}
+
+/// Returns the circles of a crate with these files.
+fn circles_of(files: &[(&str, &str)]) -> Vec<BTreeSet<Module>> {
+    circles(&imports_of(files)).into_iter().collect()
+}
+
+/// Two children of different parents import an item of the other parent.
+#[test]
+fn a_pair_of_top_level_modules_is_found() {
+    let a = "pub struct A; mod child { fn f(b: crate::b::B) {} }";
+    for (b, found) in [
+        ("pub struct B; mod child { use crate::a::A; }", &[["a", "b"]][..]),
+        ("pub struct B; mod child { use super::B; }", &[]),
+    ] {
+        let imports = imports_of(&[("lib.rs", "mod a; mod b;"), ("a.rs", a), ("b.rs", b)]);
+        assert!(circles(&imports).is_empty(), "{b}");
+        assert_eq!(pairs(&imports), found, "{b}");
+    }
 }
 
 #[test]

@@ -4,9 +4,7 @@ use std::time::Duration;
 
 use driftline_machine::testing::kvm_or_skip;
 use serde_json::Value;
-use tests::{
-    Driftline, MigrationProxy, SOON, ScratchDir, json_of, one_at_a_time, repeats, wait_for,
-};
+use tests::{Driftline, MigrationProxy, SOON, ScratchDir, json_of, one_at_a_time, repeats};
 
 /// Time limit for reports of a throttled guest.
 const REPORT_LIMIT: Duration = Duration::from_secs(120);
@@ -33,10 +31,7 @@ fn plan_and_migrate(case: &PlanCase) -> (Value, Value) {
     let scratch = ScratchDir::new();
     let machine = ["--mem", "256M", "--vcpus", case.vcpus];
     let mut source = Driftline::run(&scratch, "source", case.guest, &machine);
-    wait_for("a pass of the guest", REPORT_LIMIT, || {
-        let reports = source.console().last_reports(1)?;
-        reports.iter().all(|r| r.passes > 0).then_some(())
-    });
+    source.console().wait_first_pass(1, REPORT_LIMIT);
     let bandwidth = format!("{}M", case.link_mib_per_s);
     let plan = source.cli("plan", &["--bandwidth", &bandwidth, "--json"]);
     let stderr = String::from_utf8_lossy(&plan.stderr).into_owned();

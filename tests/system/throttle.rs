@@ -22,10 +22,7 @@ fn start(scratch: &ScratchDir, guest: &str, vcpus: u32, tracking: &str) -> Drift
     let count = vcpus.to_string();
     let machine = ["--mem", "256M", "--vcpus", &count, "--tracking", tracking];
     let vm = Driftline::run(scratch, "source", guest, &machine);
-    wait_for("a pass of every vCPU", REPORT_LIMIT, || {
-        let reports = vm.console().last_reports(vcpus)?;
-        reports.iter().all(|r| r.passes > 0).then_some(())
-    });
+    vm.console().wait_first_pass(vcpus, REPORT_LIMIT);
     vm
 }
 

@@ -49,9 +49,7 @@ fn top_shows_hot_range_and_write_rate() {
 fn shows_hot_range_and_write_rate(mode: &str) {
     let scratch = ScratchDir::new();
     let vm = Driftline::run(&scratch, "guest", GUEST, &["--mem", "256M", "--tracking", mode]);
-    wait_for("a pass of the guest", SOON * 2, || {
-        vm.console().last_reports(1)?.iter().all(|r| r.passes > 0).then_some(())
-    });
+    vm.console().wait_first_pass(1, SOON * 2);
     let before = progress(&vm);
     let out = vm.cli("top", &["--once", "--json", "--interval", "1s"]);
     let stderr = String::from_utf8_lossy(&out.stderr).into_owned();

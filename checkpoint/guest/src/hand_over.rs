@@ -8,7 +8,7 @@ use crate::shared_guest::SharedGuest;
 
 /// Maximum number of bytes that [`HandOver::detach`] returns. They are sent during the downtime,
 /// and the guest's peers decide how many arrive.
-pub const MAX_QUEUED_PACKETS: usize = 256 << 10;
+pub const MAX_QUEUED_PACKET_BYTES: usize = 256 << 10;
 
 /// Where a released guest continues.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -58,9 +58,10 @@ pub trait HandOver: Send + Sync {
     fn release(&self, next: NextHost) -> Result<(), GuestError>;
 
     /// Releases a released guest's taps, too. Returns what has arrived for the guest since its
-    /// state was saved: opaque, at most [`MAX_QUEUED_PACKETS`] bytes, for [`attach`](Self::attach)
-    /// on the next host. If the guest stays here after all, it still receives that. For
-    /// [`NextHost::This`] packets wait in the taps, which the next process has already.
+    /// state was saved: opaque, at most [`MAX_QUEUED_PACKET_BYTES`] bytes, for
+    /// [`attach`](Self::attach) on the next host. If the guest stays here after all, it still
+    /// receives that. For [`NextHost::This`] packets wait in the taps, which the next process has
+    /// already.
     ///
     /// A guest that was built on files of another process
     /// ([`GuestFactory::create_on`](crate::GuestFactory::create_on)), and whose take-over is not

@@ -67,7 +67,7 @@ pub use drive::{DriveCopy, DriveHead, GuestDrive};
 pub use error::{ClaimError, GuestError, RunState};
 pub use factory::{GuestFactory, GuestWithCopies};
 pub use guest::Guest;
-pub use hand_over::{HandOver, MAX_QUEUED_PACKETS, NextHost};
+pub use hand_over::{HandOver, MAX_QUEUED_PACKET_BYTES, NextHost};
 pub use identity::GuestIdentity;
 pub use lifecycle::{Lifecycle, Paused, SavedPause, VcpuPauses};
 pub use lineage::{Line, LineId, Origin};

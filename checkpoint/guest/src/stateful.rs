@@ -27,21 +27,17 @@ pub trait Stateful: Send + Sync {
     fn restore_state(&self, sections: &[Section], clock: Clock) -> Result<(), GuestError>;
 
     /// Returns the heads of the sections that [`save_state`](Self::save_state) returns. The guest
-    /// may be running. The default is none: this guest cannot say before it is paused.
-    fn state_heads(&self) -> Vec<SectionHead> {
-        Vec::new()
-    }
+    /// may be running. Returns none if this guest cannot say before it is paused.
+    fn state_heads(&self) -> Vec<SectionHead>;
 
     /// Refuses sections that [`restore_state`](Self::restore_state) would refuse for their heads,
-    /// so that their guest need not be paused for that. They are hostile input. The default accepts
-    /// all.
+    /// so that their guest need not be paused for that. They are hostile input. A guest that cannot
+    /// judge heads accepts all.
     ///
     /// # Errors
     ///
     /// A section is unknown and must be understood, or has an unknown version; the error names it.
-    fn check_state_heads(&self, _heads: &[SectionHead]) -> Result<(), GuestError> {
-        Ok(())
-    }
+    fn check_state_heads(&self, heads: &[SectionHead]) -> Result<(), GuestError>;
 }
 
 impl<T: Delegate<dyn Stateful>> Stateful for T {
@@ -66,8 +62,11 @@ impl<T: Delegate<dyn Stateful>> Stateful for T {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Clock {
-    /// Advances by that time: for a migration, whose downtime the guest may notice.
+    /// Advances by that time, unless it is implausibly long: for a migration, whose downtime the
+    /// guest may notice.
     Advance,
+    /// Advances by that time, however long it was: for a snapshot of any age.
+    AdvanceAnyTime,
     /// Continues from where it stopped: for a restore, which may come a year later.
     Continue,
 }

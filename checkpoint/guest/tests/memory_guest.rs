@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use driftline_dirty_tracker::FrameRun;
-use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, Op};
+use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, Op, TestDisk};
 use driftline_guest::{
     Clock, DirtyLog, GuestContents, GuestError, GuestFactory, GuestIdentity, HandOver, Lifecycle,
-    NextHost, Paused, RunState, Section, SectionTag, Stateful,
+    NextHost, Paused, RunState, Section, SectionTag, Stateful, VmId,
 };
 use vm_memory::{Bytes, GuestAddress};
 
@@ -24,9 +24,7 @@ fn copy(from: &MemoryGuest, to: &MemoryGuest, runs: impl IntoIterator<Item = Fra
 fn copy_and_later_epochs_are_complete() {
     let source =
         MemoryGuest::start(MemoryConfig { writes_per_s: 0, ..MemoryConfig::small() }).unwrap();
-    while source.writes() < 500 {
-        std::thread::yield_now();
-    }
+    source.wait_for_writes(500);
     let mut epochs = source.subscribe("test").unwrap();
     let factory = MemoryGuestFactory::default();
     let copy_guest = factory.create(source.vm_id(), &source.config()).unwrap();
@@ -47,19 +45,14 @@ fn copy_and_later_epochs_are_complete() {
     paused.keep_paused();
     source.stop("the copy runs");
     copy_guest.resume().unwrap();
-    let before = copy_guest.writes();
-    while copy_guest.writes() < before + 2000 {
-        std::thread::yield_now();
-    }
+    copy_guest.wait_for_writes(2000);
     copy_guest.verify().unwrap();
 }
 
 #[test]
 fn lost_torn_and_stray_frames_are_detected() {
     let guest = MemoryGuest::start(MemoryConfig::small()).unwrap();
-    while guest.writes() < 2000 {
-        std::thread::yield_now();
-    }
+    guest.wait_for_writes(2000);
     guest.pause().unwrap();
     guest.verify().unwrap();
     let corrupt = |at: u64, bytes: &[u8]| {
@@ -131,8 +124,18 @@ fn drive_has_one_holder_and_counts_running_guests() {
 }
 
 #[test]
+fn writes_of_read_only_drive_are_not_tracked() {
+    let disks = [TestDisk::read_only("one", 4096), TestDisk::new("two", 4096)];
+    let disks = disks.into_iter().map(Result::unwrap).collect();
+    let guest = MemoryGuest::with_disks(VmId::random(), MemoryConfig::small(), disks).unwrap();
+    let drives = guest.drives();
+    let tracked = drives.iter().map(|drive| drive.subscribe("test").unwrap().is_some());
+    assert!(tracked.eq([false, true]));
+}
+
+#[test]
 fn hostile_configurations_and_states_are_refused() {
-    let guest = MemoryGuest::new(driftline_guest::VmId::random(), MemoryConfig::small()).unwrap();
+    let guest = MemoryGuest::new(VmId::random(), MemoryConfig::small()).unwrap();
     let config = guest.config();
     let factory = MemoryGuestFactory::default();
     for len in 0..config.len() {

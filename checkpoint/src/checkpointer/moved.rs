@@ -30,7 +30,8 @@ fn or_none(epoch: Option<u64>) -> String {
 impl Checkpointer {
     /// Ends, after the guest has moved to another process. Returns what that process needs to
     /// continue the chain. The guest's writes must have been collected in its last pause here,
-    /// because this does not collect them. On return, the store is closed.
+    /// because this does not collect them. On return, the store is closed; that waits for epochs in
+    /// flight without a limit.
     pub fn into_moved(mut self) -> MovedChain {
         let chain = self.chain.take().filter(|_| !self.lock_lost);
         let dirty = chain.and_then(|mut chain| {

@@ -12,7 +12,7 @@ use crate::report::{EpochFailure, EpochStep};
 #[non_exhaustive]
 pub enum SnapshotError {
     /// The guest is not paused.
-    #[error("a snapshot is of a paused guest, and this one is {0}: pause it first")]
+    #[error("the guest is {0}: pause it before its snapshot")]
     NotPaused(RunState),
     /// The guest was resumed while its memory was written.
     #[error("the guest was resumed before its snapshot was complete: take it again")]
@@ -20,7 +20,7 @@ pub enum SnapshotError {
     /// A guest that runs has a drive that it can write to.
     #[error(
         "no live snapshot: the guest can write to drive \"{0}\", whose file would be of a later \
-         moment; pause the guest and leave out `live`, or take a checkpoint, which has its drives"
+         moment; pause the guest and do not set `live`, or take a checkpoint, which has its drives"
     )]
     LiveDrive(String),
     /// Copying a guest that runs failed.
@@ -46,7 +46,7 @@ pub enum SnapshotError {
         /// What is wrong with it.
         why: &'static str,
     },
-    /// One name for both files.
+    /// One file for both, however the paths are spelled.
     #[error("{} cannot be both the memory file and the state file: name two files", .0.display())]
     SameFile(PathBuf),
     /// Guests are loaded from the memory file, or it is being changed.

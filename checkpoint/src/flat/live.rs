@@ -132,15 +132,15 @@ impl SnapshotMemory for LiveMemory<'_> {
 impl LiveMemory<'_> {
     /// Copies memory, and the state of one moment.
     fn copy(&mut self, extent: MemoryExtent, to: &mut FlatOutput<'_>) -> Result<(), FailedStep> {
-        let most_bytes = (self.guest.layout().frames() * PAGE_SIZE).min(1 << 30);
-        let limits = StagingLimits { most_bytes, ..StagingLimits::default() };
+        let (all, limits) = (self.guest.layout().frames() * PAGE_SIZE, StagingLimits::default());
+        let limits = StagingLimits { most_bytes: limits.most_bytes.min(all), ..limits };
         let staging = &mut Staging::new(limits);
         let last = step(EpochStep::CopyLive, || self.copy_running(extent, staging, to))?;
         // About as much is to be copied in the pause if nothing can be copied after it.
         staging.grow_to(last);
         let taken = match self.pause(staging, to) {
             Err(failed) => {
-                if !self.planner.failed(failed.phase, &failed.cause) {
+                if !self.planner.failed(failed.step, &failed.cause) {
                     return Err(failed);
                 }
                 // Write protection has failed. What was copied with it is dirty again.
@@ -280,7 +280,7 @@ impl From<FailedStep> for SnapshotError {
         match failed.cause {
             EpochFailure::Store(cause) => Self::File(cause),
             EpochFailure::Guest(cause) => Self::Guest(cause),
-            cause => Self::Live { step: failed.phase, cause },
+            cause => Self::Live { step: failed.step, cause },
         }
     }
 }

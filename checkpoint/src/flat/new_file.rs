@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -17,6 +18,8 @@ const UNFINISHED: &str = "driftline-snapshot.tmp-";
 #[derive(Debug)]
 pub struct SnapshotFile {
     backend: Box<dyn Backend>,
+    /// Device and inode of its directory, which many paths may lead to.
+    dir: (u64, u64),
     name: String,
 }
 
@@ -40,14 +43,23 @@ impl SnapshotFile {
             return Err(wrong("it is not a regular file"));
         }
         let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty());
-        let backend = DirBackend::open(dir.unwrap_or(Path::new("."))).map_err(io)?;
-        Ok(Self { backend: Box::new(backend), name: name.to_owned() })
+        let dir = dir.unwrap_or(Path::new("."));
+        let backend = DirBackend::open(dir).map_err(io)?;
+        let found = fs::metadata(dir).map_err(io)?;
+        let dir = (found.dev(), found.ino());
+        Ok(Self { backend: Box::new(backend), dir, name: name.to_owned() })
     }
 
-    /// Returns the file `name` of `backend`.
+    /// Returns the file `name` of `backend`. All backends count as one directory.
     #[cfg(test)]
     pub(super) fn with_backend(backend: Box<dyn Backend>, name: &str) -> Self {
-        Self { backend, name: name.to_owned() }
+        Self { backend, dir: (0, 0), name: name.to_owned() }
+    }
+
+    /// Returns whether both are the same name in the same directory, however their paths are
+    /// spelled.
+    pub(super) fn is_same(&self, other: &Self) -> bool {
+        self.dir == other.dir && self.name == other.name
     }
 
     /// Returns its path.

@@ -63,10 +63,12 @@ pub struct SnapshotReport {
 }
 
 impl SnapshotRequest {
-    /// Fails if both files have the same name.
+    /// Fails if both paths name the same file.
     pub(super) fn check_names(&self) -> Result<(), SnapshotError> {
-        let (memory, state) = (self.memory.path(), self.state.path());
-        if memory == state { Err(SnapshotError::SameFile(state)) } else { Ok(()) }
+        match self.memory.is_same(&self.state) {
+            true => Err(SnapshotError::SameFile(self.state.path())),
+            false => Ok(()),
+        }
     }
 
     /// Writes the state of `guest` to `new`. Returns its length in bytes.

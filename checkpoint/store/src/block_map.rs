@@ -89,13 +89,13 @@ impl BlockMap {
             }
             return;
         }
-        let gone = self.chunks.extract_if(numbers, |number, chunk| {
+        let emptied = self.chunks.extract_if(numbers, |number, chunk| {
             let left = change(*number, Some(chunk));
-            let is_gone = left.is_none();
+            let is_empty = left.is_none();
             left.into_iter().for_each(|left| *chunk = left);
-            is_gone
+            is_empty
         });
-        gone.for_each(drop);
+        emptied.for_each(drop);
     }
 
     /// Returns the slots of all blocks, in the order of the blocks.

@@ -35,6 +35,18 @@ pub enum Damage {
         /// Number as it must be.
         expected: u64,
     },
+    /// A number is outside its limits.
+    #[error("{what} is {found} and should be between {min} and {max}")]
+    OutOfRange {
+        /// Name of the number.
+        what: &'static str,
+        /// Number as stored.
+        found: u64,
+        /// Lowest number that is allowed.
+        min: u64,
+        /// Highest number that is allowed.
+        max: u64,
+    },
     /// The file belongs to another guest than the others.
     #[error("the file belongs to guest {found}, the others to guest {expected}")]
     OtherVm {
@@ -170,6 +182,14 @@ pub enum Damage {
     /// Memory slots that are not a valid layout.
     #[error("the memory layout is invalid: {0}")]
     Layout(#[from] LayoutError),
+}
+
+/// Fails if `found` is not from `min` to `max`.
+pub(crate) fn in_range(what: &'static str, found: u64, min: u64, max: u64) -> Result<(), Damage> {
+    match (min..=max).contains(&found) {
+        true => Ok(()),
+        false => Err(Damage::OutOfRange { what, found, min, max }),
+    }
 }
 
 fn outside(object: u16, run: FrameRun) -> String {

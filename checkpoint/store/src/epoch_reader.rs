@@ -2,7 +2,7 @@
 //! against a limit before it is used, and each checksum is compared before the bytes are returned.
 
 use driftline_dirty_tracker::{FrameRun, Layout, PAGE_SIZE};
-use driftline_format::{MAX_SECTIONS, MAX_STATE, RECORD_HEAD_LEN, RecordHead, is_zero};
+use driftline_format::{RECORD_HEAD_LEN, RecordHead, is_zero};
 use driftline_guest::{DriveHead, Section, SectionTag};
 
 use crate::damage::Damage;
@@ -11,7 +11,8 @@ use crate::limits::SECTOR;
 use crate::object::{Objects, decode_drives};
 use crate::records::{
     Commit, Digest, Front, StoredRun, TAG_COMMIT, TAG_DRIVES, TAG_EPOCH, TAG_FRAMES, TAG_LAYOUT,
-    TAG_STORE, TAG_ZEROS, decode_frames, decode_head, decode_layout, decode_zeros, is_known, limit,
+    TAG_STORE, TAG_ZEROS, check_sections, decode_frames, decode_head, decode_layout, decode_zeros,
+    is_known, limit,
 };
 use crate::sectors::{DATA, LogPosition, SectorError, SectorKind, Sectors};
 
@@ -146,7 +147,7 @@ pub(crate) struct EpochReader<'l> {
     /// Drives of which the epoch has blocks.
     pub(crate) drives: Vec<DriveHead>,
     /// End of the epoch, and the place of the next, once all is read.
-    pub(crate) ended: Option<(Commit, LogPosition)>,
+    ended: Option<(Commit, LogPosition)>,
     first: LogPosition,
     /// Tag that the records have reached: frames, zeros, sections, the end.
     stage: u16,
@@ -250,6 +251,17 @@ impl<'l> EpochReader<'l> {
         }
     }
 
+    /// Reads and checks what is left of the epoch. Returns its end, and the place of the next
+    /// epoch.
+    pub(crate) fn read_end(&mut self) -> Result<(Commit, LogPosition), SectorError> {
+        loop {
+            if let Some(ended) = self.ended {
+                return Ok(ended);
+            }
+            self.next()?;
+        }
+    }
+
     /// Returns the object whose frames a record has.
     fn object(&self, head: RecordHead) -> Result<u16, SectorError> {
         let objects = Objects { layout: &self.layout, drives: &self.drives };
@@ -262,10 +274,7 @@ impl<'l> EpochReader<'l> {
     fn section(&mut self, head: RecordHead) -> Result<Record<'_>, SectorError> {
         self.sections += 1;
         self.state_bytes += u64::from(head.length);
-        if self.sections > MAX_SECTIONS || self.state_bytes > MAX_STATE {
-            let (what, found) = ("the size of all state sections", self.state_bytes);
-            return Err(self.cursor.damaged(Damage::Mismatch { what, found, expected: MAX_STATE }));
-        }
+        check_sections(self.sections, self.state_bytes).map_err(|e| self.cursor.damaged(e))?;
         Ok(Record::Section(Section {
             tag: SectionTag(head.tag),
             instance: head.instance,

@@ -85,14 +85,12 @@ impl EpochWriter {
         // No reader would accept a longer configuration.
         let tag = SectionTag::CONFIG.0;
         match new.config.len() {
-            length if length > limit(tag) as usize => Err(new.too_long(tag, length)),
+            length if length > limit(tag) as usize => Err(new.refused(too_long(tag, length))),
             _ => Ok(new),
         }
     }
 
-    fn too_long(&self, tag: u16, length: usize) -> StoreError {
-        let length = u32::try_from(length).unwrap_or(u32::MAX);
-        let cause = FormatError::TooLong { tag, length, limit: limit(tag).min(MAX_SECTION) };
+    fn refused(&self, cause: FormatError) -> StoreError {
         StoreError::State { epoch: self.front.epoch, cause }
     }
 
@@ -161,16 +159,27 @@ impl EpochWriter {
     ///
     /// # Errors
     ///
-    /// [`StoreError::State`] if the tag is not allowed, or the limits of sections are exceeded.
+    /// [`StoreError::SectionTag`] if the tag is not allowed; [`StoreError::State`] if the limits of
+    /// sections are exceeded.
     pub fn section(&mut self, section: &Section) -> Result<(), StoreError> {
         let (tag, length) = (section.tag.0, section.bytes.len());
-        self.state_bytes += length as u64;
         // The configuration is stored elsewhere, and must not be among the sections.
-        let misplaced = tag >= TAG_STORE || tag <= SectionTag::CONFIG.0;
-        let many = self.sections.len() as u64 + 2 > u64::from(MAX_SECTIONS);
-        if misplaced || many || length > limit(tag) as usize || self.state_bytes > MAX_STATE {
-            return Err(self.too_long(tag, length));
+        if tag >= TAG_STORE || tag <= SectionTag::CONFIG.0 {
+            return Err(StoreError::SectionTag { tag });
         }
+        if length > limit(tag) as usize {
+            return Err(self.refused(too_long(tag, length)));
+        }
+        // The configuration counts as a section.
+        let (found, limit) = (self.sections.len() + 2, MAX_SECTIONS);
+        if found > limit as usize {
+            return Err(self.refused(FormatError::TooManySections { found, limit }));
+        }
+        let (length, limit) = (self.state_bytes + length as u64, MAX_STATE);
+        if length > limit {
+            return Err(self.refused(FormatError::FileTooLong { length, limit }));
+        }
+        self.state_bytes = length;
         self.sections.push(section.clone());
         Ok(())
     }
@@ -179,7 +188,7 @@ impl EpochWriter {
     /// freed.
     pub fn finish(mut self) -> WrittenEpoch {
         // In a full epoch, zeros need not be recorded.
-        let old = self.entries.settle(self.front.parent.is_none());
+        let old = self.entries.keep_latest(self.front.parent.is_none());
         self.pages.give_back(&old);
         WrittenEpoch(self)
     }
@@ -232,8 +241,50 @@ impl WrittenEpoch {
     }
 }
 
+fn too_long(tag: u16, length: usize) -> FormatError {
+    let length = u32::try_from(length).unwrap_or(u32::MAX);
+    FormatError::TooLong { tag, length, limit: limit(tag).min(MAX_SECTION) }
+}
+
 /// Returns the time in milliseconds since 1970 by the host's clock.
 pub fn unix_ms() -> u64 {
     let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     since.map_or(0, |d| d.as_millis() as u64)
+}
+
+#[allow(clippy::unwrap_used)]
+#[cfg(all(test, feature = "testing"))]
+mod tests {
+    use driftline_guest::VmId;
+    use driftline_guest::testing::{MemoryConfig, MemoryGuest};
+
+    use super::*;
+    use crate::committer::Committer;
+    use crate::store::Store;
+    use crate::testing::MemoryDisk;
+
+    #[test]
+    fn refused_section_is_named_by_its_reason() {
+        let guest = MemoryGuest::new(VmId::random(), MemoryConfig::still()).unwrap();
+        let store = Store::with_backend(Box::new(MemoryDisk::default()), true).unwrap();
+        let committer = Committer::create(&Arc::new(store), &*guest).unwrap();
+        let refusal = |tag, length, count| {
+            let pages = committer.pages().clone();
+            let mut writer = EpochWriter::new(pages, 1, &*guest, None, Vec::new()).unwrap();
+            let section = Section::new(SectionTag(tag), 0, vec![0; length]);
+            (0..count).find_map(|_| writer.section(&section).err()).unwrap().to_string()
+        };
+        for tag in [0, 1, TAG_STORE] {
+            let why = refusal(tag, 1, 1);
+            assert!(why.ends_with(&format!("no section may have the tag {tag:#06x}")), "{why}");
+        }
+        for (length, count, expected) in [
+            ((4 << 20) + 1, 1, "a record of tag 2 claims 4194305 bytes, more than the 4194304"),
+            (0, 4096, "it has 4097 state sections, more than the 4096 allowed"),
+            (4 << 20, 17, "bytes, more than the 67108864 allowed"),
+        ] {
+            let why = refusal(2, length, count);
+            assert!(why.contains(expected), "{why}");
+        }
+    }
 }

@@ -173,6 +173,12 @@ pub enum StoreError {
         #[source]
         cause: FormatError,
     },
+    /// The guest's state has a section with a tag that is not a state section's.
+    #[error("the guest's state cannot be stored: no section may have the tag {tag:#06x}")]
+    SectionTag {
+        /// The section's tag.
+        tag: u16,
+    },
     /// The guest's state is larger than what a snapshot can have.
     #[error("the guest's state cannot be in a snapshot: {0}")]
     SnapshotState(FormatError),

@@ -64,8 +64,8 @@ impl Stretch {
 /// The frames of an epoch, and their places.
 #[derive(Default)]
 pub(crate) struct Entries {
-    /// Stretches in the order in which they were added. After `settle`, they ascend, and each frame
-    /// is in one of them.
+    /// Stretches in the order in which they were added. After `keep_latest`, they ascend, and each
+    /// frame is in one of them.
     stretches: Vec<Stretch>,
     crcs: Vec<u32>,
 }
@@ -95,7 +95,7 @@ impl Entries {
 
     /// Keeps the last entry of each frame; with `forget_zeros`, keeps no zeros. Returns the slots
     /// that are no longer needed. Nothing may be added after this.
-    pub(crate) fn settle(&mut self, forget_zeros: bool) -> Vec<SlotRun> {
+    pub(crate) fn keep_latest(&mut self, forget_zeros: bool) -> Vec<SlotRun> {
         self.stretches.sort_unstable_by_key(|s| (s.start, s.age()));
         let mut old = Vec::new();
         // If any two stretches have a frame in common, so have two neighbours.
@@ -116,7 +116,7 @@ impl Entries {
         old
     }
 
-    /// Returns the frames that are not zeros, ascending after `settle`.
+    /// Returns the frames that are not zeros, ascending after `keep_latest`.
     pub(crate) fn stored(&self) -> impl Iterator<Item = StoredFrame> + Clone {
         let stored = self.stretches.iter().filter(|s| s.is_stored());
         stored.flat_map(|s| {
@@ -126,12 +126,13 @@ impl Entries {
         })
     }
 
-    /// Returns the frames of zeros, ascending after `settle`.
+    /// Returns the frames of zeros, ascending after `keep_latest`.
     pub(crate) fn zero_runs(&self) -> impl Iterator<Item = FrameRun> + Clone {
         self.runs().filter(|(_, slot)| slot.is_none()).map(|(run, _)| run)
     }
 
-    /// Returns the runs, each with its first slot if it is not zeros; ascending after `settle`.
+    /// Returns the runs, each with its first slot if it is not zeros; ascending after
+    /// `keep_latest`.
     pub(crate) fn runs(&self) -> impl Iterator<Item = (FrameRun, Option<u32>)> + Clone {
         self.stretches.iter().map(|s| {
             let run = FrameRun { start: Gfn(s.start), count: s.count.into() };
@@ -247,7 +248,7 @@ mod tests {
                 }
             }
             prop_assert_eq!(entries.slots(), crate::frame_map::runs_of(slots.clone()));
-            let old = entries.settle(forget);
+            let old = entries.keep_latest(forget);
             let stored = entries.stored().map(|e| (e.frame, (e.slot, e.crc)));
             let expected = model.iter().filter_map(|(frame, place)| Some((*frame, (*place)?)));
             prop_assert!(stored.eq(expected));
@@ -284,7 +285,7 @@ mod tests {
             entries.push(Gfn(piece * 1024 * 1024 / 4 + 17), slot, 8);
             slot += 2;
         }
-        let old: u64 = entries.settle(false).iter().map(|run| u64::from(run.count)).sum();
+        let old: u64 = entries.keep_latest(false).iter().map(|run| u64::from(run.count)).sum();
         assert!(old > 0 && old <= 1000, "{old}");
         assert!(entries.bytes() < before + 1000 * (4 + 3 * 24) + 1025 * 24, "{}", entries.bytes());
         assert_eq!(entries.runs().map(|(run, _)| run.count).sum::<u64>(), TIB);

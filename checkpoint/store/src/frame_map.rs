@@ -108,7 +108,7 @@ impl FrameMap {
     pub(crate) fn clear_frames(&mut self, runs: &[FrameRun], mut on_old: impl FnMut(u32)) {
         for run in runs.iter().filter(|run| run.count > 0) {
             let (first, last) = (run.start.0 / CHUNK, (run.end().0 - 1) / CHUNK);
-            let gone = self.chunks.extract_if(first..=last, |number, chunk| {
+            let emptied = self.chunks.extract_if(first..=last, |number, chunk| {
                 let from = run.start.0.saturating_sub(number * CHUNK).min(CHUNK);
                 let to = (run.end().0 - number * CHUNK).min(CHUNK);
                 for at in (from..to).filter(|at| chunk.has(*at)) {
@@ -119,7 +119,7 @@ impl FrameMap {
                 chunk.mask &= below(from) | !below(to);
                 chunk.mask == 0
             });
-            gone.for_each(drop);
+            emptied.for_each(drop);
         }
     }
 
@@ -232,7 +232,7 @@ mod tests {
                     .keys()
                     .map(|gfn| gfn.0 / CHUNK)
                     .collect::<std::collections::BTreeSet<_>>();
-                assert_eq!(map.chunks.len(), chunks.len(), "chunks without a frame are gone");
+                assert_eq!(map.chunks.len(), chunks.len(), "chunks without a frame are removed");
             }
         }
     }

@@ -12,6 +12,10 @@ use crate::manifest::{Manifest, is_leftover};
 use crate::names::{Named, log_name, parse_name};
 use crate::store::Store;
 
+/// Number of attempts to open a log, each of which finds that a writer has just replaced it. A
+/// writer cannot be that fast: it writes and syncs a new log in the time of one attempt.
+const MAX_OPEN_ATTEMPTS: u32 = 100;
+
 /// The content of a store's directory.
 #[derive(Debug, Default)]
 pub struct Listing {
@@ -99,12 +103,14 @@ impl Store {
 
     /// Returns the manifest and the log that it names; `None` if there is nothing yet.
     pub(crate) fn open_log(&self) -> Result<Option<(Manifest, LogFile)>, StoreError> {
+        let mut attempts = 0;
         loop {
+            attempts += 1;
             let Some(manifest) = self.manifest()? else { return self.without_manifest() };
             match LogFile::open(self, manifest.files.log) {
                 // A writer has just begun another log.
                 Err(e) if is_not_found(&e) => {
-                    if self.manifest()? == Some(manifest) {
+                    if attempts == MAX_OPEN_ATTEMPTS || self.manifest()? == Some(manifest) {
                         return Err(self.missing_log(log_name(manifest.files.log))?);
                     }
                 }

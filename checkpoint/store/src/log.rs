@@ -13,7 +13,7 @@ use crate::limits::SECTOR;
 use crate::logged_epoch::{LoggedEpoch, follows};
 use crate::names::log_name;
 use crate::object::encode_drives;
-use crate::records::{Digest, Front, TAG_COMMIT};
+use crate::records::{Digest, Front};
 use crate::sectors::{LogPosition, SectorError, SectorKind, Sectors};
 use crate::store::Store;
 
@@ -413,10 +413,7 @@ impl LogFile {
         } else if let Err(damage) = follows(&reader.front, drives, before.as_ref(), after) {
             return Err(reader.cursor.damaged(damage));
         }
-        while reader.next()?.is_some() {}
-        let Some((commit, end)) = reader.ended else {
-            return Err(reader.cursor.damaged(Damage::Misplaced { tag: TAG_COMMIT }));
-        };
+        let (commit, end) = reader.read_end()?;
         let oldest = before.map_or(commit.oldest, |before| before.oldest);
         let known =
             |n: u64| n == epoch || self.epochs.binary_search_by_key(&n, |g| g.info.epoch).is_ok();

@@ -8,7 +8,7 @@ use zerocopy::little_endian::U64;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use crate::address::of_object;
-use crate::damage::Damage;
+use crate::damage::{Damage, in_range};
 
 /// Maximum number of drives of an epoch.
 pub(crate) const MAX_DRIVES: usize = 256;
@@ -69,12 +69,12 @@ pub(crate) fn encode_drives(drives: &[DriveHead]) -> Option<Vec<u8>> {
 
 /// Returns the drives of an epoch that has drives.
 pub(crate) fn decode_drives(payload: &[u8]) -> Result<Vec<DriveHead>, Damage> {
-    let raw = <[RawLogDrive]>::ref_from_bytes(payload).ok();
-    let Some(raw) = raw.filter(|raw| (1..=MAX_DRIVES).contains(&raw.len())) else {
-        let what = "the length of the list of drives";
-        let expected = size_of::<RawLogDrive>() as u64;
-        return Err(Damage::Mismatch { what, found: payload.len() as u64, expected });
-    };
+    let raw = <[RawLogDrive]>::ref_from_bytes(payload).map_err(|_| {
+        let (what, found) = ("the length of the list of drives", payload.len() as u64);
+        let expected = found - found % size_of::<RawLogDrive>() as u64;
+        Damage::Mismatch { what, found, expected }
+    })?;
+    in_range("the number of drives", raw.len() as u64, 1, MAX_DRIVES as u64)?;
     let (mut names, mut drives) = (HashSet::new(), Vec::new());
     for (raw, number) in raw.iter().zip(1..) {
         let wrong = |why: &'static str| Damage::Drive { number, why };
@@ -122,7 +122,10 @@ mod tests {
         ] {
             assert_eq!(encode_drives(&none), None, "{none:?}");
         }
-        assert!(decode_drives(&payload[1..]).is_err());
+        let refusal = |payload: &[u8]| decode_drives(payload).unwrap_err().to_string();
+        let short = refusal(&payload[1..]);
+        assert_eq!(short, "the length of the list of drives is 143 and should be 72");
+        assert_eq!(refusal(&[]), "the number of drives is 0 and should be between 1 and 256");
         let mut other = payload;
         other[8] = 0xff;
         assert!(decode_drives(&other).is_err());

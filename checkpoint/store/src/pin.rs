@@ -31,6 +31,8 @@ use crate::store::Store;
 /// Upper bound on the time until an epoch is pinned: a writer may be making it durable, and chosen
 /// epochs may be dropped before they are pinned.
 const PIN_LIMIT: Duration = Duration::from_secs(30);
+/// What a pin does to the page file, for errors.
+const LOCKING: &str = "locking a checkpoint in";
 /// Interval between two attempts.
 const RETRY_INTERVAL: Duration = Duration::from_millis(1);
 
@@ -263,49 +265,78 @@ impl Store {
         all: bool,
         choose: impl Fn(&mut LogFile) -> Result<u64, StoreError>,
     ) -> Result<Pinned, StoreError> {
-        let until = Instant::now() + PIN_LIMIT;
+        self.pin_until(Instant::now() + PIN_LIMIT, asked, all, choose)
+    }
+
+    fn pin_until(
+        &self,
+        until: Instant,
+        asked: Option<u64>,
+        all: bool,
+        choose: impl Fn(&mut LogFile) -> Result<u64, StoreError>,
+    ) -> Result<Pinned, StoreError> {
         loop {
-            let Some((mut manifest, mut log)) = self.open_log()? else {
+            let Some((manifest, log)) = self.open_log()? else {
                 return Err(self.no_epoch(asked));
             };
-            let name = pages_name(manifest.files.pages);
-            let pages = match PageReader::open(self, manifest.files.pages, manifest.vm_id) {
-                // A compaction has just replaced it.
-                Err(e) if is_not_found(&e) && self.manifest()? != Some(manifest) => continue,
-                other => other?,
-            };
-            let lock = |epoch: u64, lock: RangeLock| {
-                let locked = pages.file().lock_range(epoch..epoch + 1, lock);
-                locked.map_err(|e| self.io("locking a checkpoint in", &name, e))
-            };
-            let pinned = loop {
-                let epoch = choose(&mut log)?;
-                let durable = if all { last_durable(&log, lock)? } else { u64::MAX };
-                let locked = lock(epoch, RangeLock::Shared)?;
-                if !self.refresh(&mut manifest, &mut log)? {
-                    break None;
-                }
-                let is_kept = || log.kept().binary_search_by_key(&epoch, |g| g.info.epoch).is_ok();
-                if locked && is_kept() {
-                    break Some((epoch, durable));
-                }
-                if Instant::now() >= until {
-                    let cause = ErrorKind::TimedOut.into();
-                    return Err(self.io("locking a checkpoint in", &name, cause));
-                }
-                if locked {
-                    lock(epoch, RangeLock::Free)?;
-                } else {
-                    // The writer is making it durable, or dropping it.
-                    thread::sleep(RETRY_INTERVAL);
-                }
-            };
-            let Some((epoch, durable)) = pinned else { continue };
-            log.forget_after(durable.max(epoch));
-            if let Ok(index) = log.epochs.binary_search_by_key(&epoch, |g| g.info.epoch) {
-                return Ok(Pinned { log, pages, index });
+            if let Some(pinned) = self.try_pin(manifest, log, all, &choose, until)? {
+                return Ok(pinned);
             }
+            self.check_pin_time(until, manifest)?;
         }
+    }
+
+    /// Pins the epoch that `choose` finds in `log`. Returns `None` if the files are no longer the
+    /// store's, or the epoch was dropped at the last moment.
+    fn try_pin(
+        &self,
+        mut manifest: Manifest,
+        mut log: LogFile,
+        all: bool,
+        choose: &impl Fn(&mut LogFile) -> Result<u64, StoreError>,
+        until: Instant,
+    ) -> Result<Option<Pinned>, StoreError> {
+        let pages = match PageReader::open(self, manifest.files.pages, manifest.vm_id) {
+            // A compaction has just replaced it.
+            Err(e) if is_not_found(&e) && self.manifest()? != Some(manifest) => return Ok(None),
+            other => other?,
+        };
+        let name = pages_name(manifest.files.pages);
+        let lock = |epoch: u64, lock: RangeLock| {
+            let locked = pages.file().lock_range(epoch..epoch + 1, lock);
+            locked.map_err(|e| self.io(LOCKING, &name, e))
+        };
+        let (epoch, durable) = loop {
+            let epoch = choose(&mut log)?;
+            let durable = if all { last_durable(&log, lock)? } else { u64::MAX };
+            let locked = lock(epoch, RangeLock::Shared)?;
+            if !self.refresh(&mut manifest, &mut log)? {
+                return Ok(None);
+            }
+            let is_kept = || log.kept().binary_search_by_key(&epoch, |g| g.info.epoch).is_ok();
+            if locked && is_kept() {
+                break (epoch, durable);
+            }
+            self.check_pin_time(until, manifest)?;
+            if locked {
+                lock(epoch, RangeLock::Free)?;
+            } else {
+                // The writer is making it durable, or dropping it.
+                thread::sleep(RETRY_INTERVAL);
+            }
+        };
+        log.forget_after(durable.max(epoch));
+        let index = log.epochs.binary_search_by_key(&epoch, |g| g.info.epoch);
+        Ok(index.ok().map(|index| Pinned { log, pages, index }))
+    }
+
+    /// Fails after `until`.
+    fn check_pin_time(&self, until: Instant, manifest: Manifest) -> Result<(), StoreError> {
+        if Instant::now() < until {
+            return Ok(());
+        }
+        let name = pages_name(manifest.files.pages);
+        Err(self.io(LOCKING, &name, ErrorKind::TimedOut.into()))
     }
 
     /// Reads what is there now. Returns `false` if the page file is no longer the store's.
@@ -339,10 +370,15 @@ fn last_durable(
 #[allow(clippy::unwrap_used)]
 #[cfg(all(test, feature = "testing"))]
 mod tests {
+    use std::cell::Cell;
+
     use vm_memory::{Bytes, GuestAddress};
 
     use super::*;
     use crate::epoch_taker::EpochTaker;
+    use crate::manifest::ManifestNotWritten;
+    use crate::page_file::begin_pages;
+    use crate::records::Files;
     use crate::testing::{MemoryDisk, correct_log};
     use driftline_guest::testing::{MemoryConfig, MemoryGuest, TestDisk};
     use driftline_guest::{GuestContents, VmId};
@@ -378,6 +414,31 @@ mod tests {
             full += u64::from(mapped.epochs == 1);
         }
         assert_eq!(full, 2);
+    }
+
+    #[test]
+    fn pin_in_a_changing_store_ends() {
+        let guest = MemoryGuest::new(VmId::random(), MemoryConfig::still()).unwrap();
+        let disk = MemoryDisk::default();
+        let store = || Store::with_backend(Box::new(disk.clone()), true).unwrap();
+        EpochTaker::new(guest, store()).take();
+        let store = store();
+        let manifest = store.manifest().unwrap().unwrap();
+        let pages = store.create_new(&pages_name(2)).unwrap();
+        begin_pages(&*pages, manifest.vm_id, 2).unwrap();
+        // Replaces the page file before each lock.
+        let next = Cell::new(2);
+        let choose = |_: &mut LogFile| -> Result<u64, StoreError> {
+            let files = Files { pages: next.replace(3 - next.get()), ..manifest.files };
+            let put = store.put_manifest(Manifest { files, ..manifest });
+            put.map_err(|ManifestNotWritten { cause, .. }| cause)?;
+            Ok(1)
+        };
+        match store.pin_until(Instant::now(), None, false, choose) {
+            Err(StoreError::Io { cause, .. }) => assert_eq!(cause.kind(), ErrorKind::TimedOut),
+            other => panic!("{other:?}"),
+        }
+        assert_eq!(next.get(), 1, "one attempt");
     }
 
     #[test]

@@ -3,7 +3,8 @@
 
 use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId};
 use driftline_format::{
-    MAX_CONFIG, MAX_SECTION, MAX_SLOTS, MUST_UNDERSTAND, RECORD_HEAD_LEN, RecordHead, layout_hash,
+    MAX_CONFIG, MAX_SECTION, MAX_SECTIONS, MAX_SLOTS, MAX_STATE, MUST_UNDERSTAND, RECORD_HEAD_LEN,
+    RecordHead, layout_hash,
 };
 use driftline_guest::{LineId, SectionTag};
 use uuid::Uuid;
@@ -12,7 +13,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use crate::address::place;
 use crate::alloc::SlotRun;
-use crate::damage::Damage;
+use crate::damage::{Damage, in_range};
 use crate::limits::{MAX_EPOCH, MAX_GENERATION, NO_SLOT};
 use crate::object::{MAX_DRIVES_LEN, Objects};
 
@@ -94,10 +95,10 @@ pub(crate) fn all_zero<const N: usize>(fields: [(&'static str, u64); N]) -> Resu
     }
 }
 
-/// Fails if `found` is more than `most`.
-fn at_most(what: &'static str, found: u64, most: usize) -> Result<(), Damage> {
-    let expected = most as u64;
-    if found > expected { Err(Damage::Mismatch { what, found, expected }) } else { Ok(()) }
+/// Fails if a state has too many sections, or too many bytes, with those of the configuration.
+pub(crate) fn check_sections(sections: u32, bytes: u64) -> Result<(), Damage> {
+    in_range("the number of state sections", sections.into(), 1, MAX_SECTIONS.into())?;
+    in_range("the size of all state sections", bytes, 0, MAX_STATE)
 }
 
 /// The log and page file that a manifest names.
@@ -208,17 +209,8 @@ impl Front {
             wrong_size(what, payload.len(), size_of::<RawFront>())
         })?;
         let (epoch, parent) = (raw.epoch.get(), raw.parent.get());
-        if !(1..=MAX_EPOCH).contains(&epoch) {
-            return Err(Damage::Mismatch {
-                what: "a checkpoint's number",
-                found: epoch,
-                expected: MAX_EPOCH,
-            });
-        }
-        if parent >= epoch {
-            let (what, expected) = ("the parent's number", epoch - 1);
-            return Err(Damage::Mismatch { what, found: parent, expected });
-        }
+        in_range("a checkpoint's number", epoch, 1, MAX_EPOCH)?;
+        in_range("the parent's number", parent, 0, epoch - 1)?;
         all_zero([(
             "the undefined part of a checkpoint's flags",
             (raw.flags.get() & !(REBASED | DRIVES)).into(),
@@ -308,10 +300,7 @@ pub(crate) fn decode_files(payload: &[u8]) -> Result<Files, Damage> {
     let raw = RawFiles::read_from_bytes(payload)
         .map_err(|_| wrong_size("the length of the files' names", payload.len(), FILES_LEN))?;
     for found in [raw.log.get(), raw.pages.get()] {
-        if !(1..=MAX_GENERATION).contains(&found) {
-            let (what, expected) = ("a file's generation", MAX_GENERATION);
-            return Err(Damage::Mismatch { what, found, expected });
-        }
+        in_range("a file's generation", found, 1, MAX_GENERATION)?;
     }
     Ok(Files { log: raw.log.get(), pages: raw.pages.get() })
 }
@@ -437,7 +426,7 @@ pub(crate) fn decode_frames(
     runs.clear();
     crcs.clear();
     let (table, rest) = table::<RawPlaced>(payload)?;
-    at_most("the number of runs in a record", table.len() as u64, MAX_RUNS)?;
+    in_range("the number of runs in a record", table.len() as u64, 1, MAX_RUNS as u64)?;
     let mut frames = 0;
     for raw in table {
         let count = u64::from(raw.count.get());
@@ -451,7 +440,7 @@ pub(crate) fn decode_frames(
         frames += count;
         runs.push(StoredRun { frames: run, slot: slots.start });
     }
-    at_most("the number of pages in a record", frames, MAX_RECORD_FRAMES)?;
+    in_range("the number of pages in a record", frames, 1, MAX_RECORD_FRAMES as u64)?;
     if rest.len() as u64 != frames * 4 {
         let (found, expected) = (rest.len() as u64, frames * 4);
         return Err(Damage::Mismatch { what: "the length of pages' checksums", found, expected });

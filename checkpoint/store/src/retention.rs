@@ -143,9 +143,9 @@ impl Space {
         }
         let mut places = self.places.iter().copied().peekable();
         for (run, slot) in entries.runs() {
-            let mut gone = 0;
+            let mut replaced = 0;
             let mut on_old = |old: u32| {
-                gone += 1;
+                replaced += 1;
                 if tracked {
                     superseded.push(SlotRun { start: old, count: 1 });
                 }
@@ -169,7 +169,7 @@ impl Space {
                     }
                 }
             }
-            self.stored = self.stored + slot.map_or(0, |_| run.count) - gone;
+            self.stored = self.stored + slot.map_or(0, |_| run.count) - replaced;
         }
         let mut superseded = joined(superseded);
         if full {
@@ -292,7 +292,7 @@ mod tests {
             entries.push(Gfn(7 + epoch), epoch as u32, 1);
             entries.push(Gfn(FRAMES - 9), epoch as u32 + 100, 2);
             entries.zeros(FrameRun { start: Gfn(1 << 20), count: 1 << 18 });
-            entries.settle(false);
+            entries.keep_latest(false);
             space.append(epoch, true, &entries, epoch > 1);
             assert_eq!(space.stored(), 2);
             let pages = resident(&space);

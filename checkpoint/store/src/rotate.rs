@@ -132,11 +132,9 @@ pub(super) fn copy_log(
     let mut copier = LogCopier { store, old, to, oldest, name: &name, encoder };
     let (mut kept, mut before) = (Vec::new(), None);
     for &index in chosen {
-        if let Some((epoch, next)) = copier.copy(index, before)? {
-            kept.push(RetainedEpoch { epoch, sectors: next.sector - end.sector });
-            end = next;
-        }
-        before = Some(index);
+        let (epoch, next) = copier.copy(index, before)?;
+        kept.push(RetainedEpoch { epoch, sectors: next.sector - end.sector });
+        (end, before) = (next, Some(index));
     }
     file.sync().map_err(|e| store.io("syncing", &name, e))?;
     Ok(NewLog { file, end, kept })
@@ -170,7 +168,7 @@ impl LogCopier<'_> {
         &mut self,
         index: usize,
         before: Option<usize>,
-    ) -> Result<Option<(u64, LogPosition)>, StoreError> {
+    ) -> Result<(u64, LogPosition), StoreError> {
         // A full epoch has all of memory already.
         let alone = !is_next(index, before) && self.old.epochs[index].front.parent.is_some();
         // Both are of the same chain: slots that both have must not be brought twice.
@@ -213,7 +211,7 @@ impl LogCopier<'_> {
         if let Some(e) = epoch.cursor.lost.take() {
             return Err(e);
         }
-        let Some((commit, _)) = epoch.ended else { return Ok(None) };
+        let (commit, _) = epoch.read_end()?;
         let (frames, zero_frames) = match alone && !rebased {
             true => counts,
             false => (commit.frames, commit.zero_frames),
@@ -224,7 +222,7 @@ impl LogCopier<'_> {
         };
         let commit = Commit { oldest, bytes, frames, zero_frames, ..commit };
         let next = encoder.commit(commit).map_err(writing)?;
-        Ok(Some((commit.epoch, next)))
+        Ok((commit.epoch, next))
     }
 
     /// Returns the frames of epoch `index` that differ from those of epoch `joined`, or all.
@@ -234,8 +232,8 @@ impl LogCopier<'_> {
             Some(joined) => map_of(self.old, joined)?,
             None => FrameMap::default(),
         };
-        let gone = written.all().map(|(gfn, _)| gfn).filter(|gfn| map.get(*gfn).is_none());
-        let zeros = gone.map(|start| FrameRun { start, count: 1 }).collect();
+        let dropped = written.all().map(|(gfn, _)| gfn).filter(|gfn| map.get(*gfn).is_none());
+        let zeros = dropped.map(|start| FrameRun { start, count: 1 }).collect();
         Ok(EpochChanges { map, written, zeros })
     }
 }

@@ -126,7 +126,7 @@ impl Store {
                 tracing::warn!("{e}: checkpoints that its writer drops meanwhile look damaged");
                 Ok(None)
             }
-            Err(e @ StoreError::Io { .. }) if !is_damage(&e) => Err(e),
+            Err(e @ StoreError::Io { .. }) if !is_damaged_or_missing(&e) => Err(e),
             pinned => Ok(pinned.ok().flatten()),
         }
     }
@@ -136,7 +136,7 @@ impl Store {
         let (manifest, damage) = match self.manifest() {
             Ok(Some(manifest)) => (Some(manifest), None),
             Ok(None) => (None, Some(format!("{} has no manifest", self.location().display()))),
-            Err(e) if is_damage(&e) => (None, Some(e.to_string())),
+            Err(e) if is_damaged_or_missing(&e) => (None, Some(e.to_string())),
             Err(e) => return Err(e),
         };
         let mut best: Option<Salvage> = None;
@@ -249,10 +249,10 @@ impl Store {
     ) -> Result<(Option<PageReader>, Option<StoreError>), StoreError> {
         match PageReader::open_damaged(self, files.pages) {
             Ok(pages) => match pages.check_header(files.pages, vm_id) {
-                Err(e) if !is_damage(&e) => Err(e),
+                Err(e) if !is_damaged_or_missing(&e) => Err(e),
                 checked => Ok((Some(pages), checked.err())),
             },
-            Err(e) if is_damage(&e) => Ok((None, Some(e))),
+            Err(e) if is_damaged_or_missing(&e) => Ok((None, Some(e))),
             Err(e) => Err(e),
         }
     }
@@ -368,7 +368,7 @@ impl CheckedPages<'_> {
 
 /// Returns whether an error means that a file is damaged or missing, not that the system refuses to
 /// read it.
-fn is_damage(e: &StoreError) -> bool {
+fn is_damaged_or_missing(e: &StoreError) -> bool {
     e.is_damage() || is_not_found(e)
 }
 

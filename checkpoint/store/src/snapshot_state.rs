@@ -140,8 +140,12 @@ impl SnapshotState {
     ///
     /// # Errors
     ///
-    /// [`StoreError::SnapshotState`] if no reader would accept them.
+    /// [`StoreError::SnapshotState`] or [`StoreError::SectionTag`] if no reader would accept them.
     pub fn encode(&self) -> Result<Vec<u8>, StoreError> {
+        let is_section = |s: &Section| (SectionTag::CONFIG.0 + 1..TAG_STORE).contains(&s.tag.0);
+        if let Some(foreign) = self.sections.iter().find(|s| !is_section(s)) {
+            return Err(StoreError::SectionTag { tag: foreign.tag.0 });
+        }
         let length = self.checked_length().map_err(StoreError::SnapshotState)?;
         let mut bytes = Vec::with_capacity(length as usize);
         let layout = layout_hash(&self.layout);
@@ -178,12 +182,6 @@ impl SnapshotState {
                 let length = u32::try_from(bytes).unwrap_or(u32::MAX);
                 return Err(FormatError::TooLong { tag, length, limit: limit(tag) });
             }
-        }
-        let is_section = |s: &Section| (SectionTag::CONFIG.0 + 1..TAG_STORE).contains(&s.tag.0);
-        let foreign = self.sections.iter().find(|s| !is_section(s));
-        if let Some(Section { tag, bytes, .. }) = foreign {
-            let length = bytes.len() as u32;
-            return Err(FormatError::TooLong { tag: tag.0, length, limit: 0 });
         }
         let (found, limit) = (self.sections.len(), MAX_SECTIONS - 1);
         if found > limit as usize {
@@ -326,7 +324,8 @@ mod tests {
         refused(SnapshotState { sections, ..small() }, "the 4095 allowed");
         for tag in [0, 1, TAG_STORE] {
             let sections = vec![section(tag, 0, 0)];
-            refused(SnapshotState { sections, ..small() }, "the 0 allowed");
+            let why = format!("no section may have the tag {tag:#06x}");
+            refused(SnapshotState { sections, ..small() }, &why);
         }
     }
 }

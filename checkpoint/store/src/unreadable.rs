@@ -160,8 +160,8 @@ impl Stretches {
         if let Some((from, _)) = self.0.range(..=start).next_back().filter(touched) {
             start = *from;
         }
-        let gone = self.0.extract_if(start..=end, |_, _| true);
-        end = gone.map(|(_, to)| to).max().map_or(end, |to| to.max(end));
+        let merged = self.0.extract_if(start..=end, |_, _| true);
+        end = merged.map(|(_, to)| to).max().map_or(end, |to| to.max(end));
         self.0.insert(start, end);
         (start, end)
     }

@@ -14,9 +14,9 @@ use zerocopy::IntoBytes;
 use zerocopy::little_endian::U64;
 
 use crate::backend::Backend;
-use crate::damage::Damage;
+use crate::damage::{Damage, in_range};
 use crate::names::{WORKING_SET, WORKING_SET_NEW};
-use crate::records::table;
+use crate::records::{all_zero, table};
 use crate::store::Store;
 
 /// Tag of the record: runs of frames, in the order in which they were accessed.
@@ -184,10 +184,8 @@ fn decode(bytes: &[u8], vm_id: VmId, layout: &Layout) -> Result<Vec<FrameRun>, W
         let run = FrameRun { start: Gfn(start.get()), count: count.get() };
         if layout.contains(run) { Ok(run) } else { Err(Damage::Outside { object: 0, run }.into()) }
     });
-    if raw.len() > MAX_WORKING_SET_RUNS || !rest.is_empty() {
-        let (what, found) = ("the number of runs", raw.len() as u64);
-        return Err(Damage::Mismatch { what, found, expected: MAX_WORKING_SET_RUNS as u64 }.into());
-    }
+    in_range("the number of runs", raw.len() as u64, 1, MAX_WORKING_SET_RUNS as u64)?;
+    all_zero([("the number of bytes after the runs", rest.len() as u64)])?;
     all.collect()
 }
 

@@ -6,32 +6,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use driftline_checkpoint::{Checkpointer, RestoreError, RestoreReport, restore_archive};
-use driftline_dirty_tracker::{Gfn, Slot, SlotId};
-use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, repeats};
-use driftline_guest::{Clock, GuestContents, GuestIdentity, Lifecycle, VmId};
+use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, image, repeats};
+use driftline_guest::{Clock, GuestContents, Lifecycle, VmId};
 use driftline_store::testing::{DiskOp, MemoryDisk, correct_record_file};
 use driftline_store::{Archive, Backend, Damage, ExportReport, Store, StoreError};
 use proptest::prelude::*;
 use vm_memory::{Bytes, GuestAddress};
 
 fn still(frames: [u64; 2]) -> Arc<MemoryGuest> {
-    let slots = vec![
-        Slot { id: SlotId(0), base: Gfn(0), frames: frames[0] },
-        Slot { id: SlotId(1), base: Gfn(0x1000), frames: frames[1] },
-    ];
-    let config = MemoryConfig { slots, writers: 0, working_set: 0, writes_per_s: 1, seed: 3 };
-    MemoryGuest::new(VmId::random(), config).unwrap()
-}
-
-fn image(guest: &MemoryGuest) -> Vec<u8> {
-    let slots = guest.layout().slots();
-    let mut all = Vec::new();
-    for run in slots.map(|slot| slot.run()) {
-        let at = all.len();
-        all.resize(at + run.bytes() as usize, 0);
-        guest.ram().read_slice(&mut all[at..], GuestAddress(run.start.gpa())).unwrap();
-    }
-    all
+    MemoryGuest::new(VmId::random(), MemoryConfig::still_of(frames)).unwrap()
 }
 
 fn exported(store: &Store, epoch: Option<u64>) -> (Vec<u8>, ExportReport) {
@@ -80,12 +63,7 @@ fn small() -> Vec<u8> {
 #[test]
 fn every_archived_epoch_restores() {
     let guest = MemoryGuest::start(MemoryConfig::small()).unwrap();
-    let (_disk, store) = store_of(&guest, |_| {
-        let before = guest.writes();
-        while guest.writes() < before + 100 {
-            std::thread::yield_now();
-        }
-    });
+    let (_disk, store) = store_of(&guest, |_| guest.wait_for_writes(100));
     guest.stop("done");
     let mut writes = 0;
     for info in store.epochs().unwrap() {

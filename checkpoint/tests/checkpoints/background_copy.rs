@@ -2,11 +2,10 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
 
 use crate::common::scripted::{Scripted, ScriptedGuest, Write};
 use driftline_checkpoint::{Checkpointer, EpochStep, StagingLimits, restore};
-use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, Op, repeats};
+use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, Op, image, repeats};
 use driftline_guest::{Clock, GuestIdentity, Lifecycle, RunState, VmId};
 use driftline_store::Store;
 use driftline_store::testing::{DiskOp, MemoryDisk};
@@ -50,7 +49,7 @@ proptest! {
             prop_assert_eq!(left, (0, 0), "a writer still waits after the epoch");
             let factory = MemoryGuestFactory::default();
             let (copy, _) = restore(checkpointer.store(), None, &factory, Clock::Continue).unwrap();
-            let (is, was) = (Scripted::memory(&copy), scripted.memory_at_pause());
+            let (is, was) = (image(&copy), scripted.memory_at_pause());
             let wrong = is.chunks(4096).zip(was.chunks(4096)).position(|(is, was)| is != was);
             prop_assert_eq!(wrong, None, "epoch {} has another content of a frame", report.epoch);
         }
@@ -81,11 +80,7 @@ fn fastest() -> Arc<MemoryGuest> {
 #[track_caller]
 fn continues(guest: &MemoryGuest) {
     assert_eq!((guest.run_state(), guest.protected()), (RunState::Running, 0));
-    let (before, end) = (guest.writes(), Instant::now() + Duration::from_secs(30));
-    while guest.writes() < before + 1000 {
-        assert!(Instant::now() < end, "its writers still wait");
-        std::thread::yield_now();
-    }
+    guest.wait_for_writes(1000);
 }
 
 #[test]
@@ -140,11 +135,11 @@ fn failed_copy_stalls_no_writer_and_loses_nothing() {
     }
     let copying = [Op::Unprotect, Op::Awaited, Op::Awaited, Op::Awaited];
     let copying = copying.map(|op| (op, EpochStep::CopyInBackground));
-    for (op, phase) in copying.into_iter().chain([(Op::Protect, EpochStep::Protect)]) {
+    for (op, step) in copying.into_iter().chain([(Op::Protect, EpochStep::Protect)]) {
         continues(&guest);
         guest.faults().fail_next(op, 1);
         let e = checkpointer.take().unwrap_err();
-        assert_eq!(e.phase, phase, "{e}");
+        assert_eq!(e.step, step, "{e}");
         whole(&mut checkpointer);
         // This checkpointer does not use write protection for a while; another one does.
         continues(&guest);
@@ -174,14 +169,14 @@ fn dead_copy_thread_leaves_nothing_protected() {
     assert!(copied_after > 0);
     scripted.fail_next_query();
     let e = checkpointer.take().unwrap_err();
-    assert_eq!((e.phase, e.guest), (EpochStep::CopyInBackground, RunState::Running), "{e}");
+    assert_eq!((e.step, e.guest), (EpochStep::CopyInBackground, RunState::Running), "{e}");
     assert!(e.to_string().contains("the script says so"), "{e}");
     assert_eq!(scripted.protected_and_waiting(), (0, 0));
     for _ in 0..2 {
         checkpointer.take().unwrap();
         let factory = MemoryGuestFactory::default();
         let (copy, _) = restore(checkpointer.store(), None, &factory, Clock::Continue).unwrap();
-        assert!(Scripted::memory(&copy) == scripted.memory_at_pause());
+        assert!(image(&copy) == scripted.memory_at_pause());
     }
 }
 
@@ -196,7 +191,7 @@ fn failed_write_protection_is_retried_later() {
     checkpointer.take().unwrap();
     guest.faults().fail_next(Op::Protect, 1);
     write(1).unwrap();
-    assert_eq!(checkpointer.take().unwrap_err().phase, EpochStep::Protect);
+    assert_eq!(checkpointer.take().unwrap_err().step, EpochStep::Protect);
     // At first, write protection cannot be set up.
     guest.faults().fail_next(Op::WriteProtection, 1);
     let copied_after = (0..202).map(|n| {

@@ -7,9 +7,9 @@ use std::sync::Arc;
 use driftline_checkpoint::{Checkpointer, StagingLimits, restore};
 use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_guest::testing::{
-    MemoryConfig, MemoryGuest, MemoryGuestFactory, Op, TestDisk, repeats,
+    MemoryConfig, MemoryGuest, MemoryGuestFactory, Op, TestDisk, image, repeats,
 };
-use driftline_guest::{Clock, GuestContents, GuestIdentity, Lifecycle, RunState, VmId};
+use driftline_guest::{Clock, GuestContents, Lifecycle, RunState, VmId};
 use driftline_store::Store;
 use driftline_store::testing::{DiskOp, MemoryDisk, Survives};
 use proptest::prelude::*;
@@ -23,15 +23,10 @@ const KEEP: u64 = 3;
 const DISK_BYTES: u64 = 20 * PAGE_SIZE + 512;
 
 /// Returns all of a guest's memory, slot after slot, and the content of its drive.
-fn image(guest: &MemoryGuest) -> Vec<u8> {
-    let mut image = Vec::new();
-    for slot in guest.layout().slots() {
-        let mut bytes = vec![0; slot.run().bytes() as usize];
-        guest.ram().read_slice(&mut bytes, GuestAddress(slot.base.gpa())).unwrap();
-        image.extend(bytes);
-    }
-    image.extend(guest.disks().iter().flat_map(|disk| disk.contents().unwrap()));
-    image
+fn contents(guest: &MemoryGuest) -> Vec<u8> {
+    let mut contents = image(guest);
+    contents.extend(guest.disks().iter().flat_map(|disk| disk.contents().unwrap()));
+    contents
 }
 
 fn still() -> Arc<MemoryGuest> {
@@ -60,7 +55,7 @@ fn restored(disk: &MemoryDisk, epoch: Option<u64>) -> (u64, Vec<u8>) {
     spare.write(PAGE_SIZE, &[0xee; 15 * 4096]).unwrap();
     let factory = MemoryGuestFactory { disks: vec![spare], ..Default::default() };
     let (guest, report) = restore(&store, epoch, &factory, Clock::Continue).unwrap();
-    (report.epoch, image(&guest))
+    (report.epoch, contents(&guest))
 }
 
 fn checkpointer(guest: &Arc<MemoryGuest>, disk: &MemoryDisk) -> Checkpointer {
@@ -85,7 +80,7 @@ fn run(disk: &MemoryDisk, log_bound: u64) -> (Arc<MemoryGuest>, EpochImages) {
             let n = (round * 17 + i * 7) % 50;
             write(&guest, n, if i % 3 == 0 { 0 } else { round as u8 + 1 }, 0);
         }
-        let now = image(&guest);
+        let now = contents(&guest);
         match checkpointer.take() {
             Ok(report) => epochs.insert(report.epoch, (now, true)),
             Err(e) => epochs.insert(e.epoch, (now, false)),
@@ -115,14 +110,14 @@ fn check_crash(after: &MemoryDisk, guest: &Arc<MemoryGuest>, epochs: &EpochImage
     let mut again = checkpointer(guest, after);
     again.keep(Some(KEEP));
     let report = again.take().unwrap();
-    assert_eq!(restored(after, None), (report.epoch, image(guest)));
+    assert_eq!(restored(after, None), (report.epoch, contents(guest)));
     let now: Vec<u64> = store.epochs().unwrap().iter().map(|e| e.epoch).collect();
     assert_eq!(now.len(), (kept.len() + 1).min(KEEP as usize), "{how:?}: {now:?} after {kept:?}");
     for epoch in now.iter().filter(|epoch| **epoch != report.epoch) {
         assert!(restored(after, Some(*epoch)) == (*epoch, epochs[epoch].0.clone()), "{how:?}");
     }
     // What a new process found in the cache, and reported stored, is durable.
-    assert_eq!(restored(&after.crash(Survives::Nothing), None), (report.epoch, image(guest)));
+    assert_eq!(restored(&after.crash(Survives::Nothing), None), (report.epoch, contents(guest)));
 }
 
 fn crash_at_every_sync(log_bound: u64) -> u64 {
@@ -225,9 +220,9 @@ fn fail_one_operation(op: DiskOp, errno: i32, full: bool, after: u32) {
     let once = matches!(op, DiskOp::Rename | DiskOp::Allocate) && after == 1;
     assert_eq!(failed == 0, (there && !full) || once, "{op:?}, {full}, {after}: {failed}");
     let report = checkpointer.take().unwrap();
-    assert_eq!(restored(&disk, None), (report.epoch, image(&guest)), "{op:?}");
+    assert_eq!(restored(&disk, None), (report.epoch, contents(&guest)), "{op:?}");
     let crashed = disk.crash(Survives::Nothing);
-    assert_eq!(restored(&crashed, None), (report.epoch, image(&guest)), "{op:?}");
+    assert_eq!(restored(&crashed, None), (report.epoch, contents(&guest)), "{op:?}");
     let store = Store::with_backend(Box::new(disk.clone()), false).unwrap();
     assert!(store.verify(|_, _| ()).unwrap().unfinished.is_empty());
 }
@@ -239,7 +234,7 @@ fn reopened_log_is_synced_before_the_next_epoch() {
     (0..30).for_each(|n| write(&guest, n, 1, 1));
     first.take().unwrap();
     (10..40).for_each(|n| write(&guest, n, 2, 2));
-    let was = image(&guest);
+    let was = contents(&guest);
     // All of it is in the log, neither durable nor cut off.
     disk.fail(DiskOp::Sync, libc::EIO, 1);
     disk.fail(DiskOp::Truncate, libc::EIO, 0);
@@ -250,7 +245,7 @@ fn reopened_log_is_synced_before_the_next_epoch() {
     let mut second = checkpointer(&guest, &disk);
     assert!(restored(&disk.crash(Survives::Nothing), None) == (2, was));
     second.take().unwrap();
-    assert!(restored(&disk.crash(Survives::Nothing), None) == (3, image(&guest)));
+    assert!(restored(&disk.crash(Survives::Nothing), None) == (3, contents(&guest)));
 }
 
 #[test]
@@ -278,7 +273,7 @@ fn named_files_stay_until_the_manifest_is_durable() {
             let opened = Store::with_backend(Box::new(disk.clone()), true);
             assert_eq!(opened.is_ok(), stop == 2);
             let after = disk.crash(Survives::Torn(seed));
-            assert!(restored(&after, None) == (epochs, image(&guest)), "{stop}, {seed}");
+            assert!(restored(&after, None) == (epochs, contents(&guest)), "{stop}, {seed}");
         }
     }
 }
@@ -293,7 +288,7 @@ fn nearly_full_disk_is_used_to_the_end() {
         for round in 0..4 {
             (0..30).for_each(|n| write(&guest, (n + round * 7) % 50, round as u8 + 1, 9));
             let report = checkpointer.take().unwrap();
-            assert_eq!(restored(&disk, None), (report.epoch, image(&guest)));
+            assert_eq!(restored(&disk, None), (report.epoch, contents(&guest)));
         }
         let pages = disk.contents("pages-1").unwrap().len();
         assert_eq!(pages, (1 + 128) * 4096, "half of what was asked for");
@@ -433,7 +428,7 @@ impl CrashRun {
         let Self { guest, disk, checkpointer, durable, .. } = self;
         guest.resume().unwrap();
         fail();
-        let now = image(guest);
+        let now = contents(guest);
         if let Ok(report) = checkpointer.as_mut().unwrap().take() {
             durable.insert(report.epoch, now);
         }

@@ -4,7 +4,7 @@
 //! | module | shows |
 //! | --- | --- |
 //! | `store`, `line`, `retention`, `archive`, `appended` | the content of a store and of an archive |
-//! | `background_copy`, `flight`, `drives` | an epoch has the content of its pause, however it is copied |
+//! | `background_copy`, `handed_over`, `flight`, `drives` | an epoch has the content of its pause, however it is copied |
 //! | `crash` | everything that was reported durable is there after a loss of power |
 //! | `damage`, `repair`, `salvage` | damage is named, refused and repaired |
 //! | `memory_load` | restores that fail |

@@ -56,9 +56,7 @@ fn failed_memory_load_stops_the_guest() {
     let store = Store::create_or_open(dir.path()).unwrap();
     let guest = MemoryGuest::start(MemoryConfig::small()).unwrap();
     // Something to load.
-    while guest.writes() < 100 {
-        std::thread::yield_now();
-    }
+    guest.wait_for_writes(100);
     let epoch = Checkpointer::new(guest, store).unwrap().take().unwrap().epoch;
     let store = Store::open(dir.path()).unwrap();
     let factory = RecordingFactory::default();

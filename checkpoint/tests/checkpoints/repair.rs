@@ -3,14 +3,13 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use driftline_checkpoint::Checkpointer;
-use driftline_guest::testing::repeats;
+use driftline_guest::testing::{image, repeats};
 use driftline_store::testing::{DiskOp, MemoryDisk, Survives};
 use driftline_store::{Store, StoreError};
 use proptest::prelude::*;
 
 use crate::common::stored::{
-    FRAMES, StoreFixture, begins, image, numbers, open, repair, restored, stored, with_bad_sector,
-    write,
+    FRAMES, StoreFixture, begins, numbers, open, repair, restored, stored, with_bad_sector, write,
 };
 
 #[test]

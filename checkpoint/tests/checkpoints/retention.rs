@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use driftline_checkpoint::{Checkpointer, restore};
 use driftline_dirty_tracker::{Gfn, PAGE_SIZE};
-use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
-use driftline_guest::{Clock, GuestContents, GuestIdentity, VmId};
+use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, image};
+use driftline_guest::{Clock, GuestContents, VmId};
 use driftline_store::testing::{DiskOp, MemoryDisk};
 use driftline_store::{Backend, RangeLock, Store, StoreError};
 use vm_memory::{Bytes, GuestAddress};
@@ -22,16 +22,6 @@ fn write(guest: &MemoryGuest, n: u64, value: u64) {
     let gfn = if n < 300 { n } else { 0x400 + n - 300 };
     guest.ram().write_slice(&[value as u8; 4096], GuestAddress(gfn * PAGE_SIZE)).unwrap();
     guest.ram().write_obj(value, GuestAddress(gfn * PAGE_SIZE)).unwrap();
-}
-
-fn image(guest: &MemoryGuest) -> Vec<u8> {
-    let mut all = Vec::new();
-    for slot in guest.layout().slots() {
-        let mut bytes = vec![0; slot.run().bytes() as usize];
-        guest.ram().read_slice(&mut bytes, GuestAddress(slot.base.gpa())).unwrap();
-        all.extend(bytes);
-    }
-    all
 }
 
 fn open(disk: &MemoryDisk, writable: bool) -> Store {

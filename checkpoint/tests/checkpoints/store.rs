@@ -18,14 +18,6 @@ fn busy() -> Arc<MemoryGuest> {
     MemoryGuest::start(MemoryConfig { writes_per_s: 0, ..MemoryConfig::small() }).unwrap()
 }
 
-/// Waits until the guest has written more, however busy the host is.
-fn wait_for_writes(guest: &MemoryGuest) {
-    let before = guest.writes();
-    while guest.writes() < before + 10 {
-        std::thread::yield_now();
-    }
-}
-
 fn restored(dir: &Path, epoch: Option<u64>) -> (Arc<MemoryGuest>, RestoreReport) {
     let store = Store::open(dir).unwrap();
     restore(&store, epoch, &MemoryGuestFactory::default(), Clock::Continue).unwrap()
@@ -38,7 +30,7 @@ fn every_epoch_of_a_busy_guest_restores() {
     let mut checkpointer =
         Checkpointer::new(guest.clone(), Store::create_or_open(dir.path()).unwrap()).unwrap();
     let mut take = || {
-        wait_for_writes(&guest);
+        guest.wait_for_writes(10);
         checkpointer.take().unwrap()
     };
     let reports: Vec<_> = (0..6).map(|_| take()).collect();
@@ -63,7 +55,7 @@ fn every_epoch_of_a_busy_guest_restores() {
     assert_eq!(report.epoch, 6);
     copy.acquire().unwrap();
     copy.resume().unwrap();
-    wait_for_writes(&copy);
+    copy.wait_for_writes(10);
     copy.verify().unwrap();
     let verified = Store::open(dir.path()).unwrap().verify(|_, r| assert!(r.is_ok())).unwrap();
     assert_eq!(verified.epochs, 6);
@@ -73,12 +65,8 @@ fn every_epoch_of_a_busy_guest_restores() {
 fn fifty_successive_restores_continue_the_guest() {
     let dir = tempfile::tempdir().unwrap();
     let mut guest = busy();
-    let mut writes = 0;
     for _ in 0..50 {
-        while guest.writes() < writes + 100 {
-            std::thread::yield_now();
-        }
-        writes = guest.writes();
+        guest.wait_for_writes(100);
         let store = Store::create_or_open(dir.path()).unwrap();
         let mut checkpointer = Checkpointer::new(guest.clone(), store).unwrap();
         checkpointer.take().unwrap();
@@ -135,7 +123,7 @@ fn failed_epoch_is_given_back() {
         (Op::Save, EpochStep::Save, false),
         (Op::Resume, EpochStep::Resume, false),
     ];
-    for (op, phase, only_full) in faults {
+    for (op, step, only_full) in faults {
         for full in [true, false] {
             if only_full && !full {
                 continue;
@@ -151,7 +139,7 @@ fn failed_epoch_is_given_back() {
             let e = checkpointer.take().unwrap_err();
             // A full epoch collects before the pause already.
             let early = full && op == Op::Collect;
-            assert_eq!(e.phase, if early { EpochStep::CopyLive } else { phase }, "{e}");
+            assert_eq!(e.step, if early { EpochStep::CopyLive } else { step }, "{e}");
             // Resume failed once, in the pause; the second try, on the return path, worked or was
             // not made.
             let expected = if op == Op::Resume { RunState::Paused } else { RunState::Running };
@@ -462,7 +450,7 @@ fn damaged_store_is_reported_and_not_overwritten() {
             }
             for _ in 0..2 {
                 let e = checkpointer.take().unwrap_err();
-                assert_eq!((e.phase, e.guest), (EpochStep::Begin, RunState::Running), "{e}");
+                assert_eq!((e.step, e.guest), (EpochStep::Begin, RunState::Running), "{e}");
                 let named = e.to_string().contains(victim);
                 assert!(
                     named || e.to_string().contains("log-1 holds checkpoints, but"),
@@ -489,7 +477,7 @@ fn store_without_free_numbers_takes_no_epoch() {
     assert_eq!(checkpointer.take().unwrap().epoch, last);
     for _ in 0..2 {
         let e = checkpointer.take().unwrap_err();
-        assert_eq!((e.phase, e.guest), (EpochStep::Begin, RunState::Running), "{e}");
+        assert_eq!((e.step, e.guest), (EpochStep::Begin, RunState::Running), "{e}");
         assert!(matches!(e.cause, EpochFailure::Store(StoreError::Full { .. })), "{e}");
     }
     drop(checkpointer);

@@ -10,6 +10,9 @@ pub const SLICE_NS: u64 = 1_000_000;
 const LONGEST_SLEEP_NS: u64 = 50_000_000;
 /// Page writes that were missed longer ago than this are not made up for.
 const LONGEST_DEBT_NS: u64 = 100_000_000;
+/// Latest time, in nanoseconds, and highest count of anything else, in a loop from a file. No loop
+/// gets there by itself, and it leaves room for the loop to continue.
+pub(super) const MAX_SAVED: u64 = 1 << 62;
 /// One page in the unit of credit, bytes a second times nanoseconds.
 const PAGE_CREDIT: u64 = PAGE_SIZE * 1_000_000_000;
 
@@ -56,7 +59,9 @@ impl Pacer {
 
     /// Returns whether this can be a state of the new pacer `fresh`.
     pub(super) fn is_state_of(&self, fresh: &Pacer) -> bool {
-        (self.rate, self.burst) == (fresh.rate, fresh.burst) && self.credit <= self.most_credit()
+        (self.rate, self.burst) == (fresh.rate, fresh.burst)
+            && self.credit <= self.most_credit()
+            && self.last_ns.max(self.slice_end_ns) <= MAX_SAVED
     }
 
     /// Records `pages` written, at most as many as were due.

@@ -2,7 +2,7 @@
 //! interval, and an end.
 
 use super::line::LineBuffer;
-use super::pace::{Pacer, TickGap};
+use super::pace::{MAX_SAVED, Pacer, TickGap};
 use super::page::{Mismatch, PageMemory};
 use super::settings::{CheckMode, IdleMode, PayloadSpec, WriteRate, write_pattern, write_size};
 use super::share::{Share, Workload};
@@ -82,6 +82,8 @@ impl Runner {
             && self.pacer.is_state_of(&fresh.pacer)
             && (self.batch, self.idle) == (fresh.batch, fresh.idle)
             && (self.report_ns, self.end_passes) == (fresh.report_ns, fresh.end_passes)
+            && self.next_report_ns.max(self.spin_until_ns) <= MAX_SAVED
+            && self.error_lines <= ERROR_LINES
     }
 
     /// Visits the pages that are due, at most [`BATCH`] (more if visits check nothing). `table` is

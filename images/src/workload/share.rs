@@ -1,6 +1,7 @@
 //! The part of the working set that one vCPU owns: which page comes next, its expected content, and
 //! its next content.
 
+use super::pace::MAX_SAVED;
 use super::page::{
     GENERATION_WORD, Mismatch, MismatchKind, PageHead, PageMemory, check_body, fill_body,
 };
@@ -136,7 +137,7 @@ impl Workload {
     }
 
     /// Returns whether this can be a state of the new workload `fresh`: the settings are the same,
-    /// and the positions lie in the share.
+    /// the positions lie in the share, and no counter is about to overflow.
     pub(super) fn is_state_of(&self, fresh: &Workload) -> bool {
         let settings = |w: &Workload| {
             (w.share, w.pattern, w.zipf, w.reach, w.fill, w.check, w.seed, w.sweep_every)
@@ -145,6 +146,7 @@ impl Workload {
             && self.cursor < self.reach.max(1)
             && self.sweep_cursor < self.reach.max(1)
             && (1..=self.sweep_every).contains(&self.until_sweep)
+            && [self.passes, self.pages, self.errors, self.swept].iter().all(|n| *n <= MAX_SAVED)
     }
 
     /// Visits one page: compares it with its last write, and writes the next generation. After

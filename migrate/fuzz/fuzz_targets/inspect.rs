@@ -11,6 +11,9 @@ const HEADER: usize = 64;
 const HEAD: usize = 24;
 /// The tag of FRAMES, whose payload checksum covers only the run.
 const FRAMES: u16 = 21;
+/// The tags of MEMORY and FILES, whose payload checksum does not cover the last byte.
+const MEMORY: u16 = 32;
+const FILES: u16 = 33;
 /// Bytes of a run.
 const RUN: usize = 16;
 
@@ -28,6 +31,7 @@ fn correct_checksums(bytes: &mut [u8]) {
         let end = (at + HEAD).saturating_add(length as usize).min(bytes.len());
         let checked = match u16::from_le_bytes([bytes[at], bytes[at + 1]]) {
             FRAMES => end.min(at + HEAD + RUN),
+            MEMORY | FILES => (end - 1).max(at + HEAD),
             _ => end,
         };
         let crc = crc32c::crc32c(&bytes[at + HEAD..checked]);

@@ -203,6 +203,7 @@ impl<G: Guest + ?Sized> Channel<'_, G> {
             self.wire.stream_mut().set_progress_timeout(progress_timeout);
             let (moved, received) = (self.stream.moved_bytes(), self.wire.received_bytes());
             let message = self.wire.recv()?;
+            let tag = message.tag();
             match self.stream.on(message)? {
                 StreamStep::Noted => {
                     let begun = self.stream.passes();
@@ -222,14 +223,14 @@ impl<G: Guest + ?Sized> Channel<'_, G> {
                     let _ = self.to.send(ShareDone { pass, counts });
                 }
                 // `StreamState` never returns these for a joined channel.
-                StreamStep::Prepare { .. }
+                StreamStep::Prefault { .. }
                 | StreamStep::Join { .. }
                 | StreamStep::CheckState { .. }
                 | StreamStep::Drive(_)
                 | StreamStep::Digest
                 | StreamStep::Restore { .. }
                 | StreamStep::Complete { .. } => {
-                    return Ok(());
+                    return Err(WireError::unexpected(tag, "a share of a pass").into());
                 }
             }
             let (moved, received) =

@@ -7,9 +7,10 @@ use driftline_dirty_tracker::Layout;
 use driftline_format::{Header, layout_hash};
 use driftline_guest::{DriveHead, Section, VmId};
 
+use crate::protocol::description::{DescriptionState, DescriptionStep};
 use crate::protocol::error::{WireError, same};
 use crate::protocol::ids::Token;
-use crate::protocol::message::{DriveMessage, StateDigest, WireMessage};
+use crate::protocol::message::{StateDigest, WireMessage, printable};
 use crate::protocol::stream_state::{DriveStep, StreamState, StreamStep};
 use crate::transport::compression::Unpacker;
 use crate::transport::error::TransportError;
@@ -115,28 +116,23 @@ struct Introduction {
 fn introduction(wire: &mut Wire<impl Read>) -> Result<Introduction, WireError> {
     let header = wire.recv_header()?;
     let program = match wire.recv()? {
-        WireMessage::Hello { version, .. } => version.to_owned(),
+        WireMessage::Hello { version, .. } => printable(version),
         other => return Err(other.unexpected("HELLO")),
     };
-    let (mut drives, mut shares_memory, mut has_files) = (Vec::new(), false, false);
+    let mut described = DescriptionState::default();
     let (token, layout, config_bytes) = loop {
-        match wire.recv()? {
-            WireMessage::Drive(DriveMessage::Drives(heads)) if drives.is_empty() => drives = heads,
-            WireMessage::Memory(_) if !shares_memory => {
+        match described.on(wire.recv()?)? {
+            DescriptionStep::Noted => {}
+            DescriptionStep::Memory(_) | DescriptionStep::Files(_) => {
                 // The byte that carried the descriptors.
                 wire.recv_content()?;
-                shares_memory = true;
             }
-            WireMessage::Files(_) if shares_memory && !has_files => {
-                wire.recv_content()?;
-                has_files = true;
-            }
-            WireMessage::Config { token, layout, config } => {
+            DescriptionStep::Complete { token, layout, config } => {
                 break (token, layout, config.len() as u64);
             }
-            other => return Err(other.unexpected("CONFIG")),
         }
     };
+    let (shares_memory, drives) = (described.shares_memory(), described.into_drives());
     let (found, expected) = (header.layout_hash().into(), layout_hash(&layout).into());
     same("the layout's hash", found, expected)?;
     Ok(Introduction { header, program, drives, shares_memory, token, layout, config_bytes })
@@ -177,7 +173,7 @@ fn contents(
             }
             StreamStep::Noted
             | StreamStep::Zero { .. }
-            | StreamStep::Prepare { .. }
+            | StreamStep::Prefault { .. }
             | StreamStep::Join { .. }
             | StreamStep::CheckState { .. }
             | StreamStep::Digest

@@ -23,9 +23,10 @@ use super::session::{Session, SessionRefusal};
 use crate::control::ReceiveControl;
 use crate::log_limit::LogLimit;
 use crate::protocol::decision::Verdict;
+use crate::protocol::description::{DescriptionState, DescriptionStep};
 use crate::protocol::error::WireError;
 use crate::protocol::ids::Token;
-use crate::protocol::message::{DriveMessage, Purpose, WireMessage};
+use crate::protocol::message::{Purpose, WireMessage};
 use crate::protocol::tag::Tag;
 use crate::transport::link::Link;
 use crate::transport::listener::Listener;
@@ -312,31 +313,21 @@ impl ListenerState {
     fn configuration(&self, wire: &mut Wire<Link>) -> Result<GuestDescription, WireError> {
         self.say_hello(wire)?;
         wire.stream_mut().set_deadline(Some(Instant::now() + self.handshake));
-        let (mut drives, mut memory) = (Vec::new(), None::<SharedGuest>);
+        let (mut state, mut memory) = (DescriptionState::default(), None::<SharedGuest>);
         loop {
-            memory = Some(match wire.recv()? {
-                // No disk is copied within a host.
-                WireMessage::Drive(DriveMessage::Drives(heads))
-                    if drives.is_empty() && memory.is_none() =>
-                {
-                    drives = heads;
-                    continue;
+            match state.on(wire.recv()?)? {
+                DescriptionStep::Noted => {}
+                DescriptionStep::Memory(places) => memory = Some(local::receive(wire, &places)?),
+                DescriptionStep::Files(names) => {
+                    let shared = memory.take();
+                    let shared = shared.ok_or(WireError::unexpected(Tag::Files, "CONFIG"))?;
+                    memory = Some(local::receive_files(wire, names, shared)?);
                 }
-                WireMessage::Memory(places) if drives.is_empty() && memory.is_none() => {
-                    local::receive(wire, &places)?
-                }
-                WireMessage::Files(names) => match memory.take() {
-                    Some(shared) if shared.device_files().is_empty() => {
-                        local::receive_files(wire, names, shared)?
-                    }
-                    _ => return Err(WireError::unexpected(Tag::Files, "CONFIG")),
-                },
-                WireMessage::Config { token, layout, config } => {
-                    let config = config.to_vec();
+                DescriptionStep::Complete { token, layout, config } => {
+                    let (drives, config) = (state.into_drives(), config.to_vec());
                     return Ok(GuestDescription { token, drives, memory, layout, config });
                 }
-                other => return Err(other.unexpected("CONFIG")),
-            });
+            }
         }
     }
 

@@ -19,8 +19,8 @@ use crate::transport::wire::Wire;
 
 const ZEROS: [u8; PAGE_BYTES] = [0; PAGE_BYTES];
 
-/// Least frames of a run that is preallocated before it is written.
-const PREPARE_FROM: u64 = 4;
+/// Least frames of a run that is prefaulted before it is written.
+const PREFAULT_FROM: u64 = 4;
 
 /// The memory of a guest that is being received.
 pub(super) struct MemoryWriter<'g, G: GuestIdentity + GuestContents + Populate + ?Sized> {
@@ -118,10 +118,10 @@ impl<'g, G: GuestIdentity + GuestContents + Populate + ?Sized> MemoryWriter<'g, 
         prealloc.feed();
     }
 
-    /// Preallocates a run unless its first frame was written. Must precede [`mark`](Self::mark),
+    /// Prefaults a run unless its first frame was written. Must precede [`mark`](Self::mark),
     /// after which frames count as written.
     fn make_room(&self, run: FrameRun) {
-        if run.count >= PREPARE_FROM && !self.written.contains(run.start) {
+        if run.count >= PREFAULT_FROM && !self.written.contains(run.start) {
             self.guest.prefault(run);
         }
     }

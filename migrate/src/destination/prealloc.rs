@@ -1,4 +1,4 @@
-//! Preallocates memory: a thread populates frames ahead of pass 0, so that writing them takes no
+//! Preallocates memory: a thread prefaults frames ahead of pass 0, so that writing them takes no
 //! page faults.
 //!
 //! The peer may announce frames in EXPECT and never send them. So at most [`WINDOW`] frames are
@@ -15,9 +15,9 @@ use driftline_guest::Populate;
 /// Frames preallocated ahead, 64 MiB: some tens of milliseconds of a fast link.
 const WINDOW: u64 = 16 << 10;
 
-/// Frames that one call populates, 2 MiB (one huge page). The end of a migration waits for at most
+/// Frames that one call prefaults, 2 MiB (one huge page). The end of a migration waits for at most
 /// one call.
-const POPULATE_FRAMES: u64 = 512;
+const PREFAULT_FRAMES: u64 = 512;
 
 /// The expected frames, shared by the receiving threads.
 pub(super) struct Prealloc {
@@ -37,7 +37,7 @@ pub(super) struct Preallocator {
 
 /// Returns both halves.
 pub(super) fn pair() -> (Prealloc, Preallocator) {
-    let (to, from) = sync_channel((WINDOW / POPULATE_FRAMES) as usize);
+    let (to, from) = sync_channel((WINDOW / PREFAULT_FRAMES) as usize);
     let prealloc =
         Prealloc { runs: VecDeque::new(), reached: Gfn(0), credit: WINDOW, to: Some(to) };
     (prealloc, Preallocator { from })
@@ -56,11 +56,11 @@ impl Prealloc {
         self.credit += if with_content { run.count } else { 0 };
     }
 
-    /// Sends frames to the preallocating thread, as many as it may populate now.
+    /// Sends frames to the preallocating thread, as many as it may prefault now.
     pub(super) fn feed(&mut self) {
         while let (Some(run), Some(to)) = (self.runs.front_mut(), &self.to) {
             // Up to the next boundary of a huge page.
-            let aligned = POPULATE_FRAMES - run.start.0 % POPULATE_FRAMES;
+            let aligned = PREFAULT_FRAMES - run.start.0 % PREFAULT_FRAMES;
             let next = FrameRun { start: run.start, count: run.count.min(aligned) };
             if next.end() > self.reached {
                 // A full queue is retried with the next call.
@@ -84,7 +84,7 @@ impl Prealloc {
 }
 
 impl Preallocator {
-    /// Populates frames of `guest` until the other half ends the preallocation, or `over` is set.
+    /// Prefaults frames of `guest` until the other half ends the preallocation, or `over` is set.
     pub(super) fn run<G: Populate + ?Sized>(self, guest: &G, over: &AtomicBool) {
         for run in self.from {
             if over.load(Ordering::Relaxed) {
@@ -116,12 +116,12 @@ mod tests {
         prealloc.arrived(run(1 << 20, 1 << 20), false);
         prealloc.feed();
         assert_eq!(requested_frames(&preallocator), 0);
-        prealloc.arrived(run(2 << 20, POPULATE_FRAMES), true);
+        prealloc.arrived(run(2 << 20, PREFAULT_FRAMES), true);
         prealloc.feed();
         let next: Vec<FrameRun> = preallocator.from.try_iter().collect();
         assert_eq!(
             next,
-            [run((2 << 20) + POPULATE_FRAMES, POPULATE_FRAMES)],
+            [run((2 << 20) + PREFAULT_FRAMES, PREFAULT_FRAMES)],
             "frames before `reached` are skipped"
         );
     }
@@ -131,13 +131,13 @@ mod tests {
         let (mut prealloc, preallocator) = pair();
         let expected = [run(10, 100), run(WINDOW, 3 * WINDOW + 7)];
         prealloc.expect(expected.into_iter());
-        let mut prepared = requested_frames(&preallocator);
+        let mut prefaulted = requested_frames(&preallocator);
         for piece in expected.into_iter().flat_map(|run| run.chunks(128)) {
             prealloc.arrived(piece, true);
             prealloc.feed();
-            prepared += requested_frames(&preallocator);
+            prefaulted += requested_frames(&preallocator);
         }
-        assert_eq!(prepared, 100 + 3 * WINDOW + 7);
+        assert_eq!(prefaulted, 100 + 3 * WINDOW + 7);
         prealloc.end();
         prealloc.expect([run(0, 9)].into_iter());
         assert_eq!(requested_frames(&preallocator), 0, "nothing is preallocated after the end");

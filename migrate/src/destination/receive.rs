@@ -169,7 +169,7 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
         let memory = MemoryWriter::new(guest, prealloc)
             .map_err(|cause| Cause::NoMemory { what: "recording received frames", cause })?;
         let complete = std::thread::scope(|scope| {
-            let thread = std::thread::Builder::new().name("migrate-prepare".into());
+            let thread = std::thread::Builder::new().name("prefault".into());
             // Without the thread each frame is allocated when it arrives.
             if let Err(e) = thread.spawn_scoped(scope, move || preallocator.run(guest, over)) {
                 tracing::debug!("memory is not preallocated: {e}");
@@ -228,7 +228,7 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
                 }
                 StreamStep::Zero { runs } => memory.zero(runs)?,
                 StreamStep::CheckState { heads } => self.guest.check_state_heads(&heads.0)?,
-                StreamStep::Prepare { runs } => memory.expect(runs),
+                StreamStep::Prefault { runs } => memory.expect(runs),
                 StreamStep::Join { joined } => self.join(scope, &reading, memory, joined)?,
                 // The time of this host's disks does not count against the source.
                 StreamStep::Drive(step) => reading.context.pace.allow(self.copies.take(step)?),

@@ -1,6 +1,5 @@
 //! The directory of a host's records, and its site.
 
-use std::fs;
 use std::io;
 use std::path::PathBuf;
 
@@ -9,7 +8,7 @@ use uuid::Uuid;
 
 use super::boot_and_mount::BootAndMount;
 use super::error::{RecordsError, failed};
-use super::file::{sweep_staged, write_new};
+use super::file::{read_bounded, sweep_staged, write_new};
 use crate::protocol::ids::Token;
 
 /// Suffix of a source record's name, after its token.
@@ -42,20 +41,20 @@ impl Records {
         create_dir(&dir).map_err(failed("write", &dir))?;
         sweep_staged(&dir);
         let path = dir.join("site");
-        let text = match fs::read_to_string(&path) {
-            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+        let bytes = match read_bounded(&path)? {
+            None => {
                 match write_new(&dir, &path, Uuid::new_v4().to_string().as_bytes()) {
                     // Another process has created it.
                     Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
                     made => made.map_err(failed("write", &path))?,
                 }
-                fs::read_to_string(&path)
+                let none = || failed("read", &path)(io::ErrorKind::NotFound.into());
+                read_bounded(&path)?.ok_or_else(none)?
             }
             // The name is durable before any record is, because records sync the same directory.
-            read => read,
+            Some(bytes) => bytes,
         };
-        let text = text.map_err(failed("read", &path))?;
-        let site = Uuid::parse_str(text.trim())
+        let site = Uuid::parse_str(String::from_utf8_lossy(&bytes).trim())
             .map_err(|e| failed("read", &path)(io::Error::new(io::ErrorKind::InvalidData, e)))?;
         Ok(Self {
             dir,

@@ -41,11 +41,8 @@ struct RecordEnvelope {
     token: Token,
 }
 
-/// Reads the record of `token` in the file of that name.
-pub(super) fn read<T: DeserializeOwned>(
-    path: &Path,
-    token: Token,
-) -> Result<Option<T>, RecordsError> {
+/// Reads a file of at most [`MAX_RECORD`] bytes. Returns `None` if it does not exist.
+pub(super) fn read_bounded(path: &Path) -> Result<Option<Vec<u8>>, RecordsError> {
     let file = match File::open(path) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
         opened => opened.map_err(failed("read", path))?,
@@ -55,6 +52,15 @@ pub(super) fn read<T: DeserializeOwned>(
     if bytes.len() as u64 > MAX_RECORD {
         return Err(invalid(path, format!("it is longer than {MAX_RECORD} bytes")));
     }
+    Ok(Some(bytes))
+}
+
+/// Reads the record of `token` in the file of that name.
+pub(super) fn read<T: DeserializeOwned>(
+    path: &Path,
+    token: Token,
+) -> Result<Option<T>, RecordsError> {
+    let Some(bytes) = read_bounded(path)? else { return Ok(None) };
     let no_record = |e: serde_json::Error| failed("read", path)(e.into());
     let envelope: RecordEnvelope = serde_json::from_slice(&bytes).map_err(no_record)?;
     if envelope.version != VERSION {

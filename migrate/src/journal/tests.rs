@@ -45,6 +45,15 @@ fn question_needs_the_secret_of_the_record() {
 }
 
 #[test]
+fn oversized_site_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let site = format!("{}{}", Uuid::new_v4(), " ".repeat(1 << 16));
+    fs::write(dir.path().join("site"), site).unwrap();
+    let error = Records::open(dir.path()).unwrap_err().to_string();
+    assert!(error.contains("it is longer than 65536 bytes"), "{error}");
+}
+
+#[test]
 fn the_first_decision_stands() {
     let dir = tempfile::tempdir().unwrap();
     let (a, b) = (Records::open(dir.path()).unwrap(), Records::open(dir.path()).unwrap());

@@ -268,14 +268,14 @@ pub(crate) fn judge(
     let link_rate = link_rate(passes).unwrap_or(0);
     let expected = expected_downtime(pending, link_rate);
     let done = passes.len() as u32;
-    let may_go_on = done < goals.max_passes && elapsed < goals.timeout;
+    let may_continue = done < goals.max_passes && elapsed < goals.timeout;
     if let Some(expected) = expected.filter(|e| *e <= goals.downtime) {
-        if may_go_on && expected > FIGURES.short_pause && shrinks(passes, pending) {
+        if may_continue && expected > FIGURES.short_pause && shrinks(passes, pending) {
             return Judgement::KeepGoing;
         }
         return Judgement::SwitchOver(Reason::Fits { expected, target: goals.downtime });
     }
-    if may_go_on {
+    if may_continue {
         return Judgement::KeepGoing;
     }
     let dirty_rate = passes.last().map_or(0, |p| {

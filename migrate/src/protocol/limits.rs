@@ -2,7 +2,7 @@
 
 // The bounds of a guest are those of the store, so that every stored guest can be sent.
 pub(crate) use driftline_format::{MAX_CONFIG, MAX_SECTION, MAX_SECTIONS, MAX_SLOTS, MAX_STATE};
-pub(crate) use driftline_guest::MAX_QUEUED_PACKETS;
+pub(crate) use driftline_guest::MAX_QUEUED_PACKET_BYTES;
 
 /// Upper bound on the bytes of a text: a reason, a program's version.
 pub(crate) const MAX_TEXT: usize = 1024;

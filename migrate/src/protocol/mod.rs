@@ -3,6 +3,7 @@
 
 pub(crate) mod codec;
 pub(crate) mod decision;
+pub(crate) mod description;
 pub(crate) mod digest;
 pub(crate) mod error;
 pub(crate) mod features;

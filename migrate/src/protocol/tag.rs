@@ -6,7 +6,8 @@ use driftline_guest::{MAX_DEVICE_FILES, MAX_FILE_NAME};
 use super::ids::SECRET_BYTES;
 use super::limits::{
     DESCRIPTOR_BYTE, FRAMES_HEAD, MAX_CONFIG, MAX_DRIVE_ID, MAX_DRIVES, MAX_EXPECTED_RUNS,
-    MAX_PAGES, MAX_QUEUED_PACKETS, MAX_SECTION, MAX_SECTIONS, MAX_SLOTS, MAX_TEXT, MAX_ZERO_RUNS,
+    MAX_PAGES, MAX_QUEUED_PACKET_BYTES, MAX_SECTION, MAX_SECTIONS, MAX_SLOTS, MAX_TEXT,
+    MAX_ZERO_RUNS,
 };
 
 /// The number that names a message on the wire. Numbers are never reused.
@@ -184,7 +185,7 @@ impl Tag {
             Self::State => 8 + MAX_SECTION,
             Self::StateEnd => 24,
             Self::StateHeads => 8 + MAX_SECTIONS * 8,
-            Self::Late => MAX_QUEUED_PACKETS as u32,
+            Self::Late => MAX_QUEUED_PACKET_BYTES as u32,
             Self::Frames => FRAMES_HEAD + MAX_PAGES as u32 * PAGE_SIZE as u32,
             Self::Prepared => 56,
             Self::Commit | Self::Ended => 16,

@@ -22,7 +22,7 @@ use serde::{Deserialize, Serialize};
 use zerocopy::IntoBytes;
 
 use super::limit::Limit;
-use super::run_table::RunTableBuilder;
+use super::run_table::{FRAMES_PER_MESSAGE, RunTableBuilder};
 use super::storage_thread::{DriveCall, StorageThread};
 use crate::control::SendControl;
 use crate::error::{Cause, DriveFailure, fits};
@@ -33,8 +33,6 @@ use crate::transport::link::Link;
 use crate::transport::stop::StopFlag;
 use crate::transport::wire::Wire;
 
-/// Blocks in one BLOCKS, as many as PAGES has frames.
-const BLOCKS_PER_MESSAGE: u64 = 128;
 /// Zero blocks at which BLOCK_ZEROS is sent, 16 MiB. Reading more takes a disk some time, and the
 /// destination has to see progress.
 const ZEROS_PER_MESSAGE: u64 = 4096;
@@ -91,7 +89,7 @@ pub(super) fn chosen<G: GuestContents + ?Sized>(
         }
         drives.retain(|drive| names.contains(&drive.head().id));
     }
-    fits("the list of copied disks", drives.len() as u64, MAX_DRIVES.into())?;
+    fits("the list of copied disks", drives.len() as u64, MAX_DRIVES.into(), "disks")?;
     Ok(drives)
 }
 
@@ -243,7 +241,7 @@ impl Drives {
         control.update(|p| p.remaining_disk_bytes = left);
         *passed = Counts::default();
         for (drive, number) in drives.iter().zip(0..) {
-            let chunks = drive.next.runs().flat_map(|run| run.chunks(BLOCKS_PER_MESSAGE));
+            let chunks = drive.next.runs().flat_map(|run| run.chunks(FRAMES_PER_MESSAGE));
             let mut chunks = chunks.peekable();
             while chunks.peek().is_some() {
                 limit.check()?;
@@ -293,7 +291,7 @@ const _: () = assert!(ZEROS_PER_MESSAGE <= MAX_ZERO_RUNS as u64);
 impl BlockBatch {
     /// Whether this number of additional blocks may exceed a message of either kind.
     fn is_full(&self, blocks: u64) -> bool {
-        self.filled as u64 + blocks > BLOCKS_PER_MESSAGE || self.zeroed + blocks > ZEROS_PER_MESSAGE
+        self.filled as u64 + blocks > FRAMES_PER_MESSAGE || self.zeroed + blocks > ZEROS_PER_MESSAGE
     }
 
     /// Moves the next chunks, of at most one message's blocks in total, to [`Self::chunks`].
@@ -301,7 +299,7 @@ impl BlockBatch {
     fn gather(&mut self, next: &mut Peekable<impl Iterator<Item = FrameRun>>) -> u64 {
         self.chunks.clear();
         let mut blocks = 0;
-        while let Some(chunk) = next.next_if(|next| blocks + next.count <= BLOCKS_PER_MESSAGE) {
+        while let Some(chunk) = next.next_if(|next| blocks + next.count <= FRAMES_PER_MESSAGE) {
             blocks += chunk.count;
             self.chunks.push(chunk);
         }
@@ -349,7 +347,7 @@ impl BlockBatch {
         let chunks = std::mem::take(&mut self.chunks);
         let mut contents = std::mem::take(&mut self.contents);
         let read = move || {
-            contents.resize(BLOCKS_PER_MESSAGE as usize * PAGE_BYTES, 0);
+            contents.resize(FRAMES_PER_MESSAGE as usize * PAGE_BYTES, 0);
             for chunk in &chunks {
                 let to = from + chunk.bytes() as usize;
                 read_blocks(&file, bytes, chunk.start, &mut contents[from..to])?;
@@ -401,7 +399,7 @@ mod tests {
         let drive = CopiedDrive { head, file, writes: None, next: NextBlocks::Nothing };
         let (mut batch, mut counts) = (BlockBatch::default(), Counts::default());
         let run = FrameRun { start: Gfn(0), count: 1 << 18 };
-        let mut chunks = run.chunks(BLOCKS_PER_MESSAGE).peekable();
+        let mut chunks = run.chunks(FRAMES_PER_MESSAGE).peekable();
         let long = Duration::from_secs(600);
         let mut storage = StorageThread::start(long, Arc::default()).unwrap();
         let limit = Limit::of_pause(Instant::now(), long);

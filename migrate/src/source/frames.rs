@@ -14,7 +14,7 @@ use zerocopy::IntoBytes;
 
 use super::limit::Limit;
 use super::rate_limiter::RateLimiter;
-use super::run_table::RunTableBuilder;
+use super::run_table::{FRAMES_PER_MESSAGE, RunTableBuilder};
 use crate::control::SendControl;
 use crate::error::Cause;
 use crate::protocol::features::DIRECT_FRAMES;
@@ -25,8 +25,6 @@ use crate::transport::compression::Packer;
 use crate::transport::link::Link;
 use crate::transport::wire::Wire;
 
-/// Frames in one PAGES: 512 KiB of content, which stays in a core's cache from copy to send.
-const FRAMES_PER_MESSAGE: u64 = 128;
 /// Least frames of a run that is sent as FRAMES. Its two additional system calls cost about as much
 /// as copying this many frames.
 const DIRECT: u64 = 8;
@@ -211,7 +209,7 @@ impl<'a> FrameSender<'a> {
         self.rate_limiter.pace(wire.sent_bytes() - before, || wire.stream().is_over());
         if wire.stream_mut().has_incoming() {
             let message = wire.recv()?;
-            return Err(message.unexpected("nothing before PASS_END").into());
+            return Err(message.unexpected("no message before PASS_END").into());
         }
         Ok(())
     }

@@ -383,7 +383,7 @@ fn early_end(wire: &mut Wire<Link>) -> Option<WireError> {
     // The guest is paused, so the message must not trickle in.
     wire.stream_mut().set_deadline(Some(Instant::now() + REASON_LIMIT));
     let cause = match wire.recv() {
-        Ok(other) => other.unexpected("nothing before COMMIT"),
+        Ok(other) => other.unexpected("no message before COMMIT"),
         Err(e) => e,
     };
     wire.stream_mut().set_deadline(None);

@@ -5,6 +5,10 @@ use zerocopy::IntoBytes;
 
 use crate::protocol::message::RawRun;
 
+/// Frames in one PAGES, and blocks in one BLOCKS: 512 KiB of content, which stays in a core's cache
+/// from copy to send.
+pub(super) const FRAMES_PER_MESSAGE: u64 = 128;
+
 /// Runs of frames or blocks that are added in ascending order.
 #[derive(Default)]
 pub(super) struct RunTableBuilder {

@@ -116,9 +116,10 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
         let Connected { records, features, drives, shared } = connected;
         self.check_features(features, !drives.is_empty())?;
         let config = self.guest.config();
-        fits("the guest's configuration", config.len() as u64, MAX_CONFIG.into())?;
+        fits("the guest's configuration", config.len() as u64, MAX_CONFIG.into(), "bytes")?;
         let layout = self.guest.layout().clone();
-        fits("the guest's memory layout", layout.slots().len() as u64, MAX_SLOTS.into())?;
+        let slots = layout.slots().len() as u64;
+        fits("the guest's memory layout", slots, MAX_SLOTS.into(), "slots")?;
         let wire = &mut channels.first;
         drives::announce(wire, &drives)?;
         if let Some(shared) = &shared {
@@ -147,7 +148,7 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
         if features & STATE_HEADS == 0 || heads.is_empty() {
             return Ok(());
         }
-        fits("the guest's state", heads.len() as u64, MAX_SECTIONS.into())?;
+        fits("the guest's state", heads.len() as u64, MAX_SECTIONS.into(), "sections")?;
         Ok(wire.send(&WireMessage::StateHeads(StateHeads(heads)))?)
     }
 

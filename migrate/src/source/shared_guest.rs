@@ -75,7 +75,7 @@ pub(super) fn send(
     if files.is_empty() || features & DEVICE_FILES == 0 {
         return Ok(());
     }
-    fits("the list of the devices' files", files.len() as u64, MAX_DEVICE_FILES as u64)?;
+    fits("the list of the devices' files", files.len() as u64, MAX_DEVICE_FILES as u64, "files")?;
     let descriptors: Vec<BorrowedFd<'_>> = files.iter().map(|f| f.descriptor().as_fd()).collect();
     let names = files.iter().map(|file| file.name().to_owned()).collect();
     Ok(wire.send_with_descriptors(&WireMessage::Files(DeviceFileNames(names)), &descriptors)?)
@@ -90,7 +90,7 @@ fn send_memory(wire: &mut Wire<Link>, memory: &SharedGuest) -> Result<(), Cause>
         return Err(LocalConflict::Receiver { theirs, ours }.into());
     }
     let slots = memory.slots();
-    fits("the guest's memory layout", slots.len() as u64, MAX_SLOTS.into())?;
+    fits("the guest's memory layout", slots.len() as u64, MAX_SLOTS.into(), "slots")?;
     let mut files = Vec::new();
     let mut places = Vec::with_capacity(slots.len());
     for slot in slots {
@@ -105,7 +105,8 @@ fn send_memory(wire: &mut Wire<Link>, memory: &SharedGuest) -> Result<(), Cause>
     files.push(claim.file.clone());
     let files = files.iter().map(|file| file.as_fd());
     let descriptors: Vec<BorrowedFd<'_>> = files.chain([claim.alive.as_fd()]).collect();
-    fits("the list of memory files", descriptors.len() as u64, MAX_DESCRIPTORS.into())?;
+    let count = descriptors.len() as u64;
+    fits("the list of memory files", count, MAX_DESCRIPTORS.into(), "descriptors")?;
     let places = MemoryPlaces { descriptors: descriptors.len(), slots: places };
     Ok(wire.send_with_descriptors(&WireMessage::Memory(places), &descriptors)?)
 }

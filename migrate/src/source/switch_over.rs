@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use std::time::Instant;
 
 use driftline_dirty_tracker::{DirtySet, Subscription};
-use driftline_guest::{MAX_QUEUED_PACKETS, NextHost, Section};
+use driftline_guest::{MAX_QUEUED_PACKET_BYTES, NextHost, Section};
 use uuid::Uuid;
 
 use super::channels::Channels;
@@ -324,7 +324,7 @@ impl<'a, G: Migratable + ?Sized> PauseTransfer<'_, 'a, G> {
 
 /// Sends the packets that arrived for the guest since its state was saved.
 fn send_late(wire: &mut Wire<Link>, late: &[u8]) -> Result<(), Cause> {
-    fits("the guest's late packets", late.len() as u64, MAX_QUEUED_PACKETS as u64)?;
+    fits("the guest's late packets", late.len() as u64, MAX_QUEUED_PACKET_BYTES as u64, "bytes")?;
     Ok(wire.send(&WireMessage::Late(late))?)
 }
 
@@ -355,11 +355,11 @@ fn send_sections(
     sections: &[Section],
     last: Option<&WireMessage<'_>>,
 ) -> Result<(), Cause> {
-    fits("the guest's state", sections.len() as u64, MAX_SECTIONS.into())?;
+    fits("the guest's state", sections.len() as u64, MAX_SECTIONS.into(), "sections")?;
     let all = sections.iter().map(|s| s.bytes.len() as u64).sum();
-    fits("the guest's state", all, MAX_STATE)?;
+    fits("the guest's state", all, MAX_STATE, "bytes")?;
     for section in sections {
-        fits("a state section", section.bytes.len() as u64, MAX_SECTION.into())?;
+        fits("a state section", section.bytes.len() as u64, MAX_SECTION.into(), "bytes")?;
     }
     let heads: Vec<_> = sections.iter().map(section_head).collect();
     let last = last.map(|message| (message.tag(), message.to_bytes()));

@@ -4,7 +4,6 @@ use std::io::{self, IoSlice, Read, Write};
 use std::mem::MaybeUninit;
 use std::net::{IpAddr, Shutdown, SocketAddr, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use rustix::net::AddressFamily;
@@ -54,7 +53,7 @@ impl Socket {
     /// Returns the two ends of a connection within this process.
     #[cfg(test)]
     pub(crate) fn pair() -> io::Result<(Self, Self)> {
-        let (one, other) = UnixStream::pair()?;
+        let (one, other) = std::os::unix::net::UnixStream::pair()?;
         Ok((Self::new(one.into())?, Self::new(other.into())?))
     }
 
@@ -159,14 +158,6 @@ impl TryFrom<TcpStream> for Socket {
     type Error = io::Error;
 
     fn try_from(stream: TcpStream) -> io::Result<Self> {
-        Self::new(stream.into())
-    }
-}
-
-impl TryFrom<UnixStream> for Socket {
-    type Error = io::Error;
-
-    fn try_from(stream: UnixStream) -> io::Result<Self> {
         Self::new(stream.into())
     }
 }

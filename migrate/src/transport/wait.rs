@@ -40,7 +40,16 @@ pub(crate) fn sleep_until<T>(until: Instant, mut over: impl FnMut() -> Option<T>
 
 /// Returns the error of a peer that has made no progress for `time`.
 pub(super) fn timed_out(verb: &str, time: Duration) -> io::Error {
-    let text = format!("the peer {verb} nothing for {:.1} s", time.as_secs_f64());
+    silent(&format!("{verb} nothing"), time)
+}
+
+/// Returns the error of a peer that has not answered a connection for `time`.
+pub(super) fn unanswered(time: Duration) -> io::Error {
+    silent("did not answer", time)
+}
+
+fn silent(what: &str, time: Duration) -> io::Error {
+    let text = format!("the peer {what} for {:.1} s", time.as_secs_f64());
     io::Error::new(io::ErrorKind::TimedOut, text)
 }
 

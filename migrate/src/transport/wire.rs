@@ -22,7 +22,7 @@ use super::error::TransportError;
 use super::link::Link;
 use super::tls::TlsError;
 use crate::protocol::error::WireError;
-use crate::protocol::message::{RawRun, WireMessage, clip};
+use crate::protocol::message::{RawRun, WireMessage, clip, printable};
 use crate::protocol::tag::Tag;
 
 /// Upper bound on the payload bytes of a skipped record with an unknown tag.
@@ -286,10 +286,13 @@ impl<S: Read> Wire<S> {
     }
 
     /// Receives the next message. After FRAMES the caller has to read its content, and after MEMORY
-    /// or FILES its last byte. Skips records with unknown tags that need not be understood. Returns
-    /// REFUSED and ABORT as errors, because they end the connection.
+    /// or FILES its last byte; until then this fails, because a peer may send content that no
+    /// caller expects. Skips records with unknown tags that need not be understood. Returns REFUSED
+    /// and ABORT as errors, because they end the connection.
     pub(crate) fn recv(&mut self) -> Result<WireMessage<'_>, WireError> {
-        debug_assert_eq!(self.content, 0, "the content of FRAMES was not read");
+        if self.content > 0 {
+            return Err(io::Error::other("the last message's content was not read").into());
+        }
         let mut skipped = 0;
         let (tag, length) = loop {
             let mut stream = CountingReader { stream: &mut self.stream, bytes: 0 };
@@ -323,9 +326,9 @@ impl<S: Read> Wire<S> {
         };
         match WireMessage::parse(tag, &self.payload[..length])? {
             WireMessage::Refused { reason } => {
-                Err(WireError::Refused { reason: reason.to_owned() })
+                Err(WireError::Refused { reason: printable(reason) })
             }
-            WireMessage::Abort { reason } => Err(WireError::Aborted { reason: reason.to_owned() }),
+            WireMessage::Abort { reason } => Err(WireError::Aborted { reason: printable(reason) }),
             WireMessage::Frames { run } if run.bytes() != self.content as u64 => {
                 let why = "its content is not as long as its run requires";
                 Err(WireError::Malformed { message: Tag::Frames, why })
@@ -422,6 +425,29 @@ mod tests {
         assert!(!wire.torn);
         wire.send_parts(Tag::Abort, &[b"cancelled"]).unwrap();
         RecordHead::read_from(&wire.stream.1[..RECORD_HEAD_LEN], 0).unwrap();
+    }
+
+    #[test]
+    fn unread_content_fails_the_next_message() {
+        let (mut here, mut there) = ends();
+        send_two(&mut there, 8192);
+        there.send(&WireMessage::Verify).unwrap();
+        assert!(matches!(here.recv().unwrap(), WireMessage::Frames { .. }));
+        let error = here.recv().unwrap_err().to_string();
+        assert!(error.contains("the last message's content was not read"), "{error}");
+        here.recv_content().unwrap();
+        assert!(matches!(here.recv().unwrap(), WireMessage::Verify));
+    }
+
+    #[test]
+    fn control_characters_of_a_reason_are_replaced() {
+        let reason = "no\n\x1b[2Jroom\u{9b}";
+        for message in [WireMessage::Refused { reason }, WireMessage::Abort { reason }] {
+            let (mut here, mut there) = ends();
+            there.send(&message).unwrap();
+            let error = here.recv().unwrap_err().to_string();
+            assert!(error.ends_with(": no  [2Jroom "), "{error:?}");
+        }
     }
 
     #[test]

@@ -356,7 +356,7 @@ fn trickling_peer_does_not_prolong_precopy() {
     assert!(matches!(error.cause, Cause::NotConverging { .. }), "{error}");
     assert!(error.to_string().contains("longer than its 0.5 s"), "{error}");
     assert_eq!(error.phase, Phase::Precopy, "{error}");
-    exactly_one_runs(&hosts, &guest, &sent, there, "a trickling peer in precopy");
+    exactly_one_runs(&hosts, &guest, &sent, there, "a trickling peer in pre-copy");
 }
 
 #[test]

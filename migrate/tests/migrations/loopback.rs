@@ -12,7 +12,7 @@ use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
 use driftline_guest::{
     Clock, DirtyLog, DriveHead, Guest, GuestContents, GuestError, GuestFactory, GuestIdentity,
     GuestWithCopies, HandOver, Lifecycle, Origin, Populate, RunState, SavedPause, SavedState,
-    Section, SharedGuest, Stateful, VcpuPauses, VmId, WriteThrottle,
+    Section, SectionHead, SharedGuest, Stateful, VcpuPauses, VmId, WriteThrottle,
 };
 use driftline_migrate::{MIN_BANDWIDTH, Phase, SendControl, SendStatus, TimeoutStrategy, send};
 use vm_memory::{Bytes, GuestAddress};
@@ -256,6 +256,12 @@ impl Stateful for WritesWhenSaved {
     }
     fn restore_state(&self, sections: &[Section], clock: Clock) -> Result<(), GuestError> {
         self.0.restore_state(sections, clock)
+    }
+    fn state_heads(&self) -> Vec<SectionHead> {
+        self.0.state_heads()
+    }
+    fn check_state_heads(&self, heads: &[SectionHead]) -> Result<(), GuestError> {
+        self.0.check_state_heads(heads)
     }
 }
 

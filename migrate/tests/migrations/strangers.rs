@@ -11,7 +11,7 @@ use crate::common::{
 };
 use driftline_format::{Header, MAGIC_STREAM, RECORD_HEAD_LEN, RecordHead, STREAM_VERSION};
 use driftline_guest::testing::MemoryConfig;
-use driftline_guest::{GuestIdentity, MAX_QUEUED_PACKETS};
+use driftline_guest::{GuestIdentity, MAX_QUEUED_PACKET_BYTES};
 use driftline_migrate::{Phase, ReceiveOptions};
 use proptest::prelude::*;
 
@@ -310,17 +310,34 @@ fn trickling_source_does_not_occupy_the_receiver() {
     );
 }
 
+/// Returns the index of the first record of this kind. `ends` are those of `stream`.
+fn position(stream: &[u8], ends: &[usize], name: &str) -> usize {
+    let is =
+        |end: &usize| stream.get(*end..).is_some_and(|s| s.starts_with(&tag(name).to_le_bytes()));
+    ends.iter().position(is).unwrap()
+}
+
+#[test]
+fn frames_in_place_of_commit_are_refused() {
+    let hosts = HostPair::new();
+    let options = ReceiveOptions { answer_timeout: Duration::ZERO, ..hosts.receive_options() };
+    let there = hosts.receiver_with(options);
+    let (stream, ends) = (golden(), ends(&golden()));
+    let commit = position(&stream, &ends, "COMMIT");
+    let run = [0u64, 1].map(u64::to_le_bytes).concat();
+    let frames = record(tag("FRAMES"), commit as u32, 16 + 4096, &run);
+    let mut source = TcpStream::connect(&there.to).unwrap();
+    source.write_all(&[&stream[..ends[commit]], &frames, &[7; 4096]].concat()).unwrap();
+    let message = there.failure();
+    assert!(message.contains("FRAMES came where COMMIT was expected"), "{message}");
+    assert!(!hosts.drive.is_held());
+}
+
 #[test]
 fn late_is_bounded_and_comes_once() {
     let stream = include_bytes!("../golden/stream-v1-late.bin");
     let ends = ends(stream);
-    // Indices of LATE and STATE_END in the stream.
-    let at = |name: &str| {
-        let is = |end: &usize| {
-            stream.get(*end..).is_some_and(|s| s.starts_with(&tag(name).to_le_bytes()))
-        };
-        ends.iter().position(is).unwrap()
-    };
+    let at = |name: &str| position(stream, &ends, name);
     let (late, state_end) = (at("LATE"), at("STATE_END"));
     assert_eq!(late, state_end + 1);
     let sequence = late as u32;
@@ -340,7 +357,7 @@ fn late_is_bounded_and_comes_once() {
         (
             "too much",
             late,
-            record(tag("LATE"), sequence, MAX_QUEUED_PACKETS as u32 + 1, &[]),
+            record(tag("LATE"), sequence, MAX_QUEUED_PACKET_BYTES as u32 + 1, &[]),
             "claims 262145 bytes",
         ),
     ];

@@ -139,7 +139,7 @@ fn is_installed(name: &str, line: &str) -> bool {
     let program = line.split(' ').next().unwrap();
     let found = Command::new("sh").args(["-c", &format!("command -v {program}")]).output().unwrap();
     if !found.status.success() {
-        println!("not measured: {name}, for there is no {program}");
+        println!("not measured: {name}: {program} is not installed");
     }
     found.status.success()
 }
@@ -170,7 +170,10 @@ fn until(line: &str, has_arrived: impl FnOnce(&mut dyn Read) -> bool) -> (f64, S
     Command::new("kill").args(["-TERM", &pid]).status().unwrap();
     let out = child.wait_with_output().unwrap();
     let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
-    assert!(arrived, "{line} did not get there within {TIMEOUT_S} s, and said: {stderr}");
+    assert!(
+        arrived,
+        "{line} did not print the awaited text within {TIMEOUT_S} s, and said: {stderr}"
+    );
     (ms, stderr)
 }
 

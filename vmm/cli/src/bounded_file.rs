@@ -5,6 +5,10 @@ use std::path::Path;
 
 use driftline_store::open_regular;
 
+/// Largest configuration file, and largest file of a CPU template, in bytes. A guest of 16 devices
+/// needs a few KiB. Firecracker has no limit.
+pub(super) const MAX_CONFIG_FILE: u64 = 1 << 20;
+
 /// Reads a regular file of at most `limit` bytes.
 ///
 /// # Errors

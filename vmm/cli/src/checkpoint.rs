@@ -1,10 +1,9 @@
 //! Owns `driftline checkpoint`: starts a run of checkpoints over the API and follows it.
 
-use std::io;
 use std::num::NonZeroU64;
 use std::path::Path;
 use std::process::ExitCode;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use driftline_checkpoint::{CadenceTotals, Percentiles};
 use driftline_control::api::{Client, ClientError};
@@ -15,7 +14,7 @@ use hyper::Method;
 use serde_json::json;
 
 use super::args::CheckpointArgs;
-use super::client::{GuestPresence, block_on, not_begun};
+use super::client::{GuestPresence, block_on, has_ended, not_begun};
 use super::failure::Failure;
 use super::interrupts::Interrupts;
 use super::output::{self, print, print_json, print_message};
@@ -225,28 +224,6 @@ async fn lost(client: &Client, e: ClientError, last: Option<u64>) -> Failure {
     Failure::from(e).with_message(message)
 }
 
-/// Time limit within which a process that is ending closes its listening socket after it has closed
-/// a connection.
-const ENDING_LIMIT: Duration = Duration::from_secs(2);
-const ENDING_POLL: Duration = Duration::from_millis(20);
-
-/// Returns whether nothing listens on the socket, now or within [`ENDING_LIMIT`]. A VMM whose
-/// connection backlog is full counts as listening.
-async fn has_ended(client: &Client) -> bool {
-    let since = Instant::now();
-    loop {
-        if let Err(ClientError::Connect { cause, .. }) = client.process().await
-            && matches!(cause.kind(), io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound)
-        {
-            return true;
-        }
-        if since.elapsed() >= ENDING_LIMIT {
-            return false;
-        }
-        tokio::time::sleep(ENDING_POLL).await;
-    }
-}
-
 /// Returns the reports from `since` on. The first Ctrl-C stops the run; its last reports are still
 /// returned. The second one ends the wait for them, which stuck storage can prolong: returns
 /// `None`.
@@ -284,6 +261,7 @@ async fn verdict(client: &Client, why: &str) -> Failure {
         }
         GuestPresence::InDoubt { .. } => "not every checkpoint was stored".to_owned(),
         GuestPresence::Ended => "the guest has ended".to_owned(),
+        GuestPresence::Unknown => "the VMM does not report the state of the guest".to_owned(),
     };
     presence.failure(format_args!("{state}; the last failure: {why}"))
 }

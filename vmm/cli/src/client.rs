@@ -1,10 +1,11 @@
 //! Implements the short commands that send a single request to a running VMM.
 
 use std::fmt::Display;
+use std::io;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::process::ExitCode;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use driftline_control::api::{Client, ClientError};
 use driftline_control::model::{GuestState, Info, InfoPage, MigrationPage, VmRequest, VmTarget};
@@ -221,14 +222,25 @@ pub(super) enum GuestPresence {
     Here(GuestState),
     /// The guest has been handed over to a host that may run it; `to` names the host if known.
     InDoubt { to: Option<String> },
-    /// The guest has ended, or no process answered.
+    /// The guest has ended or has not arrived, or no process listens.
     Ended,
+    /// The VMM has not said: it does not answer, or answers something else.
+    Unknown,
 }
 
 impl GuestPresence {
     /// Asks the VMM.
     pub(super) async fn ask(client: &Client) -> Self {
-        let Ok(Info { state, .. }) = client.get("/v1/info").await else { return Self::Ended };
+        let state = match client.get("/v1/info").await {
+            Ok(InfoPage::Guest(info)) => info.state,
+            Ok(InfoPage::Arriving(_)) => return Self::Ended,
+            Err(ClientError::Connect { .. } | ClientError::Broken { .. })
+                if has_ended(client).await =>
+            {
+                return Self::Ended;
+            }
+            Err(_) => return Self::Unknown,
+        };
         let to = match state {
             GuestState::InDoubt => client.get::<MigrationPage>("/v1/migration").await.ok(),
             _ => None,
@@ -253,8 +265,30 @@ impl GuestPresence {
                  `driftline resolve --run` or `--discard`",
                 to.as_deref().unwrap_or("a host that does not answer")
             )),
-            Self::Ended => Failure::error(why),
+            Self::Ended | Self::Unknown => Failure::error(why),
         }
+    }
+}
+
+/// Time limit within which a process that is ending closes its listening socket after it has closed
+/// a connection.
+const ENDING_LIMIT: Duration = Duration::from_secs(2);
+const ENDING_POLL: Duration = Duration::from_millis(20);
+
+/// Returns whether nothing listens on the socket, now or within [`ENDING_LIMIT`]. A VMM whose
+/// connection backlog is full counts as listening.
+pub(super) async fn has_ended(client: &Client) -> bool {
+    let since = Instant::now();
+    loop {
+        if let Err(ClientError::Connect { cause, .. }) = client.process().await
+            && matches!(cause.kind(), io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound)
+        {
+            return true;
+        }
+        if since.elapsed() >= ENDING_LIMIT {
+            return false;
+        }
+        tokio::time::sleep(ENDING_POLL).await;
     }
 }
 
@@ -306,6 +340,17 @@ mod tests {
         }
         let failure = GuestPresence::of(GuestState::Stopped, None).failure("no");
         assert!(!failure.is_still_running() && failure.message() == "no");
+    }
+
+    #[test]
+    fn silent_vmm_is_no_end_of_the_guest() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("api.sock");
+        let client = Client::new(&path).with_timeout(Duration::from_millis(50));
+        assert_eq!(block_on(GuestPresence::ask(&client)).unwrap(), GuestPresence::Ended);
+        let _listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        assert_eq!(block_on(GuestPresence::ask(&client)).unwrap(), GuestPresence::Unknown);
+        assert!(!GuestPresence::Unknown.failure("no").is_still_running());
     }
 
     #[test]

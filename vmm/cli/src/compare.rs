@@ -19,6 +19,7 @@ use super::args::CompareArgs;
 use super::failure::Failure;
 use super::output::{print, print_json, print_message};
 use super::paths::directory_of;
+use super::setup::enter_sandbox;
 use super::status_line::StatusLine;
 use super::version::version;
 
@@ -67,7 +68,7 @@ impl CompareArgs {
             repeat: self.repeat.into(),
             vcpus: self.vcpus,
             ring_entries: self.ring_entries,
-            settle: self.settle,
+            boot_time: self.boot_time,
         }
     }
 }
@@ -202,10 +203,7 @@ fn restrict(args: &CompareArgs, write: Vec<PathBuf>) -> Result<(), Failure> {
         write,
         ..sandbox::SandboxOptions::default()
     };
-    sandbox::start(&options).map_err(|e| match e {
-        sandbox::StartError::Seccomp(_) => Failure::host_lacks(e),
-        _ => Failure::error(e),
-    })?;
+    enter_sandbox(&options)?;
     driftline_machine::log_thread::start()?;
     Ok(())
 }

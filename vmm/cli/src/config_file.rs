@@ -2,8 +2,7 @@
 //! JSON of `GET /vm/config`.
 
 use std::fmt::Display;
-use std::fs::File;
-use std::io::{self, Read};
+use std::io::ErrorKind;
 use std::path::Path;
 
 use driftline_control::model::{
@@ -16,11 +15,9 @@ use driftline_machine::devices::probe_disk;
 use driftline_machine::tracking::TrackingMode;
 
 use super::args::{OnOff, RunArgs};
+use super::bounded_file::{MAX_CONFIG_FILE, read_bounded};
 use super::failure::Failure;
 use super::values;
-
-/// Largest configuration file, in bytes. A guest of 16 devices needs a few KiB.
-const MAX_BYTES: u64 = 1 << 20;
 
 /// Returns `args`, completed with the file of `--config-file`. Options override the file.
 pub(super) fn complete(args: RunArgs) -> Result<RunArgs, Failure> {
@@ -30,22 +27,17 @@ pub(super) fn complete(args: RunArgs) -> Result<RunArgs, Failure> {
 }
 
 fn read(path: &Path) -> Result<VmConfig, Failure> {
-    let bytes = contents(path).map_err(Failure::error)?;
-    if bytes.len() as u64 > MAX_BYTES {
-        let most = MAX_BYTES >> 20;
-        let why = "a configuration has a few KiB";
-        return Err(Failure::usage(format_args!("it has more than {most} MiB: {why}")));
-    }
+    let bytes = read_bounded(path, MAX_CONFIG_FILE).map_err(|e| match e.kind() {
+        ErrorKind::FileTooLarge => Failure::usage(format_args!(
+            "it has more than {} MiB: a configuration has a few KiB",
+            MAX_CONFIG_FILE >> 20
+        )),
+        _ => Failure::error(e),
+    })?;
     let mut json = serde_json::Deserializer::from_slice(&bytes);
     let config = serde_path_to_error::deserialize(&mut json).map_err(Failure::usage)?;
     json.end().map_err(Failure::usage)?;
     Ok(config)
-}
-
-fn contents(path: &Path) -> io::Result<Vec<u8>> {
-    let mut bytes = Vec::new();
-    File::open(path)?.take(MAX_BYTES + 1).read_to_end(&mut bytes)?;
-    Ok(bytes)
 }
 
 /// Fills in what the command line leaves open.

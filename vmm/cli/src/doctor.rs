@@ -1,12 +1,12 @@
 //! Owns `driftline doctor`: prints the diagnosis, with the verdict first.
 
-use std::env;
 use std::io::{self, IsTerminal};
 use std::process::ExitCode;
 
 use driftline_machine::doctor::{Diagnosis, Finding, Group, diagnose};
 
 use super::args::DoctorArgs;
+use super::colour;
 use super::failure::Failure;
 use super::output::{print, print_json};
 
@@ -32,8 +32,7 @@ pub(super) fn doctor(args: &DoctorArgs, verbose: bool) -> Result<ExitCode, Failu
     if args.json {
         print_json(&diagnosis)?;
     } else {
-        let no_color = env::var_os("NO_COLOR").is_some_and(|v| !v.is_empty());
-        let colours = io::stdout().is_terminal() && !no_color;
+        let colours = io::stdout().is_terminal() && !colour::is_refused();
         print(report(&diagnosis, verbose, colours))?;
     }
     Ok(ExitCode::SUCCESS)

@@ -33,7 +33,7 @@ pub(super) fn run_to_end(
     let shadow = jobs.end_shadow();
     let outcome = "what the guest last wrote to its disks may not be durable";
     end_in_bounded_time(vm.machine_config().mem_bytes, outcome);
-    jobs.settle();
+    jobs.await_last_readers();
     drop(server);
     if requests.is_some_and(|thread| thread.join().is_err()) {
         tracing::error!("the thread of the API's requests had panicked");

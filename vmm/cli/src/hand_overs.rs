@@ -22,28 +22,36 @@ use super::output::{print_json, print_message};
 /// The hand-overs of this host that are in doubt.
 pub(super) struct PendingHandOvers {
     state_dir: PathBuf,
-    /// For a clone that may run nevertheless: the original's disks that it would use.
-    shared: Option<Vec<DiskConfig>>,
+    clone: CloneDisks,
+}
+
+/// Which disks of the original the guest would use if it is a clone.
+enum CloneDisks {
+    NotAClone,
+    /// The checkpoint's configuration cannot be read.
+    Unknown,
+    Known(Vec<DiskConfig>),
 }
 
 impl PendingHandOvers {
     /// Creates the check for the records in `state_dir`.
     pub(super) fn of(state_dir: PathBuf) -> Self {
-        Self { state_dir, shared: None }
+        Self { state_dir, clone: CloneDisks::NotAClone }
     }
 
     /// Allows the guest to run as a clone, unless it would use disks of the original (`shared`, if
     /// they are known).
     pub(super) fn allow_clone(&mut self, shared: Option<Vec<DiskConfig>>) {
-        self.shared = shared;
+        self.clone = shared.map_or(CloneDisks::Unknown, CloneDisks::Known);
     }
 
     /// Refuses the guest `vm_id`, or a guest restored from it, if it may be running at the peer of
     /// a hand-over.
     pub(super) fn refuse(&self, vm_id: VmId) -> Result<(), HandOverDoubt> {
-        let clone = match &self.shared {
-            None => CloneHint::NewId,
-            Some(shared) => match shared.first() {
+        let clone = match &self.clone {
+            CloneDisks::NotAClone => CloneHint::NewId,
+            CloneDisks::Unknown => CloneHint::UnknownDisks,
+            CloneDisks::Known(shared) => match shared.first() {
                 None => return Ok(()),
                 Some(disk) => CloneHint::CopyOf { id: disk.id.clone(), path: disk.path.clone() },
             },
@@ -99,6 +107,8 @@ pub(super) enum HandOverDoubt {
 pub(super) enum CloneHint {
     /// The guest is not to be a clone so far.
     NewId,
+    /// The clone may use disks of the original.
+    UnknownDisks,
     /// The clone would use this disk of the original.
     CopyOf { id: String, path: PathBuf },
 }
@@ -107,6 +117,10 @@ impl fmt::Display for CloneHint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::NewId => f.write_str("for a clone with an id of its own, use --new-id"),
+            Self::UnknownDisks => f.write_str(
+                "its clone must not use its disks, and the checkpoint's configuration, which names \
+                 them, cannot be read",
+            ),
             Self::CopyOf { id, path } => write!(
                 f,
                 "its clone must not use its disk \"{id}\" ({}): give it a copy with --disk \
@@ -280,5 +294,21 @@ mod tests {
         for messages in messages().map(Option::unwrap) {
             assert!(messages.starts_with("starting it here failed: cannot read"), "{messages}");
         }
+    }
+
+    #[test]
+    fn refused_clone_is_not_told_new_id() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join(format!("{}.source.json", VmId::random())), "{").unwrap();
+        let mut pending = PendingHandOvers::of(dir.path().to_owned());
+        let refusal = |pending: &PendingHandOvers| {
+            pending.refuse(VmId::random()).map_err(|doubt| doubt.to_string())
+        };
+        assert!(refusal(&pending).unwrap_err().ends_with("use --new-id"));
+        pending.allow_clone(None);
+        let doubt = refusal(&pending).unwrap_err();
+        assert!(doubt.ends_with("which names them, cannot be read"), "{doubt}");
+        pending.allow_clone(Some(Vec::new()));
+        assert_eq!(refusal(&pending), Ok(()));
     }
 }

@@ -19,8 +19,9 @@ use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, fmt, registry};
 
 use super::args::{LogArgs, LogFormat};
+use super::colour;
 use super::failure::Failure;
-use super::firecracker_log::{self, InitialLog};
+use super::firecracker_log::{self, InitialLog, dropped_message};
 
 /// The environment variable with the filter, used if no option gives one.
 const FILTER_VARIABLE: &str = "RUST_LOG";
@@ -56,8 +57,8 @@ pub(super) enum Logs {
 pub(super) fn start(args: &LogArgs, logs: Logs) -> Result<(), Failure> {
     let filter = filter(args)?;
     let dropped_line = match args.log_format {
-        LogFormat::Text => |n| text_line(Level::WARN, &dropped(n)),
-        LogFormat::Json => |n| json_line(Level::WARN, &dropped(n)),
+        LogFormat::Text => |n| text_line(Level::WARN, &dropped_message(n)),
+        LogFormat::Json => |n| json_line(Level::WARN, &dropped_message(n)),
     };
     let stderr = LogOutput::new(|line: &[u8]| io::stderr().write_all(line), dropped_line);
     let file = match &args.log_file {
@@ -70,8 +71,7 @@ pub(super) fn start(args: &LogArgs, logs: Logs) -> Result<(), Failure> {
         }
     };
     let output = file.clone().unwrap_or_else(|| stderr.clone());
-    let no_color = env::var_os("NO_COLOR").is_some_and(|v| !v.is_empty());
-    let ansi = file.is_none() && io::stderr().is_terminal() && !no_color;
+    let ansi = file.is_none() && io::stderr().is_terminal() && !colour::is_refused();
     let mut outputs: Vec<_> = file.iter().cloned().chain([stderr.clone()]).collect();
     match logs {
         Logs::Own => registry().with(filter).with(layer(output, args.log_format, ansi)).init(),
@@ -158,10 +158,6 @@ pub(super) fn message(level: Level, message: &str) {
             }
         }
     }
-}
-
-fn dropped(lines: u64) -> String {
-    format!("{lines} log lines were dropped: the reader of the log does not keep up")
 }
 
 fn text_line(level: Level, message: &str) -> Vec<u8> {

@@ -8,6 +8,7 @@ mod bounded_file;
 mod checkpoint;
 mod checkpoint_source;
 mod client;
+mod colour;
 mod compare;
 mod config_file;
 mod demo;

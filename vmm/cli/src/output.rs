@@ -32,9 +32,14 @@ pub(crate) fn print_on(result: impl Display) -> Result<bool, Failure> {
 
 /// Prints a result as one line of JSON.
 pub(crate) fn print_json(result: &impl Serialize) -> Result<(), Failure> {
+    print(json_line(result)?)
+}
+
+/// Formats a result as one line of JSON.
+pub(crate) fn json_line(result: &impl Serialize) -> Result<String, Failure> {
     let mut line = Vec::new();
     result.serialize(&mut Serializer::with_formatter(&mut line, RoundedFloats))?;
-    print(String::from_utf8_lossy(&line))
+    Ok(String::from_utf8_lossy(&line).into_owned())
 }
 
 /// Compact JSON whose fractions have three digits: 711.725, not 711.7248539999999.
@@ -45,6 +50,11 @@ impl Formatter for RoundedFloats {
         let rounded = (value * 1e3).round() / 1e3;
         CompactFormatter.write_f64(writer, if rounded.is_finite() { rounded } else { value })
     }
+}
+
+/// Adds up figures from a VMM. A sum that does not fit is the largest number.
+pub(crate) fn total(figures: impl IntoIterator<Item = u64>) -> u64 {
+    figures.into_iter().fold(0, u64::saturating_add)
 }
 
 /// Formats a number of things: `1 page`, `2 pages`, `3 passes`.
@@ -98,10 +108,8 @@ mod tests {
 
     #[test]
     fn json_fractions_have_three_digits() {
-        let mut line = Vec::new();
-        let mut to = Serializer::with_formatter(&mut line, RoundedFloats);
-        [711.724_853_999, 2.0, 0.0004].serialize(&mut to).unwrap();
-        assert_eq!(String::from_utf8(line).unwrap(), "[711.725,2.0,0.0]");
+        let line = json_line(&[711.724_853_999, 2.0, 0.0004]).unwrap();
+        assert_eq!(line, "[711.725,2.0,0.0]");
     }
 
     #[test]

@@ -44,7 +44,7 @@ pub(super) fn progress_line(p: &Progress) -> String {
     match p.phase {
         Phase::Precopy => {
             let left = output::bytes(p.remaining_frames.saturating_mul(PAGE_SIZE));
-            let mut line = format!("precopy, pass {}: {sent} sent, {left} left", p.pass);
+            let mut line = format!("pre-copy, pass {}: {sent} sent, {left} left", p.pass);
             if p.remaining_disk_bytes > 0 {
                 line += &format!(" and {} of disks", output::bytes(p.remaining_disk_bytes));
             }

@@ -164,7 +164,7 @@ fn listing_table(dir: &Path, listing: &Listing, identity: Option<&Identity>) -> 
 }
 
 const HEADINGS: &str =
-    "  number  taken                  age  kind          pages       size  disks";
+    "  number  taken                   age  kind          pages       size  disks";
 
 fn epoch_row(info: &EpochInfo, now_ms: u64) -> String {
     let taken = driftline_machine::local_time(info.created_unix_ms);
@@ -172,7 +172,7 @@ fn epoch_row(info: &EpochInfo, now_ms: u64) -> String {
     let kind = if info.full { "full" } else { "changes" };
     let size = output::bytes(info.bytes);
     format!(
-        "{:>8}  {taken:<19}  {age:>5}  {kind:<7}  {:>10}  {size:>9}  {:>5}",
+        "{:>8}  {taken:<19}  {age:>6}  {kind:<7}  {:>10}  {size:>9}  {:>5}",
         info.epoch, info.frames, info.drives
     )
 }
@@ -181,7 +181,7 @@ fn epoch_row(info: &EpochInfo, now_ms: u64) -> String {
 fn age(seconds: u64) -> String {
     match seconds {
         0..60 => format!("{seconds} s"),
-        60..3600 => format!("{} m", seconds / 60),
+        60..3600 => format!("{} min", seconds / 60),
         3600..86_400 => format!("{} h", seconds / 3600),
         _ => format!("{} d", seconds / 86_400),
     }
@@ -226,7 +226,7 @@ fn verify(args: &StoreArgs) -> Result<ExitCode, Failure> {
         (Ok(report), _) => report,
         (Err(e), CheckpointSource::Store(store)) => match store.survey() {
             Ok(survey) if !survey.is_sound() => return is_damaged(&args.store, &survey, args.json),
-            _ => return Err(e.into()),
+            _ => return Err(store_failure(&args.store, e)),
         },
         (Err(e), CheckpointSource::Archive(_)) => {
             return Err(Failure::error(format_args!("{} is damaged: {e}", args.store.display())));
@@ -296,8 +296,8 @@ mod tests {
             line: driftline_guest::LineId::random(),
         };
         let row = epoch_row(&info, 1_700_000_000_000 + 200_000);
-        assert!(row.contains("  3 m  full") && row.ends_with("33 MiB      2"), "{row}");
+        assert!(row.contains("  3 min  full") && row.ends_with("33 MiB      2"), "{row}");
         assert_eq!(row.len(), HEADINGS.len());
-        assert_eq!([0, 59, 61, 7200, 200_000].map(age), ["0 s", "59 s", "1 m", "2 h", "2 d"]);
+        assert_eq!([0, 59, 61, 7200, 200_000].map(age), ["0 s", "59 s", "1 min", "2 h", "2 d"]);
     }
 }

@@ -43,6 +43,9 @@ fn unit_hint(text: &str) -> String {
     }
 }
 
+/// The id of an instance that has no other.
+pub(super) const DEFAULT_ID: &str = "anonymous-instance";
+
 /// Parses the id of an instance.
 pub(super) fn instance_id(text: &str) -> Result<String, String> {
     let is_valid = (1..=64).contains(&text.len())

@@ -208,7 +208,7 @@ impl MachineBench {
         self.machine.resume()?;
         let begun = Instant::now();
         let Some(truth) = &self.truth else {
-            return self.wait(settings.settle);
+            return self.wait(settings.boot_time);
         };
         while truth.written_share(self.machine.ram(), settings.vcpus) < WARM {
             if begun.elapsed() > WARM_UP_LIMIT {

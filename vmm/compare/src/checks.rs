@@ -58,11 +58,10 @@ fn marked_all(rows: &[CellReport]) -> Option<String> {
     let parts: Vec<String> = rows
         .iter()
         .filter_map(|r| {
-            let figures = r.figures.as_ref()?;
-            let (epochs, checks) = (figures.marked_all_epochs, figures.marked_all_checks);
-            (epochs + checks > 0).then(|| {
+            let epochs = r.figures.as_ref()?.marked_all();
+            (epochs > 0).then(|| {
                 let guest = r.guest.phrase();
-                format!("{} of {guest} with {} in {}", r.way, size(r.mem_bytes), epochs + checks)
+                format!("{} of {guest} with {} in {epochs}", r.way, size(r.mem_bytes))
             })
         })
         .collect();

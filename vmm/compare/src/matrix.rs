@@ -82,7 +82,7 @@ pub struct MatrixCell {
 
 /// The spec of the light guest, which dirties about 100 frames per epoch of 10 ms.
 pub const LIGHT: &str = "payload,ws=2M,rate=40M";
-/// The spec of the busy guest, which dirties up to 800 frames per epoch of 10 ms.
+/// The spec of the busy guest, which dirties up to 820 frames per epoch of 10 ms.
 pub(super) const BUSY: &str = "payload,ws=32M,rate=320M";
 /// The spec of the guest that writes as fast as it can.
 pub(super) const FLAT_OUT: &str = "payload,ws=64M,rate=max,pattern=random";

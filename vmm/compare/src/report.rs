@@ -106,6 +106,13 @@ pub struct RowFigures {
     pub beside_frames: Option<u64>,
 }
 
+impl RowFigures {
+    /// Returns the number of epochs in which all memory counted as dirty, with those in pauses.
+    pub(super) fn marked_all(&self) -> u64 {
+        self.marked_all_epochs + self.marked_all_checks
+    }
+}
+
 /// The result of one round for a cell.
 pub(super) type RoundOutcome = Result<RunSample, CellError>;
 

@@ -20,8 +20,8 @@ pub struct CompareSettings {
     /// Number of entries per dirty ring.
     pub ring_entries: u32,
     /// Time for which a kernel boots before it is measured.
-    #[serde(rename = "settle_ms", serialize_with = "as_ms")]
-    pub settle: Duration,
+    #[serde(rename = "boot_time_ms", serialize_with = "as_ms")]
+    pub boot_time: Duration,
 }
 
 impl CompareSettings {

@@ -109,7 +109,7 @@ fn aligned(group: &RowGroup<'_>, wide: bool) -> String {
         if let Some(why) = &row.why {
             let _ = writeln!(out, "  {}: {why}", row.way);
         }
-        let marked = all_dirty(figures);
+        let marked = figures.marked_all();
         if marked > 0 {
             let _ =
                 writeln!(out, "  ! {}: in {marked} epochs all memory counted as dirty", row.way);
@@ -143,11 +143,6 @@ fn columns(lines: &[Vec<String>], full: usize) -> String {
     out
 }
 
-/// Returns the number of epochs in which all memory counted as dirty, including those in pauses.
-fn all_dirty(f: &RowFigures) -> u64 {
-    f.marked_all_epochs + f.marked_all_checks
-}
-
 fn cells(group: &RowGroup<'_>, way: TrackingWay, f: &RowFigures) -> [String; HEADER.len() - 1] {
     let none = || "-".to_owned();
     // A space in place of the mark keeps figures aligned.
@@ -165,7 +160,7 @@ fn cells(group: &RowGroup<'_>, way: TrackingWay, f: &RowFigures) -> [String; HEA
         s.map_or_else(none, |s| format!("{:.1} % ({:.1}..{:.1})", s.median, s.min, s.max))
     };
     [
-        match (f.dirty_frames, all_dirty(f)) {
+        match (f.dirty_frames, f.marked_all()) {
             (None, _) => none(),
             (Some(s), 0) => format!("{:.0}", s.median),
             // Explained below the rows.

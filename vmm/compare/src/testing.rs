@@ -94,7 +94,7 @@ pub(super) fn report() -> ComparisonReport {
             repeat: 5,
             vcpus: 1,
             ring_entries: 16_384,
-            settle: std::time::Duration::ZERO,
+            boot_time: std::time::Duration::ZERO,
         },
         command: Some("driftline compare --html <page>".to_owned()),
         answer: answer::answer(&cells),

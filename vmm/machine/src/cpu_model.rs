@@ -412,7 +412,7 @@ mod tests {
     use std::collections::HashSet;
 
     #[test]
-    fn no_name_and_no_bit_is_there_twice() {
+    fn names_and_bits_are_unique() {
         let all: Vec<&str> = names().collect();
         assert_eq!(all.iter().collect::<HashSet<_>>().len(), all.len());
         for (.., names) in NAMES {

@@ -21,6 +21,7 @@ use libc::{c_int, c_void, siginfo_t};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{FileType, fstat};
 
+use crate::local_time::utc_offset;
 use crate::stack_text::StackText;
 use crate::terminal;
 
@@ -307,20 +308,6 @@ fn kill_after_limit() {
     unsafe { libc::pthread_sigmask(libc::SIG_UNBLOCK, &raw const set, std::ptr::null_mut()) };
     // SAFETY: a call without pointers, whose signal has its default action.
     unsafe { libc::alarm(FILE_LIMIT_S) };
-}
-
-/// Returns the difference of the host's time zone to UTC, in seconds. Signal handlers must not ask
-/// for it.
-fn utc_offset() -> i64 {
-    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
-    let seconds = now.map_or(0, |since| since.as_secs().cast_signed());
-    // SAFETY: all zeros are a `tm`: numbers, and a pointer that may be null.
-    let mut tm: libc::tm = unsafe { std::mem::zeroed() };
-    // SAFETY: both pointers are to values of this function, to which no other code has access.
-    match unsafe { libc::localtime_r(&raw const seconds, &raw mut tm) }.is_null() {
-        true => 0,
-        false => tm.tm_gmtoff,
-    }
 }
 
 /// Writes a time, in seconds since 1970 and nanoseconds, as `2026-11-24T18:19:40.000000001`.

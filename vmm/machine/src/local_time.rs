@@ -20,6 +20,14 @@ pub fn local_time_ns(time: SystemTime) -> String {
     format!("{whole}.{nanoseconds:09}")
 }
 
+/// Returns the difference of the host's time zone to UTC, in seconds; 0 if it is unknown. Signal
+/// handlers must not ask for it.
+pub(crate) fn utc_offset() -> i64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    let seconds = now.map_or(0, |since| since.as_secs().cast_signed());
+    calendar(seconds).map_or(0, |tm| tm.tm_gmtoff)
+}
+
 /// Formats a date and a time of day to the second, with `separator` between them.
 fn date_and_time(tm: &libc::tm, separator: char) -> String {
     format!(

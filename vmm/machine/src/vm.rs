@@ -22,7 +22,6 @@ pub struct VcpuInfo {
     /// Number of those exits that were caused by a full dirty ring.
     pub ring_full_exits: u64,
     /// Time for which the vCPU was throttled for migrations to converge, in ms.
-    #[serde(default)]
     pub throttled_ms: u64,
     /// Highest number of entries found in the vCPU's dirty ring when it was harvested, in the last
     /// second; `None` without a ring.

@@ -113,12 +113,16 @@ fn every_wait_ends() {
     assert!(matches!(error, CopyBeforeWriteError::Stalled), "{error}");
     drop(frozen);
     // A copy thread that drops its blocks.
-    let frozen = cbw.freeze(file.clone(), 64 * PAGE_SIZE, blocks).unwrap();
+    let frozen = cbw.freeze(file.clone(), 64 * PAGE_SIZE, blocks.clone()).unwrap();
     thread::scope(|scope| {
         scope.spawn(|| write(&cbw, &file, run(0, 64), 2));
         until_a_write_waits(&frozen);
         drop(frozen);
+        // Otherwise the write would wait as long as the first one.
+        assert!(cbw.lock().active.is_none());
     });
+    let mut frozen = cbw.freeze(file, 64 * PAGE_SIZE, blocks).unwrap();
+    assert_eq!(frozen.next(&mut runs, &mut contents).unwrap(), 1);
 }
 
 #[test]

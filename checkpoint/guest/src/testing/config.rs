@@ -3,7 +3,7 @@
 use driftline_dirty_tracker::{Gfn, Layout, Slot, SlotId};
 use serde::{Deserialize, Serialize};
 
-use crate::GuestError;
+use crate::error::GuestError;
 
 /// Maximum number of frames of a guest built from hostile bytes: 1 GiB.
 const MAX_FRAMES: u64 = 1 << 18;
@@ -39,6 +39,15 @@ impl MemoryConfig {
     /// The same without writers.
     pub fn still() -> Self {
         Self { writers: 0, working_set: 0, ..Self::small() }
+    }
+
+    /// Two slots of these numbers of frames with a hole between, without writers.
+    pub fn still_of(frames: [u64; 2]) -> Self {
+        let slots = vec![
+            Slot { id: SlotId(0), base: Gfn(0), frames: frames[0] },
+            Slot { id: SlotId(1), base: Gfn(0x1000), frames: frames[1] },
+        ];
+        Self { slots, writers: 0, working_set: 0, writes_per_s: 1, seed: 3 }
     }
 
     /// Decodes hostile bytes; allocates nothing beyond the bounds.

@@ -12,7 +12,9 @@ use driftline_dirty_tracker::{FrameRun, Gfn, NoMemory, Subscription, Tracker};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, memfd_create};
 
-use crate::{CopyBeforeWrite, DriveCopy, DriveHead, GuestDrive, block_layout};
+use crate::blocks::block_layout;
+use crate::copy_before_write::CopyBeforeWrite;
+use crate::drive::{DriveCopy, DriveHead, GuestDrive};
 
 /// A drive that exists until its last owner drops it.
 #[derive(Debug)]
@@ -184,7 +186,7 @@ impl GuestDrive for TestDiskHandle {
     }
 
     fn subscribe(&self, name: &str) -> Result<Option<Subscription>, NoMemory> {
-        self.0.tracker.subscribe(name).map(Some)
+        (!self.0.head.readonly).then(|| self.0.tracker.subscribe(name)).transpose()
     }
 
     fn open(&self) -> io::Result<File> {

@@ -7,9 +7,12 @@ use super::drives::{TestDisk, TestDiskHandle};
 use super::faults::{ExclusiveDrive, Faults, Op};
 use super::guest::MemoryGuest;
 use super::memory::TestGuestMemory;
-use crate::{
-    DriveCopy, DriveHead, GuestError, GuestFactory, GuestWithCopies, Origin, SharedGuest, VmId,
-};
+use crate::drive::{DriveCopy, DriveHead};
+use crate::error::GuestError;
+use crate::factory::{GuestFactory, GuestWithCopies};
+use crate::lineage::Origin;
+use crate::shared_guest::SharedGuest;
+use crate::vm_id::VmId;
 
 /// Builds [`MemoryGuest`]s with the faults and the drive that the test chose.
 #[derive(Clone, Debug, Default)]

@@ -3,7 +3,7 @@
 use std::io;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::SeqCst};
 
-use crate::GuestError;
+use crate::error::GuestError;
 
 /// An operation of a guest that a test can make fail.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

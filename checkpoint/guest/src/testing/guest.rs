@@ -1,6 +1,7 @@
 //! The guest itself.
 
 mod hand_over;
+mod observe;
 mod state;
 
 use std::fmt;
@@ -18,19 +19,28 @@ use super::drives::{TestDisk, TestDiskHandle};
 use super::faults::{ExclusiveDrive, Faults, Op};
 use super::memory::{TestGuestMemory, system};
 use super::memory_loader::TestMemoryLoader;
-use super::pages::{PageSweep, WrongFrame, WrongMemory, fill, nth_frame};
+use super::pages::PageSweep;
 use super::write_protection::{FrameProtectionState, SoftwareWriteProtection};
 use super::writers::{PageWriter, WriterGate};
 use crate::blocks::PAGE_BYTES;
 use crate::collection_report::CollectionReport;
-use crate::{
-    DirtyLog, GuestContents, GuestDrive, GuestError, GuestIdentity, GuestRam, HandOver,
-    LazyRestoreProgress, Lifecycle, Line, LineId, MemoryLoader, MemoryRight, PageSource, Populate,
-    RunState, SavedPause, Stateful, VcpuPauses, VcpuWrites, VmId, WriteProtection, WriteThrottle,
-};
+use crate::contents::{GuestContents, GuestRam};
+use crate::dirty_log::DirtyLog;
+use crate::drive::GuestDrive;
+use crate::error::{GuestError, RunState};
+use crate::hand_over::HandOver;
+use crate::identity::GuestIdentity;
+use crate::lifecycle::{Lifecycle, SavedPause, VcpuPauses};
+use crate::lineage::{Line, LineId};
+use crate::memory_claim::MemoryRight;
+use crate::page_source::{LazyRestoreProgress, PageSource};
+use crate::populate::{MemoryLoader, Populate};
+use crate::stateful::Stateful;
+use crate::vm_id::VmId;
+use crate::write_protect::WriteProtection;
+use crate::write_throttle::{VcpuWrites, WriteThrottle};
 
-/// Maximum number of wrong frames listed individually.
-const LISTED: usize = 8;
+pub use observe::image;
 
 /// A guest of host threads on guest-shaped memory. See the [module](super).
 pub struct MemoryGuest {
@@ -213,11 +223,6 @@ impl MemoryGuest {
         self.serial.to_le_bytes().to_vec()
     }
 
-    /// Returns the page writes of all writers since the guest was first started, on any host.
-    pub fn writes(&self) -> u64 {
-        self.writers.iter().map(|w| w.steps.load(SeqCst)).sum()
-    }
-
     /// Writes to a frame as a vCPU or device of the guest does: waits while the frame is
     /// write-protected.
     ///
@@ -238,50 +243,6 @@ impl MemoryGuest {
     /// Returns the tracker behind its memory.
     pub fn tracker(&self) -> &Arc<Tracker> {
         &self.tracker
-    }
-
-    /// Compares all of memory with what must have been written last; stops the writers meanwhile.
-    ///
-    /// # Errors
-    ///
-    /// Memory differs, or a writer found a wrong frame before.
-    pub fn verify(&self) -> Result<(), WrongMemory> {
-        self.gate.while_parked(|| self.compare())
-    }
-
-    fn compare(&self) -> Result<(), WrongMemory> {
-        let writer_errors = self.writers.iter().map(|w| w.errors.load(SeqCst)).sum();
-        let mut wrong = WrongMemory { frames: 0, first: Vec::new(), writer_errors };
-        let (mut page, mut found) = ([0; PAGE_BYTES], [0; PAGE_BYTES]);
-        for n in 0..self.layout.frames() {
-            let Some(gfn) = nth_frame(&self.layout, n) else { continue };
-            let expected = self.generation(n);
-            fill(&mut page, gfn, expected);
-            let read = self.ram.read_slice(&mut found[..], GuestAddress(gfn.gpa()));
-            if read.is_err() || found != page {
-                wrong.frames += 1;
-                if wrong.first.len() < LISTED {
-                    let word = |at| u64::from_le_bytes(std::array::from_fn(|i| found[at + i]));
-                    wrong.first.push(WrongFrame {
-                        gfn,
-                        expected,
-                        found_gfn: word(0),
-                        found: word(8),
-                    });
-                }
-            }
-        }
-        if wrong.frames == 0 && writer_errors == 0 { Ok(()) } else { Err(wrong) }
-    }
-
-    /// Returns the generation that the `n`-th frame of memory must hold.
-    fn generation(&self, n: u64) -> u64 {
-        if n >= self.config.working_set || self.writers.is_empty() {
-            return 0;
-        }
-        let of = self.writers.len() as u64;
-        let writer = &self.writers[(n % of) as usize];
-        writer.sweep.generation(n / of, writer.steps.load(SeqCst))
     }
 
     fn must_be_paused(&self, request: &'static str) -> Result<(), GuestError> {

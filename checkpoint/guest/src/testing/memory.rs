@@ -9,7 +9,10 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use vm_memory::mmap::MmapRegionBuilder;
 use vm_memory::{FileOffset, GuestAddress, GuestRegionMmap};
 
-use crate::{GuestError, GuestRam, MemoryRight, SharedGuest};
+use crate::contents::GuestRam;
+use crate::error::GuestError;
+use crate::memory_claim::MemoryRight;
+use crate::shared_guest::SharedGuest;
 
 /// The memory that a test guest is built on.
 pub(super) enum TestGuestMemory<'m> {

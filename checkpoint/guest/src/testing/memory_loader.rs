@@ -7,7 +7,9 @@ use driftline_dirty_tracker::FrameRun;
 use vm_memory::{Bytes, GuestAddress};
 
 use super::faults::{Faults, Op};
-use crate::{GuestError, GuestRam, MemoryLoader};
+use crate::contents::GuestRam;
+use crate::error::GuestError;
+use crate::populate::MemoryLoader;
 
 /// Memory that is being filled: nothing else may touch it.
 pub(super) struct TestMemoryLoader {

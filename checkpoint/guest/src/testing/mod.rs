@@ -35,7 +35,7 @@ pub use config::MemoryConfig;
 pub use drives::TestDisk;
 pub use factory::MemoryGuestFactory;
 pub use faults::{ExclusiveDrive, Faults, Op};
-pub use guest::MemoryGuest;
+pub use guest::{MemoryGuest, image};
 pub use pages::{WrongFrame, WrongMemory, mix};
 pub use threads::threads;
 

@@ -8,7 +8,8 @@ use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::faults::{Faults, Op};
-use crate::{GuestError, WriteProtection};
+use crate::error::GuestError;
+use crate::write_protect::WriteProtection;
 
 #[derive(Debug, Default)]
 struct ProtectionState {

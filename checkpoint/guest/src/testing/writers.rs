@@ -11,7 +11,8 @@ use vm_memory::{Bytes, GuestAddress};
 use super::pages::{PageSweep, fill, nth_frame};
 use super::write_protection::FrameProtectionState;
 use crate::blocks::PAGE_BYTES;
-use crate::{GuestRam, RunState};
+use crate::contents::GuestRam;
+use crate::error::RunState;
 
 /// Requested state of the writers, and the number of them that are parked.
 #[derive(Debug)]

@@ -5,11 +5,11 @@ use std::sync::Arc;
 
 use driftline_dirty_tracker::Subscription;
 use driftline_guest::DirtyLog;
-use driftline_guest::testing::MemoryGuest;
+use driftline_guest::testing::{MemoryGuest, image};
 use driftline_store::testing::{DiskOp, MemoryDisk, Survives};
 use driftline_store::{Backend, SnapshotState};
 
-use super::{fill, image, snapshot_of, still};
+use super::{fill, snapshot_of, still};
 use crate::flat::{SnapshotError, SnapshotFile, SnapshotKind, SnapshotReport, SnapshotRequest};
 
 fn take(

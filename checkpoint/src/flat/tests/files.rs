@@ -1,20 +1,21 @@
 //! Which files a snapshot accepts, and which guests.
 
+use std::env;
 use std::fs;
 use std::io::Write;
 use std::os::unix::fs::{MetadataExt, symlink};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use driftline_guest::testing::{MemoryConfig, MemoryGuest, Op};
+use driftline_guest::testing::{MemoryConfig, MemoryGuest, Op, image};
 use driftline_guest::{
     DirtyLog, GuestContents, GuestError, GuestIdentity, Lifecycle, PAGE_BYTES, RunState,
     SavedPause, Stateful, VcpuPauses,
 };
 use driftline_store::{Damage, StoreError};
 
-use super::{await_writes, fill, image, loaded, request, snapshot_of, still};
+use super::{fill, loaded, request, snapshot_of, still};
 use crate::flat::{
     SnapshotError, SnapshotFile, SnapshotKind, SnapshotRequest, create_snapshot, open_snapshot,
 };
@@ -22,7 +23,7 @@ use crate::flat::{
 #[test]
 fn loaded_snapshot_is_the_guest() {
     let guest = MemoryGuest::start(MemoryConfig::small()).unwrap();
-    await_writes(&guest, 500);
+    guest.wait_for_writes(500);
     guest.pause().unwrap();
     let dir = tempfile::tempdir().unwrap();
     let report = create_snapshot(&*guest, None, &request(dir.path(), SnapshotKind::Full)).unwrap();
@@ -197,6 +198,33 @@ fn names_of_no_regular_file_are_refused() {
     };
     let e = create_snapshot(&*still([8, 8]), None, &same).unwrap_err();
     assert!(matches!(e, SnapshotError::SameFile(_)), "{e}");
+}
+
+#[test]
+fn two_spellings_of_one_file_are_refused() {
+    let (guest, dir) = (still([8, 8]), tempfile::tempdir().unwrap());
+    let (at, memory) = (|name: &str| dir.path().join(name), dir.path().join("memory"));
+    fs::create_dir(at("sub")).unwrap();
+    symlink(".", at("here")).unwrap();
+    let up: PathBuf = env::current_dir().unwrap().components().skip(1).map(|_| "..").collect();
+    let relative = up.join(memory.strip_prefix("/").unwrap());
+    let refused = |spelled: &Path| {
+        for (memory, state) in [(&*memory, spelled), (spelled, &*memory)] {
+            let file = |path: &Path| SnapshotFile::at(path).unwrap();
+            let request = request(dir.path(), SnapshotKind::Full);
+            let same = SnapshotRequest { memory: file(memory), state: file(state), ..request };
+            for live in [false, true] {
+                let e = snapshot_of(&guest, live, None, &same).unwrap_err();
+                assert!(matches!(e, SnapshotError::SameFile(_)), "{}: {e}", spelled.display());
+            }
+        }
+    };
+    let spellings = [relative, at("sub/../memory"), at("here/memory")];
+    spellings.iter().for_each(|path| refused(path));
+    fs::write(&memory, "earlier").unwrap();
+    symlink("memory", at("state")).unwrap();
+    spellings.iter().chain([&at("state")]).for_each(|path| refused(path));
+    assert_eq!(fs::read(&memory).unwrap(), b"earlier");
 }
 
 #[test]

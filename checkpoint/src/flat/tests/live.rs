@@ -3,14 +3,14 @@
 use std::fs;
 
 use driftline_dirty_tracker::FrameRun;
-use driftline_guest::testing::{MemoryConfig, MemoryGuest, Op, TestDisk};
+use driftline_guest::testing::{MemoryConfig, MemoryGuest, Op, TestDisk, image};
 use driftline_guest::{
     DirtyLog, GuestContents, GuestIdentity, Lifecycle, PAGE_BYTES, RunState, SharedGuest, VmId,
 };
 use driftline_store::testing::MemoryDisk;
 use driftline_store::{Backend, MemoryFileLayout};
 
-use super::{await_writes, fill, image, loaded, nth, request, still};
+use super::{fill, loaded, nth, request, still};
 use crate::copy_planner::CopyPlanner;
 use crate::epoch_output::EpochOutput;
 use crate::flat::live::{FlatOutput, live_snapshot};
@@ -25,7 +25,7 @@ fn live_snapshot_is_a_moment_of_the_guest() {
         let dir = tempfile::tempdir().unwrap();
         for (n, kind) in [SnapshotKind::Full, SnapshotKind::Diff].repeat(4).into_iter().enumerate()
         {
-            await_writes(&guest, 300);
+            guest.wait_for_writes(300);
             let before = guest.writes();
             let mut planner = CopyPlanner::default();
             if background {
@@ -68,7 +68,7 @@ fn failed_background_copy_is_made_in_the_pause() {
         let mut changes = guest.subscribe("snapshots").unwrap();
         let dir = tempfile::tempdir().unwrap();
         for kind in [SnapshotKind::Full, SnapshotKind::Diff] {
-            await_writes(&guest, 300);
+            guest.wait_for_writes(300);
             let mut planner = CopyPlanner::default();
             planner.background_from(1);
             guest.faults().fail_next(op, 1);
@@ -94,7 +94,7 @@ fn guest_runs_after_a_failed_live_snapshot() {
             if op == Op::Populated && kind == SnapshotKind::Diff {
                 continue;
             }
-            await_writes(&guest, 300);
+            guest.wait_for_writes(300);
             guest.faults().fail_next(op, 1);
             live().unwrap_err();
             assert_eq!(guest.run_state(), RunState::Running, "{op:?}");

@@ -9,12 +9,11 @@ use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 
-use driftline_dirty_tracker::{Gfn, Slot, SlotId, Subscription};
+use driftline_dirty_tracker::{Gfn, Subscription};
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
 use driftline_guest::{
     Clock, GuestContents, GuestFactory, GuestIdentity, PAGE_BYTES, Stateful, VmId,
 };
-use driftline_store::MemoryFileLayout;
 use vm_memory::{Bytes, GuestAddress};
 
 use crate::flat::{
@@ -25,12 +24,7 @@ use crate::flat::{
 /// Returns a paused guest that only the test writes to: two slots of these numbers of frames, with
 /// a hole between them.
 fn still(frames: [u64; 2]) -> Arc<MemoryGuest> {
-    let slots = vec![
-        Slot { id: SlotId(0), base: Gfn(0), frames: frames[0] },
-        Slot { id: SlotId(1), base: Gfn(0x1000), frames: frames[1] },
-    ];
-    let config = MemoryConfig { slots, writers: 0, working_set: 0, writes_per_s: 1, seed: 3 };
-    MemoryGuest::new(VmId::random(), config).unwrap()
+    MemoryGuest::new(VmId::random(), MemoryConfig::still_of(frames)).unwrap()
 }
 
 /// Returns the frame at page `n` of the memory file.
@@ -55,18 +49,6 @@ fn snapshot_of(
         true => create_live_snapshot(guest, changes, request),
         false => create_snapshot(guest, changes, request),
     }
-}
-
-/// Returns the memory of a guest as a memory file has it.
-fn image(guest: &MemoryGuest) -> Vec<u8> {
-    let layout = MemoryFileLayout::new(guest.layout());
-    let mut all = vec![0; layout.bytes() as usize];
-    for place in layout.slots() {
-        let (at, run) = (place.offset as usize, place.slot.run());
-        let to = &mut all[at..at + run.bytes() as usize];
-        guest.ram().read_slice(to, GuestAddress(run.start.gpa())).unwrap();
-    }
-    all
 }
 
 /// Returns a request for a snapshot in the files `memory` and `state` of `dir`.
@@ -96,11 +78,4 @@ fn loaded(dir: &Path, memory: &str) -> Arc<MemoryGuest> {
     }
     copy.restore_state(&opened.state.sections, Clock::Continue).unwrap();
     copy
-}
-
-fn await_writes(guest: &MemoryGuest, more: u64) {
-    let until = guest.writes() + more;
-    while guest.writes() < until {
-        std::thread::yield_now();
-    }
 }

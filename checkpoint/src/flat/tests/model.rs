@@ -8,13 +8,13 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 
 use driftline_dirty_tracker::Subscription;
-use driftline_guest::testing::{MemoryGuest, repeats};
+use driftline_guest::testing::{MemoryGuest, image, repeats};
 use driftline_guest::{DirtyLog, PAGE_BYTES};
 use proptest::prelude::*;
 use rustix::fs::{SeekFrom, seek};
 use rustix::io::Errno;
 
-use super::{fill, image, request, snapshot_of, still};
+use super::{fill, request, snapshot_of, still};
 use crate::flat::{SnapshotFile, SnapshotKind, SnapshotReport, SnapshotRequest, open_snapshot};
 
 #[derive(Clone, Debug)]

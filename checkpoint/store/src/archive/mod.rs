@@ -5,11 +5,9 @@
 //! and then drives, come in records of at most 2 MiB. Several threads pack and unpack these, so
 //! neither direction ever has more than a few of them in memory.
 
-mod contents;
 mod pack;
 mod threads;
 
-use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use driftline_dirty_tracker::FrameRun;
@@ -17,10 +15,6 @@ use driftline_format::{Header, MAGIC_ARCHIVE};
 use driftline_guest::{PAGE_BYTES, Section};
 use parking_lot::Mutex;
 
-#[cfg(feature = "testing")]
-pub(crate) use crate::archive::contents::MAX_FRAMES;
-use crate::archive::contents::{Contents, MAX_CONTENTS, decode_contents};
-pub(crate) use crate::archive::contents::{MAX_CONTENTS_RECORD, TAG_CONTENTS};
 use crate::archive::threads::side_by_side;
 use crate::backend::StoreFile;
 use crate::damage::Damage;
@@ -29,8 +23,10 @@ use crate::error::StoreError;
 use crate::object::{Objects, decode_drives};
 use crate::pin::Machine;
 use crate::read::Sink;
+use crate::record_file::contents::{Contents, MAX_CONTENTS, TAG_CONTENTS, decode_contents};
 use crate::record_file::walk::{RecordPosition, RecordWalk, reading};
 use crate::records::{Front, TAG_DRIVES, TAG_EPOCH};
+use crate::regular_file::open_regular;
 use crate::verify::VerifyReport;
 
 /// An archive, open for reading: `store export --format driftline-zstd` writes them.
@@ -63,10 +59,10 @@ impl Archive {
     /// # Errors
     ///
     /// [`StoreError::Damaged`] if the file is truncated, its state is damaged, or it is not an
-    /// archive.
+    /// archive; [`StoreError::Io`] if it is not a regular file, or cannot be read.
     pub fn open(path: &Path) -> Result<Self, StoreError> {
         let io = |cause| StoreError::Io { what: "opening", path: path.to_owned(), cause };
-        let file = File::open(path).map_err(io)?;
+        let file = open_regular(path).map_err(io)?;
         Self::with_file(Box::new(file), path)
     }
 
@@ -360,5 +356,16 @@ impl Sink for CheckSink {
 
     fn frames(&self, _: FrameRun, _: &[u8]) -> Result<(), StoreError> {
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn device_is_no_archive() {
+        let e = Archive::open(Path::new("/dev/zero")).unwrap_err().to_string();
+        assert_eq!(e, "opening /dev/zero failed: it is not a regular file");
     }
 }

@@ -12,7 +12,6 @@ use driftline_guest::{PAGE_BYTES, Section};
 use parking_lot::{Condvar, Mutex};
 
 use crate::address::place;
-use crate::archive::contents::{MAX_CONTENTS, MAX_FRAMES, TAG_CONTENTS, encode_contents};
 use crate::archive::threads::side_by_side;
 use crate::error::StoreError;
 use crate::export::ExportReport;
@@ -21,6 +20,7 @@ use crate::lazy::{read_frames, runs_of_locations};
 use crate::object::encode_drives;
 use crate::page_file::PageReader;
 use crate::pin::Machine;
+use crate::record_file::contents::{MAX_CONTENTS, MAX_FRAMES, TAG_CONTENTS, encode_contents};
 use crate::record_file::output::RecordOutput;
 use crate::records::{Front, TAG_DRIVES, TAG_EPOCH};
 use crate::store::Store;

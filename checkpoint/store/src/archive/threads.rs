@@ -2,7 +2,7 @@
 
 use std::thread;
 
-use crate::archive::contents::MAX_FRAMES;
+use crate::record_file::contents::MAX_FRAMES;
 
 /// Maximum number of threads that pack or unpack. 8, chosen: a thread that packs has some 10 MiB of
 /// buffers, and one that unpacks 5 MiB, so all have at most some 80 MiB.

@@ -118,6 +118,18 @@ fn damage_is_named_where_its_record_begins() {
 }
 
 #[test]
+fn end_is_read_past_unread_records() {
+    let disk = MemoryDisk::default();
+    let place = write(&disk, &runs(3, 2), &[7; 6]);
+    let mut sectors = sectors(&disk);
+    let mut reader = EpochReader::open(&mut sectors, place).unwrap();
+    let (commit, next) = reader.read_end().unwrap();
+    assert_eq!((commit.frames, next.sequence), (6, commit.records));
+    assert_eq!(reader.read_end().unwrap().0, commit, "a second time");
+    assert!(reader.next().unwrap().is_none());
+}
+
+#[test]
 fn largest_record_of_frames_is_read() {
     check_read(&runs(MAX_RUNS, MAX_RECORD_FRAMES / MAX_RUNS));
     check_read(&runs(1, MAX_RECORD_FRAMES));
@@ -137,6 +149,16 @@ fn longer_record_is_refused_before_its_allocation() {
 }
 
 #[test]
+fn exceeded_limit_of_state_is_named() {
+    let refusal = |sections, bytes| check_sections(sections, bytes).unwrap_err().to_string();
+    check_sections(4096, 64 << 20).unwrap();
+    let many = "the number of state sections is 4097 and should be between 1 and 4096";
+    assert_eq!(refusal(4097, 9), many);
+    let large = "the size of all state sections is 67108865 and should be between 0 and 67108864";
+    assert_eq!(refusal(9, (64 << 20) + 1), large);
+}
+
+#[test]
 fn short_record_of_too_much_is_refused() {
     let cases = [
         (runs(1, MAX_RECORD_FRAMES + 1), "the number of pages in a record", MAX_RECORD_FRAMES),
@@ -144,8 +166,8 @@ fn short_record_of_too_much_is_refused() {
     ];
     for (runs, name, most) in cases {
         match refusal(&runs).0 {
-            Damage::Mismatch { what, found, expected } => {
-                assert_eq!((what, found, expected), (name, most as u64 + 1, most as u64));
+            Damage::OutOfRange { what, found, min: 1, max } => {
+                assert_eq!((what, found, max), (name, most as u64 + 1, most as u64));
             }
             other => panic!("{name}: {other}"),
         }

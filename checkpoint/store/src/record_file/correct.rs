@@ -4,8 +4,8 @@
 use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_format::{HEADER_LEN, RECORD_HEAD_LEN};
 
-use crate::archive::{MAX_FRAMES, TAG_CONTENTS};
 use crate::correct::{correct_header, correct_record, put, word};
+use crate::record_file::contents::{MAX_FRAMES, TAG_CONTENTS};
 use crate::record_file::records::TAG_END;
 
 /// Corrects the checksums of frames in a record of contents, if it can be unpacked. Returns the

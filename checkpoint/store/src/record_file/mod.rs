@@ -2,6 +2,7 @@
 //! a guest's layout, configuration and state in the same records, and end with totals that detect a
 //! truncated file.
 
+pub(crate) mod contents;
 #[cfg(feature = "testing")]
 pub(crate) mod correct;
 pub(crate) mod front;

@@ -6,9 +6,9 @@ use driftline_guest::SectionTag;
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
+use super::contents::{MAX_CONTENTS_RECORD, TAG_CONTENTS};
 use super::front::{SNAPSHOT_LEN, TAG_SNAPSHOT};
-use crate::archive::{MAX_CONTENTS_RECORD, TAG_CONTENTS};
-use crate::damage::Damage;
+use crate::damage::{Damage, in_range};
 use crate::limits::MAX_EPOCH;
 use crate::records;
 use crate::records::{Digest, TAG_DRIVES, TAG_EPOCH, TAG_LAYOUT, TAG_STORE, wrong_size};
@@ -97,11 +97,8 @@ impl End {
     pub(crate) fn decode(payload: &[u8]) -> Result<Self, Damage> {
         let raw = RawEnd::read_from_bytes(payload)
             .map_err(|_| wrong_size("the length of the end", payload.len(), END_LEN))?;
-        let (what, found) = ("a checkpoint's number", raw.epoch.get());
-        if found > MAX_EPOCH {
-            return Err(Damage::Mismatch { what, found, expected: MAX_EPOCH });
-        }
-        let (frames, records) = (raw.frames.get(), raw.records.get());
-        Ok(Self { epoch: found, frames, records, digest: Digest(raw.digest.get()) })
+        let (epoch, frames, records) = (raw.epoch.get(), raw.frames.get(), raw.records.get());
+        in_range("a checkpoint's number", epoch, 0, MAX_EPOCH)?;
+        Ok(Self { epoch, frames, records, digest: Digest(raw.digest.get()) })
     }
 }

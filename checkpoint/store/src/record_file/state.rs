@@ -1,14 +1,14 @@
 //! Reads the guest's layout, configuration and state.
 
 use driftline_dirty_tracker::Layout;
-use driftline_format::{HEADER_LEN, Header, MAX_SECTIONS, MAX_STATE, RecordHead};
+use driftline_format::{HEADER_LEN, Header, RecordHead};
 use driftline_guest::{Section, SectionTag};
 
 use crate::damage::Damage;
 use crate::error::StoreError;
 use crate::record_file::records::End;
 use crate::record_file::walk::{RecordPosition, RecordWalk};
-use crate::records::{Digest, TAG_LAYOUT, TAG_STORE, decode_layout};
+use crate::records::{Digest, TAG_LAYOUT, TAG_STORE, check_sections, decode_layout};
 
 /// The first record after the state.
 pub(crate) struct BehindState {
@@ -49,24 +49,22 @@ impl<'f> RecordWalk<'f> {
     }
 
     /// Reads state sections up to the first record that is none. Takes as much memory as they have
-    /// bytes, which with those of the configuration are [`MAX_STATE`] at most.
+    /// bytes, which with those of the configuration are 64 MiB at most.
     pub(crate) fn sections(
         &mut self,
         config: &[u8],
     ) -> Result<(Vec<Section>, BehindState), StoreError> {
         let (mut payload, mut sections) = (Vec::new(), Vec::new());
-        let mut bytes = config.len() as u64;
+        // The configuration counts as a section.
+        let (mut count, mut bytes) = (1, config.len() as u64);
         loop {
             let at = self.next();
             let (head, end) = self.head(&mut payload)?;
             if head.tag <= SectionTag::CONFIG.0 || head.tag >= TAG_STORE {
                 return Ok((sections, BehindState { at, head, end }));
             }
-            bytes += u64::from(head.length);
-            if sections.len() >= MAX_SECTIONS as usize - 1 || bytes > MAX_STATE {
-                let (what, expected) = ("the size of all state sections", MAX_STATE);
-                return Err(self.damaged(Damage::Mismatch { what, found: bytes, expected }));
-            }
+            (count, bytes) = (count + 1, bytes + u64::from(head.length));
+            check_sections(count, bytes).map_err(|e| self.damaged(e))?;
             self.payload(&head, &mut payload)?;
             sections.push(section(&head, payload.clone()));
         }

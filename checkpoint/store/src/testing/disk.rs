@@ -122,7 +122,7 @@ impl MemoryDisk {
 
     /// Takes the store's lock from its holder; it can be locked again.
     pub fn take_lock_away(&self) {
-        self.lock().lock_is_gone = true;
+        self.lock().lock_is_lost = true;
     }
 
     /// Ends all failures.
@@ -231,12 +231,12 @@ impl Backend for MemoryDisk {
     }
 
     fn lock(&self) -> Result<(), LockError> {
-        MemoryDisk::lock(self).lock_is_gone = false;
+        MemoryDisk::lock(self).lock_is_lost = false;
         Ok(())
     }
 
     fn is_locked(&self) -> io::Result<bool> {
-        Ok(!MemoryDisk::lock(self).lock_is_gone)
+        Ok(!MemoryDisk::lock(self).lock_is_lost)
     }
 
     fn create(&self, name: &str) -> io::Result<Box<dyn StoreFile>> {

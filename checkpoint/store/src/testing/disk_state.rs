@@ -61,7 +61,7 @@ pub(super) struct DiskState {
     /// Duration of each write.
     pub(super) write_takes: Duration,
     /// Whether the store's lock was taken away.
-    pub(super) lock_is_gone: bool,
+    pub(super) lock_is_lost: bool,
 }
 
 #[derive(Clone, Debug)]

@@ -15,8 +15,8 @@ pub(super) struct Inode {
     synced: Vec<u8>,
     /// Changes since then, except for those that a failed sync has lost.
     changes: Vec<InodeChange>,
-    /// Number of changes before those.
-    settled: u64,
+    /// Number of changes before those: their sync has ended.
+    ended_changes: u64,
     locks: Vec<HeldLock>,
 }
 
@@ -55,14 +55,14 @@ impl Inode {
 
     /// Returns the number of changes so far: a sync that begins now covers these.
     pub(super) fn changed(&self) -> u64 {
-        self.settled + self.changes.len() as u64
+        self.ended_changes + self.changes.len() as u64
     }
 
     /// Makes the first `changed` changes durable, or loses them if their sync has failed: they stay
     /// readable, and no later sync covers them.
-    pub(super) fn settle(&mut self, changed: u64, durable: bool) {
-        let count = changed.saturating_sub(self.settled) as usize;
-        self.settled += count as u64;
+    pub(super) fn end_sync(&mut self, changed: u64, durable: bool) {
+        let count = changed.saturating_sub(self.ended_changes) as usize;
+        self.ended_changes += count as u64;
         for change in self.changes.drain(..count).filter(|_| durable) {
             match change {
                 InodeChange::Len(len) => self.synced.resize(len, 0),

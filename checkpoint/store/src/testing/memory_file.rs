@@ -105,7 +105,7 @@ impl StoreFile for MemoryFile {
         let mut disk = self.lock();
         let synced = disk.check(Some(DiskOp::Sync)).and_then(|()| disk.sync());
         if synced.is_ok() || !disk.stopped {
-            disk.files[self.inode].settle(changed, synced.is_ok());
+            disk.files[self.inode].end_sync(changed, synced.is_ok());
         }
         synced
     }

@@ -5,15 +5,18 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, Layout, PAGE_SIZE, Subscription};
-use driftline_guest::testing::MemoryGuest;
+use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, Layout, Subscription};
+use driftline_guest::testing::{MemoryGuest, image};
 use driftline_guest::{
     Clock, CollectionReport, DirtyLog, GuestContents, GuestDrive, GuestError, GuestIdentity,
-    GuestRam, HandOver, Lifecycle, Populate, RunState, SavedPause, Section, Stateful, VcpuPauses,
-    WriteProtection, WriteThrottle,
+    GuestRam, HandOver, Lifecycle, Populate, RunState, SavedPause, Section, SectionHead, Stateful,
+    VcpuPauses, WriteProtection, WriteThrottle,
 };
 use parking_lot::{Mutex, MutexGuard};
 use vm_memory::{Bytes, GuestAddress};
+
+/// Limit for the query that is to fail.
+const QUERY_LIMIT: Duration = Duration::from_secs(60);
 
 /// A write, and its behaviour if it has to wait.
 #[derive(Clone, Copy, Debug)]
@@ -29,6 +32,16 @@ pub struct Write {
     pub slow: bool,
 }
 
+/// Whether a query for waiting writers fails.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum QueryFailure {
+    None,
+    /// The next one fails, and nothing is protected before that.
+    Requested,
+    /// It has failed.
+    Failed,
+}
+
 struct ScriptState {
     script: VecDeque<Write>,
     /// Writes that wait, or that were released and have not happened yet.
@@ -39,9 +52,7 @@ struct ScriptState {
     /// Number of queries for waiting writers since one was last found.
     looks: u32,
     phase: u8,
-    /// 1: the next query for waiting writers fails, and nothing is protected before that.
-    /// 2: it has failed.
-    dies: u8,
+    query_failure: QueryFailure,
     /// All of memory at its last pause.
     was: Vec<u8>,
 }
@@ -69,7 +80,7 @@ impl Scripted {
             paused: false,
             looks: 0,
             phase: 0,
-            dies: 0,
+            query_failure: QueryFailure::None,
             was: Vec::new(),
         };
         let state = Mutex::new(state);
@@ -80,20 +91,9 @@ impl Scripted {
         self.state.lock()
     }
 
-    pub fn memory(guest: &MemoryGuest) -> Vec<u8> {
-        let mut all = vec![0; (guest.layout().frames() * PAGE_SIZE) as usize];
-        let mut at = 0;
-        for slot in guest.layout().slots() {
-            let end = at + slot.run().bytes() as usize;
-            guest.ram().read_slice(&mut all[at..end], GuestAddress(slot.base.gpa())).unwrap();
-            at = end;
-        }
-        all
-    }
-
     /// Makes the next query for waiting writers fail, before the next frames are protected.
     pub fn fail_next_query(&self) {
-        self.lock().dies = 1;
+        self.lock().query_failure = QueryFailure::Requested;
     }
 
     /// Returns memory at its last pause.
@@ -163,10 +163,12 @@ struct ScriptedProtection(Arc<Scripted>);
 
 impl WriteProtection for ScriptedProtection {
     fn protect(&self, frames: &[FrameRun]) -> Result<(), GuestError> {
-        while self.0.lock().dies == 1 {
+        let since = Instant::now();
+        while self.0.lock().query_failure == QueryFailure::Requested {
+            assert!(since.elapsed() < QUERY_LIMIT, "no query for waiting writers");
             std::thread::yield_now();
         }
-        if self.0.lock().dies == 2 {
+        if self.0.lock().query_failure == QueryFailure::Failed {
             // Time for the copy thread to unprotect everything, if it can.
             std::thread::sleep(Duration::from_millis(50));
         }
@@ -193,8 +195,8 @@ impl WriteProtection for ScriptedProtection {
 
     fn awaited(&self, _: Duration) -> Result<Option<FrameRun>, GuestError> {
         let mut state = self.0.lock();
-        if state.dies == 1 {
-            state.dies = 2;
+        if state.query_failure == QueryFailure::Requested {
+            state.query_failure = QueryFailure::Failed;
             let cause = std::io::Error::other("the script says so").into();
             return Err(GuestError::System { what: "looking for waiting writers", cause });
         }
@@ -284,7 +286,7 @@ impl Lifecycle for ScriptedGuest {
 
     fn resume(&self) -> Result<(), GuestError> {
         let mut state = self.0.lock();
-        state.was = Scripted::memory(&self.0.guest);
+        state.was = image(&self.0.guest);
         state.paused = false;
         state.phase += 1;
         // Writers that were stopped run before anything else happens.
@@ -323,6 +325,14 @@ impl Stateful for ScriptedGuest {
 
     fn restore_state(&self, sections: &[Section], clock: Clock) -> Result<(), GuestError> {
         self.0.guest.restore_state(sections, clock)
+    }
+
+    fn state_heads(&self) -> Vec<SectionHead> {
+        self.0.guest.state_heads()
+    }
+
+    fn check_state_heads(&self, heads: &[SectionHead]) -> Result<(), GuestError> {
+        self.0.guest.check_state_heads(heads)
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use driftline_checkpoint::{Checkpointer, restore};
 use driftline_dirty_tracker::{Gfn, PAGE_SIZE, Slot, SlotId};
-use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
+use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, image};
 use driftline_guest::{Clock, GuestContents, VmId};
 use driftline_store::testing::MemoryDisk;
 use driftline_store::{RepairReport, Store, StoreError};
@@ -24,12 +24,6 @@ pub fn guest(vm_id: VmId) -> Arc<MemoryGuest> {
 
 pub fn write(guest: &MemoryGuest, gfn: u64, byte: u8) {
     guest.ram().write_slice(&[byte; 4096], GuestAddress(gfn * PAGE_SIZE)).unwrap();
-}
-
-pub fn image(guest: &MemoryGuest) -> Vec<u8> {
-    let mut image = vec![0; (FRAMES * PAGE_SIZE) as usize];
-    guest.ram().read_slice(&mut image, GuestAddress(0)).unwrap();
-    image
 }
 
 pub fn open(disk: &MemoryDisk, writable: bool) -> Store {

@@ -213,7 +213,7 @@ fn released_drive_is_in_no_epoch() {
         e.to_string().contains("disk \"two\" cannot be copied: the guest has released it"),
         "{e}"
     );
-    assert_eq!(e.guest, RunState::Running);
+    assert_eq!((e.step, e.guest), (EpochStep::CopyDrives, RunState::Running), "{e}");
     guest.disks()[1].set_released(false);
     let report = checkpointer.take().unwrap();
     assert_eq!(report.disk_blocks, 10, "those of the one that failed, too");

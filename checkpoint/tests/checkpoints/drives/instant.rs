@@ -117,7 +117,7 @@ fn slow_store_stalls_the_drive_once() {
         (checkpointer.take().unwrap_err(), checkpointer.take())
     });
     assert!(matches!(first.cause, EpochFailure::Stalled(_)), "{first}");
-    assert!((first.phase, first.guest) == (EpochStep::CopyDrives, RunState::Running), "{first}");
+    assert!((first.step, first.guest) == (EpochStep::CopyDrives, RunState::Running), "{first}");
     disk.slow_writes(Duration::ZERO);
     let second = second.unwrap();
     assert_eq!(second.disk_blocks, BLOCKS);

@@ -1,6 +1,7 @@
 //! Damaged stores on failing disks: what must not be lost.
 
 use driftline_checkpoint::Checkpointer;
+use driftline_guest::testing::image;
 use driftline_guest::{GuestIdentity, VmId};
 use driftline_store::testing::{DiskOp, MemoryDisk};
 use driftline_store::{Backend, Store, StoreError};
@@ -9,7 +10,7 @@ mod survey;
 mod unreadable;
 
 use crate::common::stored::{
-    self, StoreFixture, begins, image, numbers, open, repair, restored, stored, with_bad_sector,
+    self, StoreFixture, begins, numbers, open, repair, restored, stored, with_bad_sector,
 };
 
 #[test]
@@ -375,7 +376,7 @@ fn refusal_names_the_other_guest_and_its_file() {
 
 /// The store's writer is in a sync that does not end.
 #[test]
-fn survey_goes_on_without_a_pin() {
+fn survey_continues_without_a_pin() {
     let StoreFixture { disk, .. } = stored(&[3], 3);
     disk.fail(DiskOp::Lock, libc::ETIMEDOUT, 0);
     assert_eq!(open(&disk, false).survey().unwrap().sound, 3);

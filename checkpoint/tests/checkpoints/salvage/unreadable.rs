@@ -3,10 +3,11 @@
 use std::time::Duration;
 
 use driftline_checkpoint::Checkpointer;
+use driftline_guest::testing::image;
 use driftline_store::StoreError;
 use driftline_store::testing::MemoryDisk;
 
-use crate::common::stored::{StoreFixture, begins, image, numbers, open, repair, restored, stored};
+use crate::common::stored::{StoreFixture, begins, numbers, open, repair, restored, stored};
 
 #[test]
 fn unreadable_sector_of_dropped_checkpoints_forbids_nothing() {

@@ -25,6 +25,6 @@ pub(crate) use encode::clip;
 pub(crate) use kinds::{PreparedPayload, Purpose, WireMessage};
 pub(crate) use memory::{MemoryPlace, MemoryPlaces};
 pub(crate) use raw::{RawRun, packed_head, runs_head, section_head};
-pub(crate) use runs::RunTable;
+pub(crate) use runs::{RunTable, printable};
 pub(crate) use state::StateDigest;
 pub(crate) use state_heads::StateHeads;

@@ -65,3 +65,9 @@ pub(super) fn exactly<T: FromBytes + KnownLayout + Immutable + Unaligned>(
 pub(super) fn text(tag: Tag, bytes: &[u8]) -> Result<&str, WireError> {
     std::str::from_utf8(bytes).map_err(|_| malformed(tag, "its text is not UTF-8"))
 }
+
+/// Returns a peer's text with spaces in place of control characters, which would control the
+/// terminal that shows it, or forge lines of a log.
+pub(crate) fn printable(text: &str) -> String {
+    text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
+}

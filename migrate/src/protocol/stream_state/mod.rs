@@ -96,8 +96,8 @@ pub(crate) enum StreamStep<'a> {
     Fetch { run: FrameRun },
     /// Make these frames zero.
     Zero { runs: RunTable<'a> },
-    /// Preallocate these frames.
-    Prepare { runs: RunTable<'a> },
+    /// Prefault these frames.
+    Prefault { runs: RunTable<'a> },
     /// Collect this number of channels.
     Join { joined: u32 },
     /// Refuse the source if the guest cannot have a state of these sections.
@@ -257,7 +257,7 @@ impl StreamState {
         self.expected += checked(&self.layout, Tag::Expect, runs.iter(), left)?;
         self.expected_runs += runs.len();
         at_most("expected runs", self.expected_runs as u64, MAX_EXPECTED as u64)?;
-        Ok(StreamStep::Prepare { runs })
+        Ok(StreamStep::Prefault { runs })
     }
 
     /// Begins a pass. If STATE has arrived it is the last pass, and if STATE_WHOLE has not, this

@@ -95,10 +95,23 @@ pub(super) enum WorkerStateError {
     /// No section has this state.
     #[error("it is missing")]
     Missing,
+    /// The guest's clock is about to overflow.
+    #[error("its time is {guest_ns} ns, more than the {limit} ns allowed")]
+    Time {
+        /// The guest's time at the save, in nanoseconds.
+        guest_ns: u64,
+        /// Latest time that is allowed, in nanoseconds.
+        limit: u64,
+    },
     /// The state is that of another workload.
     #[error("its workload is not this guest's")]
     OtherWorkload,
 }
+
+/// The guest has run already, so no state can be restored.
+#[derive(Debug, thiserror::Error)]
+#[error("it can only be restored into a guest that has never run")]
+pub(super) struct HasRun;
 
 /// What a guest on threads lacks.
 #[derive(Debug, thiserror::Error)]

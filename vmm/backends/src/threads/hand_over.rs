@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use driftline_guest::{GuestError, HandOver, NextHost, SharedGuest};
 
-use super::ThreadMachine;
+use super::machine::ThreadMachine;
 
 impl HandOver for ThreadMachine {
     fn stay_awake(&self) {

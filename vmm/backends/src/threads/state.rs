@@ -8,6 +8,10 @@ use serde::{Deserialize, Serialize};
 use super::error::{Lack, ThreadMachineError, WorkerStateError};
 use super::worker::{self, WorkerState};
 
+/// Latest time of a saved guest, in nanoseconds: 146 years. It leaves room for the time that passes
+/// after the save.
+const MAX_GUEST_NS: u64 = 1 << 62;
+
 /// The content of one section.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct SavedThreadWorker {
@@ -61,6 +65,10 @@ fn decode_one(
 ) -> Result<SavedThreadWorker, GuestError> {
     let index = section.instance;
     let saved: SavedThreadWorker = decode_versioned(state_of(index), &section.bytes)?;
+    let (guest_ns, limit) = (saved.guest_ns, MAX_GUEST_NS);
+    if guest_ns > limit {
+        return Err(malformed(index, WorkerStateError::Time { guest_ns, limit }));
+    }
     if !worker::fits(&saved.worker, spec, vcpus, u32::from(index)) {
         return Err(malformed(index, WorkerStateError::OtherWorkload));
     }

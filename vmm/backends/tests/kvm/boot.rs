@@ -155,22 +155,15 @@ fn damaged_file_does_not_panic_the_loader() {
     }
     let dir = tempfile::tempdir().unwrap();
     let good = Elf::new(&prints_ok()).bytes();
-    let mut seed = 7u64;
-    let mut random = |below: usize| {
-        seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        (seed >> 33) as usize % below
-    };
+    let mut seeded = SeededRandom(7);
+    let mut random = |below: usize| seeded.below(below as u64) as usize;
     for _ in 0..200 {
         let mut bad = good.clone();
         for _ in 0..=random(3) {
             bad[random(220)] = [0, 1, 0x7f, 0x80, 0xff][random(5)];
         }
         bad.truncate(good.len() - random(2) * random(good.len()));
-        let host = driftline_machine::config::HostConfig {
-            serial: driftline_machine::config::SerialSink::Null,
-            ..Default::default()
-        };
-        let _ = driftline_machine::machine::KvmMachine::launch(kernel(&bad, &dir), &host);
+        let _ = driftline_machine::machine::KvmMachine::launch(kernel(&bad, &dir), &silent());
     }
 }
 

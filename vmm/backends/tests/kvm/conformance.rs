@@ -26,20 +26,6 @@ const HARVESTS: (u32, u32) = (10_000, 60);
 /// With this seed a default run restarts tracking three times, and compares seven times.
 const SEED: u64 = 47;
 
-/// A random number generator with one seed for all sources (splitmix64).
-struct SeededRandom(u64);
-
-impl SeededRandom {
-    /// Returns a number below `n`.
-    fn below(&mut self, n: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (z ^ (z >> 31)) % n
-    }
-}
-
 /// A machine and a copy of its memory.
 struct MirroredMachine {
     machine: Arc<KvmMachine>,

@@ -12,6 +12,8 @@ use driftline_machine::config::{BackendKind, Boot, HostConfig, MachineConfig, Se
 use driftline_machine::machine::{KvmMachine, MachineError};
 use driftline_machine::testing::payload_config;
 use driftline_machine::vm::{EndReason, Vm};
+use kvm_bindings::KVM_MAX_CPUID_ENTRIES;
+use kvm_ioctls::Kvm;
 use parking_lot::{Condvar, Mutex};
 use tempfile::TempDir;
 use vm_memory::{Bytes, GuestAddress};
@@ -179,12 +181,38 @@ pub fn boot(config: MachineConfig, host: &HostConfig) -> Result<Arc<KvmMachine>,
     KvmMachine::launch(config, &HostConfig { image, ..host.clone() })
 }
 
+/// Returns a host without serial output.
+pub fn silent() -> HostConfig {
+    HostConfig { serial: SerialSink::Null, ..Default::default() }
+}
+
+/// Returns EAX, EBX, ECX and EDX of a leaf that this host's KVM offers.
+pub fn offered(function: u32) -> [u32; 4] {
+    let cpuid = Kvm::new().unwrap().get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).unwrap();
+    let found = cpuid.as_slice().iter().find(|e| e.function == function && e.index == 0);
+    found.map_or([0; 4], |e| [e.eax, e.ebx, e.ecx, e.edx])
+}
+
+/// A random number generator with a fixed seed (splitmix64).
+pub struct SeededRandom(pub u64);
+
+impl SeededRandom {
+    /// Returns a number below `n`.
+    pub fn below(&mut self, n: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (z ^ (z >> 31)) % n
+    }
+}
+
 pub fn launch(config: MachineConfig, console: &SerialLog) -> Arc<KvmMachine> {
     boot(config, &console.host()).unwrap()
 }
 
 pub fn refused(config: MachineConfig) -> MachineError {
-    boot(config, &HostConfig { serial: SerialSink::Null, ..Default::default() }).unwrap_err()
+    boot(config, &silent()).unwrap_err()
 }
 
 #[track_caller]
@@ -195,9 +223,8 @@ pub fn assert_powers_off(machine: &KvmMachine, console: &SerialLog) {
 
 /// Returns the smallest ring that the kernel accepts.
 pub fn smallest_ring(config: &MachineConfig) -> u32 {
-    let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
     let takes = |entries: &u32| {
-        boot(MachineConfig { ring_entries: *entries, ..config.clone() }, &host).is_ok()
+        boot(MachineConfig { ring_entries: *entries, ..config.clone() }, &silent()).is_ok()
     };
     (6..17).map(|log| 1 << log).find(takes).unwrap()
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use driftline_guest::testing::threads;
 use driftline_guest::{DirtyLog, GuestError, HandOver, Lifecycle, NextHost, RunState, Stateful};
-use driftline_machine::config::{HostConfig, MachineConfig, SerialSink};
+use driftline_machine::config::MachineConfig;
 use driftline_machine::testing::run_in_child;
 use driftline_machine::vm::{EndReason, Vm};
 
@@ -108,12 +108,11 @@ fn fifty_machines_leave_nothing_behind() {
         let name = "lifecycle::fifty_machines_leave_nothing_behind";
         return run_in_child(name, CHILD, "1", Stdio::null());
     }
-    let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
     let modes = crate::tracking::modes();
     let one = |i: u32| {
         let tracking = modes[i as usize % modes.len()];
         let config = MachineConfig { vcpus: 2, tracking, ..payload("payload,ws=1M") };
-        let machine = boot(config, &host).unwrap();
+        let machine = boot(config, &silent()).unwrap();
         if !i.is_multiple_of(3) {
             let _subscription = machine.subscribe("test").unwrap();
             machine.resume().unwrap();

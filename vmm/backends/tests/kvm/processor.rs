@@ -2,26 +2,13 @@
 //! feature.
 
 use driftline_guest::{Clock, GuestError, GuestFactory, GuestIdentity, Lifecycle};
-use driftline_machine::config::{
-    Boot, CpuConfig, CpuidWord, HostConfig, MachineConfig, MsrWord, SerialSink,
-};
+use driftline_machine::config::{Boot, CpuConfig, CpuidWord, MachineConfig, MsrWord};
 use driftline_machine::machine::MachineFactory;
 use driftline_machine::testing::{Elf, skip};
 use driftline_machine::vm::Vm;
 
 use crate::harness::*;
 use crate::state::move_to_new;
-
-fn silent() -> HostConfig {
-    HostConfig { serial: SerialSink::Null, ..Default::default() }
-}
-
-fn supported(function: u32) -> [u32; 4] {
-    let kvm = kvm_ioctls::Kvm::new().unwrap();
-    let cpuid = kvm.get_supported_cpuid(kvm_bindings::KVM_MAX_CPUID_ENTRIES).unwrap();
-    let found = cpuid.as_slice().iter().find(|e| e.function == function && e.index == 0);
-    found.map_or([0; 4], |e| [e.eax, e.ebx, e.ecx, e.edx])
-}
 
 /// Returns the baseline minus the features that this host's KVM lacks, by name. Hosts that emulate
 /// the guest's kernel lack many. Reports for `test` that the full baseline was not tested.
@@ -75,8 +62,8 @@ fn guest_sees_the_configured_processor() {
     let dir = tempfile::tempdir().unwrap();
     let elf = Elf::new(&asks_cpuid()).bytes();
     let sign = |register: u32| if register == 0 { '-' } else { '+' };
-    let (features, counters) = (sign(supported(7)[1]), sign(supported(0xa)[0]));
-    let host = format!("0{features}{counters}{}", sign(supported(0x8000_0007)[3]));
+    let (features, counters) = (sign(offered(7)[1]), sign(offered(0xa)[0]));
+    let host = format!("0{features}{counters}{}", sign(offered(0x8000_0007)[3]));
     let baseline = baseline_or_less(NAME);
     for (cpu, sees) in [
         (baseline.clone(), "1---".to_owned()),
@@ -140,7 +127,7 @@ fn guest_promised_another_tsc_rate_is_refused() {
     let error = error.unwrap_err();
     assert!(error.contains("lacks bit 60 of IA32_ARCH_CAPABILITIES (MSR 0x10a)"), "{error}");
 
-    let promised = supported(0x8000_0007)[3] & 1 << 8 != 0;
+    let promised = offered(0x8000_0007)[3] & 1 << 8 != 0;
     let khz = machine.machine_config().cpu.tsc_khz;
     assert_eq!(khz.is_some(), promised, "a rate is noted where CPUID promises one");
     let here = khz.unwrap_or_else(host_khz);

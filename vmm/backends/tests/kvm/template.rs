@@ -2,9 +2,7 @@
 //! hosts that lack a part.
 
 use driftline_guest::{Clock, GuestError, GuestFactory, GuestIdentity, Lifecycle};
-use driftline_machine::config::{
-    ChangedBits, CpuTemplate, CpuidChange, HostConfig, MachineConfig, MsrChange, SerialSink,
-};
+use driftline_machine::config::{ChangedBits, CpuTemplate, CpuidChange, MachineConfig, MsrChange};
 use driftline_machine::machine::{HostLack, MachineError, MachineFactory, TemplateLack};
 use driftline_machine::testing::{Elf, skip};
 use driftline_machine::vm::Vm;
@@ -69,13 +67,6 @@ fn reads_processor(msr: u32) -> Vec<u8> {
     let back = -(code.len() as i32 + 4);
     code.extend(back.to_le_bytes()); // jmp to the start
     code
-}
-
-/// Returns EAX, EBX, ECX and EDX of a leaf that this host's KVM offers.
-fn offered(function: u32) -> [u32; 4] {
-    let cpuid = Kvm::new().unwrap().get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).unwrap();
-    let found = cpuid.as_slice().iter().find(|e| e.function == function && e.index == 0);
-    found.map_or([0; 4], |e| [e.eax, e.ebx, e.ecx, e.edx])
 }
 
 /// Returns the first value of a register in a vCPU of this host, if it has one.
@@ -205,9 +196,8 @@ fn lacking_destination_refuses_an_arriving_guest() {
     if !kvm_or_skip("lacking_destination_refuses_an_arriving_guest") {
         return;
     }
-    let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
-    let machine = boot(payload("payload,ws=1M"), &host).unwrap();
-    let factory = MachineFactory::new(host);
+    let machine = boot(payload("payload,ws=1M"), &silent()).unwrap();
+    let factory = MachineFactory::new(silent());
     let refusal = |change: &dyn Fn(&mut CpuTemplate)| {
         let mut config = MachineConfig::decode(&machine.config()).unwrap();
         change(&mut config.cpu.template);

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::{Gfn, SlotId, Subscription};
 use driftline_guest::{DirtyLog, GuestContents, GuestError, Lifecycle, Paused};
-use driftline_machine::config::{HostConfig, MachineConfig, SerialSink};
+use driftline_machine::config::MachineConfig;
 use driftline_machine::machine::KvmMachine;
 use driftline_machine::testing::{Elf, full};
 use driftline_machine::tracking::TrackingMode;
@@ -18,10 +18,9 @@ use crate::harness::*;
 /// Returns the modes that this host supports. It refuses all others as features that it lacks.
 pub fn modes() -> Vec<TrackingMode> {
     let all = TrackingMode::ALL.iter().copied().filter(|mode| *mode != TrackingMode::None);
-    let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
     all.filter(|tracking| {
-        let tried = boot(MachineConfig { tracking: *tracking, ..payload("payload,ws=16M") }, &host);
-        let why = tried.err();
+        let config = MachineConfig { tracking: *tracking, ..payload("payload,ws=16M") };
+        let why = boot(config, &silent()).err();
         assert!(why.iter().all(|e| e.host_lacks()), "{tracking}: {why:?}");
         if let Some(e) = &why {
             driftline_machine::testing::skip("modes", &format!("{tracking}: {e}"));

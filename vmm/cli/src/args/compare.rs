@@ -43,7 +43,7 @@ pub(crate) struct CompareArgs {
     /// Time for the kernel to boot before it is measured
     #[arg(long, value_name = "TIME", default_value = "5s", value_parser = of_one_epoch,
           requires = "kernel", help_heading = headings::BOOT)]
-    pub(crate) settle: Duration,
+    pub(crate) boot_time: Duration,
     /// Size of guest memory, or several sizes
     ///
     /// A size may exceed the host's memory if the guest's working set fits.
@@ -86,7 +86,7 @@ pub(crate) struct CompareArgs {
     pub(crate) json: bool,
 }
 
-/// `--interval` and `--settle`.
+/// `--interval` and `--boot-time`.
 fn of_one_epoch(text: &str) -> Result<Duration, String> {
     at_most(text, MOST_INTERVAL)
 }

@@ -165,9 +165,9 @@ pub(crate) struct RunArgs {
     pub(crate) rng_limits: RateLimits,
     /// Memory balloon for a --kernel guest; settings are optional
     ///
-    /// Settings are [size=SIZE][,deflate-on-oom=on|off][,reporting=on|off][,hinting=on|off]; all
-    /// are on by default. With reporting, the host gets back memory that the guest has freed. With
-    /// hinting, a migration's first pass and a full checkpoint skip free memory.
+    /// Settings are [size=SIZE][,deflate-on-oom=on|off][,reporting=on|off][,hinting=on|off]; the
+    /// last three are on by default. With reporting, the host gets back memory that the guest has
+    /// freed. With hinting, a migration's first pass and a full checkpoint skip free memory.
     #[arg(long, value_name = "SPEC", num_args = 0..=1, default_missing_value = "",
           requires = "kernel_source", conflicts_with = "guest", help_heading = headings::DEVICES)]
     pub(crate) balloon: Option<BalloonConfig>,

@@ -192,6 +192,7 @@ impl Demo<'_> {
         };
         let JobStarted { job } = vmm.call(Method::POST, "/v1/checkpoint", Some(&request))?;
         let (mut lines, mut since) = (Vec::new(), 0);
+        let end = Instant::now() + child::TIMEOUT;
         loop {
             let page: CheckpointPage =
                 vmm.get(&format!("/v1/checkpoint?job={job}&since={since}&wait_ms=5000"))?;
@@ -205,6 +206,10 @@ impl Demo<'_> {
             self.detail(format_args!("{} of {CHECKPOINTS} checkpoints", lines.len()));
             if !page.running {
                 break;
+            }
+            if Instant::now() > end {
+                let what = "the checkpoints to be durable";
+                return Err(StepError::TimedOut { what, limit: child::TIMEOUT });
             }
         }
         self.figures.add_checkpoints(&lines);

@@ -11,8 +11,8 @@ use std::str::FromStr;
 use driftline_control::firecracker::{LoggerConfig, LoggerLevel};
 
 use super::fault::{ArgumentFault, FirecrackerFault, LevelFilterFromStrError};
-use crate::firecracker_log::DEFAULT_ID;
 use crate::serve::PAYLOAD_LIMIT;
+use crate::values::DEFAULT_ID;
 
 /// Arguments of a process that serves the API. The absent ones have Firecracker's defaults.
 #[derive(Clone, PartialEq, Eq, Debug)]

@@ -18,7 +18,7 @@ use driftline_store::{SnapshotState, StoreError};
 use rustix::process::Signal;
 use serde_json::Value;
 
-use super::bounded_file::read_bounded;
+use super::bounded_file::{MAX_CONFIG_FILE, read_bounded};
 use super::failure::Failure;
 use super::serve::{MetricsFile, ServeEnd, ServeOptions, ServeResult, StartTimes, serve_api};
 use super::version::version;
@@ -31,10 +31,6 @@ use fault::{
 
 /// The name by which the program is called.
 const NAME: &str = "firecracker";
-
-/// Largest configuration file, and largest file of a CPU template, in bytes. Firecracker has no
-/// limit.
-const MAX_CONFIG_FILE: u64 = 1 << 20;
 
 /// Returns the arguments if the program was started as `firecracker ...` or as
 /// `driftline firecracker ...`.

@@ -31,11 +31,9 @@ use tracing::{Event, Level, Metadata, Subscriber};
 use tracing_subscriber::layer::{Context, Filter, Layer};
 
 use super::line_file::LineFile;
+use super::values::DEFAULT_ID;
 use call_sites::{CallSiteLimits, LineAdmission};
 use target::LogTarget;
-
-/// The id of an instance that has no other.
-pub(super) const DEFAULT_ID: &str = "anonymous-instance";
 
 /// The target of events whose text has several lines, which are the program's own. The line feeds
 /// of all others are escaped: a text of a client must not look like a line.
@@ -167,12 +165,17 @@ impl FirecrackerLog {
     }
 }
 
+/// Returns the message about lines which were dropped because the queue was full.
+pub(super) fn dropped_message(lines: u64) -> String {
+    format!("{lines} log lines were dropped: the reader of the log does not keep up")
+}
+
 /// Returns the line that reports lines which were dropped because the queue was full.
 fn dropped_line(lines: u64) -> Vec<u8> {
     if let Some(log) = LOG.get() {
         log.target.add_missed(lines);
     }
-    let why = format!("{lines} log lines were dropped: the reader of the log does not keep up");
+    let why = dropped_message(lines);
     let settings =
         LogSettings { level: LevelFilter::WARN, module: None, has_level: false, has_origin: false };
     let id = LOG.get().and_then(|log| log.id.get()).map_or(DEFAULT_ID, String::as_str);

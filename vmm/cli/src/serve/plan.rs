@@ -10,6 +10,7 @@ use driftline_control::firecracker::{
     SerialConfig, StartFault,
 };
 use driftline_control::model::RateLimiterConfig;
+use driftline_machine::boot::LINUX_CMDLINE_BYTES;
 use driftline_machine::config::{
     BackendKind, BalloonConfig, Boot, CpuConfig, CpuTemplate, DEFAULT_RING_ENTRIES, DeviceConfig,
     DiskConfig, HostConfig, Identity, MacAddr, MachineConfig, NetConfig, NetLimits, RateLimit,
@@ -26,8 +27,6 @@ use super::opened::ClientFiles;
 /// Firecracker's command line for a client that gives none.
 const DEFAULT_BOOT_ARGS: &str = "reboot=k panic=1 nomodule 8250.nr_uarts=0 i8042.noaux \
                                  i8042.nomux i8042.dumbkbd swiotlb=noforce";
-/// Longest command line of Linux, in bytes, with the final 0.
-const MAX_CMDLINE: usize = 2048;
 /// Block size of a drive, in bytes. Firecracker's guests see no other, and their partition tables
 /// count in it.
 const BLOCK_BYTES: u32 = 512;
@@ -55,7 +54,7 @@ pub(super) fn plan(
     let given = source.boot_args.as_deref().unwrap_or(DEFAULT_BOOT_ARGS);
     let parameters = parameters(config.drives.first());
     let cmdline = command_line(given.trim(), &parameters, devices.len()).map_err(machine_fault)?;
-    if cmdline.len() >= MAX_CMDLINE {
+    if cmdline.len() >= LINUX_CMDLINE_BYTES {
         return Err(StartFault::CommandLine.into());
     }
     let initrd = source.initrd_path.as_deref().map(absolute).transpose()?;

@@ -136,7 +136,7 @@ impl GuestStarter {
         let vm: SharedVm = machine.clone();
         let base = SnapshotBase::loaded(&vm, snapshot.track_dirty_pages, backing);
         let base = base.map_err(|e| failed(&e))?;
-        let clock = if snapshot.clock_realtime { Clock::Advance } else { Clock::Continue };
+        let clock = if snapshot.clock_realtime { Clock::AdvanceAnyTime } else { Clock::Continue };
         machine.restore_clone(&sections, clock).map_err(|e| failed(&e))?;
         let jobs = Jobs::new(vm.clone(), self.state_dir.clone());
         jobs.keep_snapshot_base(base);

@@ -7,7 +7,7 @@ use ratatui::buffer::Buffer;
 use ratatui::layout::Rect;
 use ratatui::style::{Color, Style};
 
-use crate::output;
+use crate::{colour, output};
 
 /// The sign for a cell without writes; `SIGNS` are in ascending order of heat.
 const COLD: &str = "\u{b7}";
@@ -45,12 +45,12 @@ impl Palette {
     /// Returns the palette that the environment requests and supports.
     pub(super) fn of_environment() -> Self {
         let var = |name| std::env::var(name).unwrap_or_default();
-        Self::of(&var("NO_COLOR"), &var("TERM"), &var("COLORTERM"))
+        Self::of(colour::is_refused(), &var("TERM"), &var("COLORTERM"))
     }
 
-    fn of(no_color: &str, term: &str, colorterm: &str) -> Self {
+    fn of(no_colours: bool, term: &str, colorterm: &str) -> Self {
         match () {
-            () if !no_color.is_empty() || term == "dumb" => Self::Signs,
+            () if no_colours || term == "dumb" => Self::Signs,
             () if term.contains("256color") || !colorterm.is_empty() => Self::Many,
             () => Self::Few,
         }
@@ -95,7 +95,7 @@ impl HeatCells {
     pub(super) fn new(page: &WatchPage, most: usize) -> Self {
         let together = page.bin_frames.len().div_ceil(most.max(1)).next_power_of_two();
         let per_second = 1e3 / page.window_ms.max(1e-6) * PAGE_BYTES;
-        let rate = |bins: &[u64]| (bins.iter().sum::<u64>() as f64 * per_second) as u64;
+        let rate = |bins: &[u64]| (output::total(bins.iter().copied()) as f64 * per_second) as u64;
         Self {
             bytes: page.bin_bytes.saturating_mul(together as u64),
             rates: page.bin_frames.chunks(together).map(rate).collect(),
@@ -205,11 +205,11 @@ mod tests {
     #[test]
     fn palette_follows_the_environment() {
         let of = Palette::of;
-        assert_eq!(of("1", "xterm-256color", "truecolor"), Palette::Signs);
-        assert_eq!(of("", "dumb", ""), Palette::Signs);
-        assert_eq!(of("", "xterm-256color", ""), Palette::Many);
-        assert_eq!(of("", "xterm", "truecolor"), Palette::Many);
-        assert_eq!(of("", "linux", ""), Palette::Few);
+        assert_eq!(of(true, "xterm-256color", "truecolor"), Palette::Signs);
+        assert_eq!(of(false, "dumb", ""), Palette::Signs);
+        assert_eq!(of(false, "xterm-256color", ""), Palette::Many);
+        assert_eq!(of(false, "xterm", "truecolor"), Palette::Many);
+        assert_eq!(of(false, "linux", ""), Palette::Few);
         assert!(!Palette::Signs.has_colours() && Palette::Few.has_colours());
     }
 

@@ -27,7 +27,7 @@ use super::client::block_on;
 use super::end;
 use super::failure::Failure;
 use super::interrupts::Interrupts;
-use super::output::{print_message, print_on};
+use super::output::{json_line, print_message, print_on};
 use super::progress::receiving_line;
 use feed::{Feed, Update};
 use heat::Palette;
@@ -73,12 +73,12 @@ async fn print_windows(feed: &mut Feed, args: &TopArgs) -> Result<Option<Box<Wat
         };
         let text = match &update {
             Update::Page(page) if page.end.is_some() => None,
-            Update::Page(page) if args.query.json => Some(serde_json::to_string(page)?),
+            Update::Page(page) if args.query.json => Some(json_line(page)?),
             Update::Arriving(info) if args.once => {
                 let how = receiving_line(&info.migration);
                 return Err(Failure::error(format_args!("there is no guest yet: {how}")));
             }
-            Update::Arriving(info) if args.query.json => Some(serde_json::to_string(info)?),
+            Update::Arriving(info) if args.query.json => Some(json_line(info)?),
             Update::Arriving(info) => Some(receiving_line(&info.migration)),
             _ => None,
         };

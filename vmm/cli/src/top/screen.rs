@@ -110,7 +110,8 @@ impl Screen<'_> {
         self.curves(first, fit, left.x, left.width, buffer);
         if fit < page.vcpu.len() {
             let rest = sum(&page.vcpu[fit..]);
-            let total = page.info.vcpu.iter().skip(fit).map(|v| v.ring_full_exits).sum();
+            let full = page.info.vcpu.iter().skip(fit).map(|v| v.ring_full_exits);
+            let total = output::total(full);
             line(&mut table, &figures(page, "others", &rest, total), Style::new(), buffer);
         }
     }
@@ -228,7 +229,8 @@ fn figures(page: &WatchPage, name: &str, vcpu: &VcpuWindow, full: u64) -> String
     let frames = vcpu.dirtied_frames.map(rate);
     let bytes = frames.map(|n| output::bytes(n.saturating_mul(PAGE_SIZE)));
     let fill = vcpu.ring_peak_entries.zip(page.ring_entries.filter(|n| *n > 0));
-    let fill = fill.map(|(peak, entries)| format!("{} %", peak * 100 / u64::from(entries)));
+    let fill =
+        fill.map(|(peak, entries)| format!("{} %", peak.saturating_mul(100) / u64::from(entries)));
     let full = match vcpu.ring_full_exits {
         _ if page.ring_entries.is_none() => unknown(),
         0 => full.to_string(),
@@ -246,13 +248,14 @@ fn figures(page: &WatchPage, name: &str, vcpu: &VcpuWindow, full: u64) -> String
 
 /// Combines several vCPUs: rates add up, the fullest ring counts, and throttling is averaged.
 fn sum(vcpus: &[VcpuWindow]) -> VcpuWindow {
-    let throttled: u64 = vcpus.iter().map(|v| v.throttled_ms).sum();
+    let total = |of: fn(&VcpuWindow) -> u64| output::total(vcpus.iter().map(of));
+    let frames: Option<Vec<u64>> = vcpus.iter().map(|v| v.dirtied_frames).collect();
     VcpuWindow {
-        dirtied_frames: vcpus.iter().map(|v| v.dirtied_frames).sum(),
-        exits: vcpus.iter().map(|v| v.exits).sum(),
-        ring_full_exits: vcpus.iter().map(|v| v.ring_full_exits).sum(),
+        dirtied_frames: frames.map(output::total),
+        exits: total(|v| v.exits),
+        ring_full_exits: total(|v| v.ring_full_exits),
         ring_peak_entries: vcpus.iter().filter_map(|v| v.ring_peak_entries).max(),
-        throttled_ms: throttled / vcpus.len().max(1) as u64,
+        throttled_ms: total(|v| v.throttled_ms) / vcpus.len().max(1) as u64,
     }
 }
 

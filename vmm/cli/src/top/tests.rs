@@ -211,11 +211,19 @@ fn any_screen_size_and_vcpu_count_is_drawn() {
     assert!(others.contains(&format!(" {} ", (64 - listed) * 20)), "{listed}: {screen:#?}");
     // Hostile figures must not panic either.
     let Some(super::view::LastAnswer::Page(page)) = &mut view.last_answer else { panic!("a page") };
-    page.bin_frames = vec![u64::MAX / 8192; 4096];
+    page.bin_frames = vec![u64::MAX; 4096];
     page.bin_bytes = u64::MAX;
     page.memory = vec![MemoryRange { gpa: u64::MAX, bytes: 1 }];
     page.window_ms = 0.0;
-    page.vcpu = vec![VcpuWindow { dirtied_frames: Some(u64::MAX / 128), ..vcpu(0) }; 3];
+    let most = u64::MAX;
+    page.vcpu.fill(VcpuWindow {
+        dirtied_frames: Some(most),
+        exits: most,
+        ring_full_exits: most,
+        ring_peak_entries: Some(most),
+        throttled_ms: most,
+    });
+    page.info.vcpu.fill(VcpuInfo { ring_full_exits: most, ..VcpuInfo::default() });
     for (width, height) in [(1, 1), (80, 24), (300, 90)] {
         drawn(&view, width, height);
     }
@@ -272,7 +280,7 @@ fn migration_has_the_figures_of_send_migration() {
     window.info.state = GuestState::Migrating;
     let text = text_of(&view(window.clone()), 80, 24).replace('\n', " ");
     for figure in [
-        "migration to 10.0.0.2:7000: precopy, pass 3: 193 MiB sent, 38 MiB left",
+        "migration to 10.0.0.2:7000: pre-copy, pass 3: 193 MiB sent, 38 MiB left",
         "guest writes 17 MiB/s, link carries 30 MiB/s",
         "pause now about 1261.0 ms",
         "vCPU 0 throttled 91 %",

@@ -18,7 +18,8 @@ fn unknown_tracking_is_refused_with_the_known() {
     fail(2, &["compare", "--guest", "paperload"]);
     fail(2, &["compare", "--mem", "1G,1"]);
     fail(2, &["compare", "--repeat", "0"]);
-    for (option, most) in [("--interval", "3600"), ("--duration", "86400"), ("--settle", "3600")] {
+    for (option, most) in [("--interval", "3600"), ("--duration", "86400"), ("--boot-time", "3600")]
+    {
         let bound = format!("it is at most {most} s");
         for (much, why) in
             [("18446744073709551615s", "a duration is at most 365d"), ("86401s", &bound)]
@@ -202,8 +203,8 @@ fn small_matrix_misses_no_frame() {
 }
 
 #[test]
-fn full_rings_miss_no_frame_and_are_timed() {
-    if !kvm_or_skip("full_rings_miss_no_frame_and_are_timed") {
+fn ring_full_exits_and_their_time_agree() {
+    if !kvm_or_skip("ring_full_exits_and_their_time_agree") {
         return;
     }
     let run = driftline(&[
@@ -232,7 +233,7 @@ fn full_rings_miss_no_frame_and_are_timed() {
         .unwrap_or_else(|e| panic!("{e}: {}", text(&run.stderr)));
     let rows = rows(&report);
     if let Some(why) = rows[0]["why"].as_str() {
-        return skip("full_rings_miss_no_frame_and_are_timed", why);
+        return skip("ring_full_exits_and_their_time_agree", why);
     }
     // The number depends on the host: the collector is quick.
     let (exits, ms) =

@@ -262,4 +262,6 @@ fn unreadable_configuration_file_is_refused() {
     assert!(fail(2, &run).contains("more than 1 MiB"));
     let stderr = fail(1, &["run", "--config-file", &tmp.text("none")]);
     assert!(stderr.contains("No such file"), "{stderr}");
+    let stderr = fail(1, &["run", "--config-file", "/dev/zero"]);
+    assert!(stderr.contains("it is not a regular file"), "{stderr}");
 }

@@ -35,8 +35,8 @@ fn same(a: &Path, b: &Path) -> bool {
 }
 
 #[test]
-fn disks_go_along_there_and_back() {
-    if !kvm_or_skip("disks_go_along_there_and_back") {
+fn copied_disks_migrate_there_and_back() {
+    if !kvm_or_skip("copied_disks_migrate_there_and_back") {
         return;
     }
     let tmp = TestDir::new();
@@ -197,7 +197,7 @@ fn full_destination_disk_keeps_guest_at_source() {
         "{stderr}"
     );
     assert!(stderr.contains("the guest continues here"), "{stderr}");
-    wait_for("the receiver to wait on", || {
+    wait_for("the receiver to wait again", || {
         full.stderr().contains("waiting for another source").then_some(())
     });
     assert!(full.stderr().contains("No space left on device"), "{}", full.stderr());

@@ -188,7 +188,7 @@ fn cancelled_migration_leaves_the_guest_running() {
     let stderr = first.refuse(1, &["cancel-migration"]);
     assert!(stderr.contains("no migration is under way"), "{stderr}");
     // The receiver has received the reason, and waits for the next source.
-    wait_for("the receiver to wait on", || {
+    wait_for("the receiver to wait again", || {
         (second.info()?["migration"]["phase"] == "waiting").then_some(())
     });
     let pid = second.pid();
@@ -207,7 +207,7 @@ fn guest_in_doubt_waits_for_the_operator() {
     let id = first.info().unwrap()["vm_id"].as_str().unwrap().to_owned();
     first.tell(&["checkpoint", "--store", &store]);
     let (_second, to) = receiver(&tmp, "second", &[]);
-    let to = proxy_that_keeps_commit(&to, tmp.path("state"));
+    let (to, record) = proxy_that_keeps_commit(&to, tmp.path("state"));
     let sender = std::thread::spawn({
         let (socket, to) = (first.socket(), to.clone());
         move || output(&["send-migration", &to, "--api-sock", &socket])
@@ -216,6 +216,7 @@ fn guest_in_doubt_waits_for_the_operator() {
         let info = first.info()?;
         (info["migration"]["phase"] == "hand-over").then_some(())
     });
+    record.assert_written();
     let stderr = first.refuse(1, &["stop"]);
     assert!(stderr.contains("resolve it with `driftline resolve --discard`"), "{stderr}");
     first.signal(Signal::TERM);
@@ -266,7 +267,7 @@ fn second_interrupt_ends_send_migration() {
     let tmp = TestDir::new();
     let vmm = Vmm::run(&tmp, "source", &[THREADS, &["--guest", "payload,ws=1M,rate=1M"]].concat());
     let (_there, to) = receiver(&tmp, "there", &[]);
-    let to = proxy_that_keeps_commit(&to, tmp.path("state"));
+    let (to, record) = proxy_that_keeps_commit(&to, tmp.path("state"));
     let mut send = driftline(&["send-migration", &to, "--api-sock", &vmm.socket()])
         .stdout(Stdio::null())
         .stderr(File::create(tmp.path("send.err")).unwrap())
@@ -274,6 +275,7 @@ fn second_interrupt_ends_send_migration() {
         .unwrap();
     wait_for("progress", || (!tmp.read("send.err").is_empty()).then_some(()));
     wait_for("COMMIT", || (vmm.info()?["migration"]["phase"] == "hand-over").then_some(()));
+    record.assert_written();
     let interrupt = |message: &str| {
         kill_process(Pid::from_child(&send), Signal::INT).unwrap();
         wait_for(message, || tmp.read("send.err").contains(message).then_some(()));

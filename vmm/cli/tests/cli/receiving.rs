@@ -78,7 +78,7 @@ fn stop_ends_a_process_that_receives_a_guest() {
             stderr.contains("the receiver was stopped before its guest had arrived"),
             "{stderr}"
         );
-        assert!(stderr.contains("in precopy"), "{stderr}");
+        assert!(stderr.contains("in pre-copy"), "{stderr}");
         assert_continues(&source, &sending.wait_with_output().unwrap(), "the receiver was stopped");
     });
 }
@@ -91,7 +91,7 @@ fn stop_before_commit_keeps_guest_at_source() {
         source.await_progress(1, &[]);
         let (mut receiving, to) = receiver(&tmp, "receiving", &[]);
         // The source sends COMMIT, and the destination, which waits for it, does not receive it.
-        let to = proxy_that_keeps_commit(&to, tmp.path("state"));
+        let (to, record) = proxy_that_keeps_commit(&to, tmp.path("state"));
         let sending = send(&source, &[&to]);
         wait_for("COMMIT", || {
             let info = source.info()?;
@@ -101,6 +101,7 @@ fn stop_before_commit_keeps_guest_at_source() {
             let info = receiving.info()?;
             (info["migration"]["phase"] == "hand-over").then_some(())
         });
+        record.assert_written();
         stop_by.tell(&receiving);
         assert_eq!(receiving.wait(), Some(1), "{stop_by:?}: {}", receiving.stderr());
         let stderr = receiving.stderr();
@@ -146,7 +147,7 @@ fn stop_ends_a_process_whose_take_over_failed() {
         let there = format!("{},id=disk0,identity=any", disk("there"));
         let (mut receiving, to) =
             receiver(&tmp, "receiving", &["--disk", &there, "--answer-timeout", "600s"]);
-        let to = proxy_that_ends_with_commit(&to, tmp.path("state"));
+        let (to, record) = proxy_that_ends_with_commit(&to, tmp.path("state"));
         let mut sending = send(&source, &[&to, "--max-bandwidth", "4M"]);
         wait_for("a part of the guest", || {
             (receiving.info()?["migration"]["phase"] == "precopy").then_some(())
@@ -156,6 +157,7 @@ fn stop_ends_a_process_whose_take_over_failed() {
         wait_for("the take-over to fail", || {
             receiving.stderr().contains("waiting up to").then_some(())
         });
+        record.assert_written();
         stop_by.tell(&receiving);
         assert_eq!(receiving.wait(), Some(1), "{stop_by:?}: {}", receiving.stderr());
         let stderr = receiving.stderr();

@@ -106,7 +106,7 @@ fn receiver_refuses_where_writes_to_a_copy_hang() {
     assert!(stderr.contains("copying disk \"disk0\" failed: writing its copy: "), "{stderr}");
     assert!(stderr.contains("the guest continues here"), "{stderr}");
     assert!(copying.receiver.storage.stuck() > 0, "no write hung");
-    wait_for("the receiver to wait on", || {
+    wait_for("the receiver to wait again", || {
         receiving.stderr().contains("waiting for another source").then_some(())
     });
     stop(receiving);

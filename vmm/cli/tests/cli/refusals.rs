@@ -174,9 +174,8 @@ fn device_of_another_guest_is_refused_early() {
     let (mut moved, to) = receiver(&tmp, "moved", &[]);
     guest.tell(&["send-migration", &to]);
     moved.await_api();
-    let between = moved.await_progress(1, &before);
+    moved.await_progress(1, &before);
     moved.tell(&["stop"]);
-    assert!(!between.is_empty());
 
     let (used_tap, spare_tap) = match (TestTap::new("u"), TestTap::new("s")) {
         (Ok(used), Ok(spare)) => (used, spare),

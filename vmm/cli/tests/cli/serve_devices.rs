@@ -268,7 +268,7 @@ fn drive_of_a_started_guest_gets_another_file() {
     let nowhere = "tcp:127.0.0.1:1";
     for job in [["checkpoint", "--store", &store].as_slice(), &["send-migration", nowhere]] {
         let message = fail(4, &[job, &["--api-sock", &vmm.socket]].concat());
-        assert!(message.contains("another file or size than at the guest's start"), "{message}");
+        assert!(message.contains("was exchanged since the guest's start"), "{message}");
         assert!(message.contains("drive \"1\"") && message.contains("snapshot"), "{message}");
     }
     assert_eq!(vmm.get("/")["state"], "Running");

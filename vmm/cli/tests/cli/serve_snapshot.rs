@@ -368,7 +368,7 @@ fn live_snapshot_refuses_a_drive_that_changes() {
     let guest = guest.start();
     let body = create_body(&tmp, "Full", ("state", "memory"));
     let text = guest.vmm.refusal("PUT", "/snapshot/create", &live(&body));
-    assert!(text.contains("drive \"data\"") && text.contains("leave out `live`"), "{text}");
+    assert!(text.contains("drive \"data\"") && text.contains("do not set `live`"), "{text}");
     assert!(!tmp.path("state").exists() && !tmp.path("memory").exists());
     guest.progress();
     guest.pause();

@@ -210,7 +210,7 @@ fn forced_end_leaves_neither_raw_terminal_nor_socket() {
         let mut vm = RunOnTerminal::run(&tmp);
         // A guest that may be running elsewhere does not end when its process is asked to.
         let (_destination, to) = receiver(&tmp, "b", &[]);
-        let to = proxy_that_keeps_commit(&to, tmp.path("state"));
+        let (to, record) = proxy_that_keeps_commit(&to, tmp.path("state"));
         let socket = tmp.text("a.sock");
         let sender = thread::spawn(move || output(&["send-migration", &to, "--api-sock", &socket]));
         let request = |vm: &mut RunOnTerminal| match by_key {
@@ -222,6 +222,7 @@ fn forced_end_leaves_neither_raw_terminal_nor_socket() {
             let info: serde_json::Value = serde_json::from_slice(&info.stdout).ok()?;
             (info["migration"]["phase"] == "hand-over").then_some(())
         });
+        record.assert_written();
         request(&mut vm);
         // Each signal asks again, since the guest may have come back. The third one is not refused.
         for refused in 1..=2 {

@@ -91,7 +91,7 @@ fn upgrades(machine: &[&str], times: u32) {
         clients.into_iter().for_each(|client| client.join().unwrap());
         println!("{}", reports.last().unwrap());
     });
-    assert_eq!(idle.get("/v1/info")["pid"], latest.pid(), "the connection has moved along");
+    assert_eq!(idle.get("/v1/info")["pid"], latest.pid(), "the next process serves the connection");
     vmm.await_progress(2, &before);
     latest.await_usage(usage);
     // It waits for the process that has the guest, not for the one that has bound the socket.

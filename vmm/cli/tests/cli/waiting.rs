@@ -31,7 +31,7 @@ fn dies_in_precopy(from: &mut Vmm<'_>, to: &str, there: &Vmm<'_>) {
 }
 
 fn await_waiting(there: &Vmm<'_>) {
-    wait_for("the receiver to wait on", || (phase(there) == "waiting").then_some(()));
+    wait_for("the receiver to wait again", || (phase(there) == "waiting").then_some(()));
 }
 
 /// Receives the guest of a third source after two sources have died during pre-copy.
@@ -72,7 +72,7 @@ fn receive_after_failures(tmp: &TestDir, machine: &[&str], there: &[&str]) {
     destination.tell(&["stop"]);
     assert_eq!(destination.wait(), Some(0), "{}", destination.stderr());
     let stderr = destination.stderr();
-    assert!(stderr.contains("no guest was received (in precopy)"), "{stderr}");
+    assert!(stderr.contains("no guest was received (in pre-copy)"), "{stderr}");
 }
 
 #[test]
@@ -102,5 +102,5 @@ fn a_receiver_for_one_source_ends_with_it() {
     dies_in_precopy(&mut source, &to, &destination);
     assert_eq!(destination.wait(), Some(1));
     let stderr = destination.stderr();
-    assert!(stderr.contains("no guest was received (in precopy)"), "{stderr}");
+    assert!(stderr.contains("no guest was received (in pre-copy)"), "{stderr}");
 }

@@ -69,7 +69,7 @@ const CHECKS: [TableColumn; 6] = [
     column("elsewhere", |f| count(f.beside_frames)),
     column("epochs all dirty", |f| {
         let known = f.strict_checks.or(f.epoch_us.map(|_| 0));
-        count(known.map(|_| f.marked_all_epochs + f.marked_all_checks))
+        count(known.map(|_| f.marked_all()))
     }),
 ];
 

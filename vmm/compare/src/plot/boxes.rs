@@ -3,8 +3,8 @@
 
 use std::fmt::Write;
 
-use super::axis::AxisScale;
-use super::{Axis, STYLES, TOP, WIDTH, open, text_at};
+use super::axis::{Axis, AxisScale};
+use super::svg::{STYLES, TOP, WIDTH, open, text_at};
 
 /// Ends of the axis. The names are left of it, the medians right.
 const LEFT: f64 = 190.0;

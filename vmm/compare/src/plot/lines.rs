@@ -2,8 +2,8 @@
 
 use std::fmt::Write;
 
-use super::axis::AxisScale;
-use super::{Axis, STYLES, TOP, escape, mark, open, text_at};
+use super::axis::{Axis, AxisScale};
+use super::svg::{STYLES, TOP, escape, mark, open, text_at};
 
 const HEIGHT: f64 = 400.0;
 /// Area of the axes. The names are right of it.
@@ -175,7 +175,8 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::plot::{AxisTicks, WIDTH, standalone};
+    use crate::plot::AxisTicks;
+    use crate::plot::svg::{WIDTH, standalone};
 
     const LINES: usize = STYLES + 2;
 

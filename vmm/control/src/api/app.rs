@@ -13,7 +13,7 @@ use tokio::sync::oneshot;
 use tracing::Span;
 
 use super::event::ApiEvent;
-use super::process_line::ProcessLine;
+use super::process_line::{NoProcessLine, ProcessLine};
 use super::relay::Relay;
 use super::termination::Termination;
 use crate::firecracker::{ApiCounts, InstanceName, started_instance};
@@ -76,7 +76,7 @@ pub struct App {
     api_counts: Arc<ApiCounts>,
     relay: Relay,
     /// The command line with which another process can continue with the guest, or why none can.
-    process_line: OnceLock<Result<ProcessLine, &'static str>>,
+    process_line: OnceLock<Result<ProcessLine, NoProcessLine>>,
 }
 
 /// Where the guest comes from.
@@ -190,7 +190,7 @@ impl App {
 
     /// Sets the command line with which another process can continue with the guest, or the reason
     /// why none can. Only the first call has an effect.
-    pub fn set_process_line(&self, line: Result<ProcessLine, &'static str>) {
+    pub fn set_process_line(&self, line: Result<ProcessLine, NoProcessLine>) {
         let _ = self.process_line.set(line);
     }
 
@@ -199,9 +199,8 @@ impl App {
     /// # Errors
     ///
     /// The reason why no other process can continue with the guest.
-    pub(super) fn process_line(&self) -> Result<ProcessLine, &'static str> {
-        let unset = "its guest was configured over Firecracker's API";
-        self.process_line.get().cloned().unwrap_or(Err(unset))
+    pub(super) fn process_line(&self) -> Result<ProcessLine, NoProcessLine> {
+        self.process_line.get().cloned().unwrap_or(Err(NoProcessLine::ConfiguredOverApi))
     }
 
     /// Marks the process as ending: a guest that has not arrived yet will not arrive.
@@ -265,11 +264,6 @@ impl App {
                 self.jobs.get().map(|jobs| started_instance(name, jobs))
             }
         }
-    }
-
-    /// Returns the guest and its jobs, once they are here.
-    pub(super) fn guest(&self) -> Option<&Arc<Jobs>> {
-        self.jobs.get()
     }
 
     /// Returns the progress of the guest that arrives, or has arrived, from another host.

@@ -53,7 +53,8 @@ pub enum ClientError {
         socket: PathBuf,
         /// Method and path.
         request: String,
-        /// The request's own limit. A deadline for several requests may end the wait earlier.
+        /// Upper bound on the wait: the request's own limit, or what was left until the deadline of
+        /// several requests, in tenths of a second.
         limit: Duration,
     },
     /// The server refused the request; the text is the server's.
@@ -154,8 +155,8 @@ impl Client {
     ) -> Result<T, ClientError> {
         let limit = self.timeout.saturating_add(requested_wait(path));
         let request = format!("{method} {}", path.split('?').next().unwrap_or(path));
-        let left = self.deadline.map(|at| at.saturating_duration_since(Instant::now()));
-        let left = left.map_or(limit, |left| left.min(limit));
+        let until_deadline = self.deadline.map(|at| at.saturating_duration_since(Instant::now()));
+        let left = until_deadline.map_or(limit, |left| left.min(limit));
         let until = Instant::now() + left.saturating_sub(RETRY_INTERVAL).min(DEFAULT_TIMEOUT);
         let exchange = async {
             loop {
@@ -168,6 +169,7 @@ impl Client {
             }
         };
         let exchange = tokio::time::timeout(left, exchange).await;
+        let limit = until_deadline.map_or(limit, |left| rounded_up(left).min(limit));
         let silent = |_| ClientError::Silent { socket: self.socket.clone(), request, limit };
         let (status, bytes) = exchange.map_err(silent).flatten()?;
         let json: &[u8] = if bytes.is_empty() { b"null" } else { &bytes };
@@ -223,4 +225,29 @@ fn requested_wait(path: &str) -> Duration {
     let query = path.split_once('?').map_or("", |(_, query)| query);
     let wait = query.split('&').find_map(|parameter| parameter.strip_prefix("wait_ms="));
     Duration::from_millis(wait.and_then(|ms| ms.parse().ok()).unwrap_or(0))
+}
+
+/// Returns `time`, rounded up to tenths of a second.
+fn rounded_up(time: Duration) -> Duration {
+    let ms = u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+    Duration::from_millis(ms.div_ceil(100).saturating_mul(100))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn shared_deadline_limits_the_reported_wait() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("api");
+        // No process accepts its connections.
+        let _listener = UnixListener::bind(&path).unwrap();
+        let client = Client { deadline: Some(Instant::now()), ..Client::new(path) };
+        let silent = client.get::<()>("/v1/info").await.unwrap_err();
+        let ClientError::Silent { limit, .. } = silent else { panic!("{silent}") };
+        assert_eq!(limit, Duration::ZERO);
+    }
 }

@@ -22,7 +22,7 @@ use crate::model::{MAX_BINS, WatchPage, WatchRequest, WatchStarted, at_most, one
 /// Default number of ranges.
 const DEFAULT_BINS: u32 = 1024;
 /// The longest window that a client can request.
-const MAX_WAIT: Duration = Duration::from_secs(60);
+const MAX_WINDOW: Duration = Duration::from_secs(60);
 
 pub(super) async fn start(
     State(app): AppState,
@@ -50,7 +50,7 @@ pub(super) async fn show(
 ) -> JsonAnswer<WatchPage> {
     let Query(WatchQuery { watch, wait_ms }) = query.map_err(|e| Fault::new(e.body_text()))?;
     let wait = Duration::from_millis(wait_ms);
-    at_most("wait_ms", wait_ms, MAX_WAIT.as_millis() as u64)?;
+    at_most("wait_ms", wait_ms, MAX_WINDOW.as_millis() as u64)?;
     let jobs = app.jobs()?;
     let page = jobs.ask_watch(watch, wait)?.await;
     let ended = |_| Fault::new(format!("watch {watch} has ended"));

@@ -25,8 +25,11 @@ async fn show(State(app): AppState, headers: HeaderMap) -> Result<Response, Faul
     let format = Format::accepted(&accepted.collect::<Vec<_>>().join(","));
     // A thread that is started before the sandbox closes keeps its rights, and would serve later
     // requests, too. Without a guest nothing blocks.
-    let is_configuring = app.payload_limit().is_some() && app.guest().is_none();
-    let read = move || Scrape::read(app.guest().map(|jobs| &**jobs), app.received()).write(format);
+    let is_configuring = app.payload_limit().is_some() && app.jobs().is_err();
+    let read = move || {
+        let jobs = app.jobs().ok().map(|jobs| &**jobs);
+        Scrape::read(jobs, app.received()).write(format)
+    };
     let page = match is_configuring {
         true => Ok(read()),
         false => tokio::task::spawn_blocking(read).await,

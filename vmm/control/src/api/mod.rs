@@ -32,7 +32,7 @@ mod upgrade;
 pub use app::{App, Arriving};
 pub use client::{Client, ClientError};
 pub use event::{ApiEvent, Caller};
-pub use process_line::ProcessLine;
+pub use process_line::{NoProcessLine, ProcessLine};
 pub use relay::Relay;
 pub use server::{ControlThread, Listeners, Server};
 pub use termination::Termination;

@@ -27,7 +27,7 @@ use crate::jobs::Jobs;
 use crate::model::{
     ActionRequest, ArrivingInfo, CheckpointPage, CheckpointRequest, GuestState, Info, InfoPage,
     InstanceInfo, JobStarted, MachineSettings, MigrationPage, MigrationRequest, ResolveRequest,
-    VmConfig, VmRequest, VmTarget,
+    VmConfig, VmRequest, VmTarget, at_most,
 };
 
 /// Returns the routes of a process: Driftline's own and, unless the guest is configured over the
@@ -197,7 +197,7 @@ async fn attach_to_checkpoints(
     State(app): AppState,
     query: Result<Query<JobQuery>, QueryRejection>,
 ) -> Result<StatusCode, Fault> {
-    let Query(JobQuery { job, .. }) = query.map_err(|e| Fault::new(e.body_text()))?;
+    let JobQuery { job, .. } = JobQuery::read(query)?;
     let jobs = app.jobs()?;
     jobs.attach_to_checkpoints(job).await?;
     Ok(StatusCode::NO_CONTENT)
@@ -216,12 +216,19 @@ struct JobQuery {
     wait_ms: u64,
 }
 
-/// Upper bound on delaying an answer until there is news.
-const MAX_WAIT: Duration = Duration::from_secs(30);
+/// The longest wait for news that a client can request.
+const MAX_NEWS_WAIT: Duration = Duration::from_secs(30);
 
 impl JobQuery {
+    /// Returns a request's query, unless a value is outside its limits.
+    fn read(query: Result<Query<Self>, QueryRejection>) -> Result<Self, Fault> {
+        let Query(query) = query.map_err(|e| Fault::new(e.body_text()))?;
+        at_most("wait_ms", query.wait_ms, MAX_NEWS_WAIT.as_millis() as u64)?;
+        Ok(query)
+    }
+
     fn wait(&self) -> Duration {
-        Duration::from_millis(self.wait_ms).min(MAX_WAIT)
+        Duration::from_millis(self.wait_ms)
     }
 }
 
@@ -229,7 +236,7 @@ async fn checkpoints(
     State(app): AppState,
     query: Result<Query<JobQuery>, QueryRejection>,
 ) -> JsonAnswer<CheckpointPage> {
-    let Query(query) = query.map_err(|e| Fault::new(e.body_text()))?;
+    let query = JobQuery::read(query)?;
     let jobs = app.jobs()?;
     jobs.checkpoints(query.job, query.since, query.wait()).await.map(Json).map_err(Fault::from)
 }
@@ -238,7 +245,7 @@ async fn stop_checkpoints(
     State(app): AppState,
     query: Result<Query<JobQuery>, QueryRejection>,
 ) -> Result<StatusCode, Fault> {
-    let Query(JobQuery { job, .. }) = query.map_err(|e| Fault::new(e.body_text()))?;
+    let JobQuery { job, .. } = JobQuery::read(query)?;
     blocking(app, move |jobs| jobs.stop_checkpoints(job).map_err(Fault::from)).await?;
     Ok(StatusCode::NO_CONTENT)
 }
@@ -257,7 +264,7 @@ async fn migration(
     State(app): AppState,
     query: Result<Query<JobQuery>, QueryRejection>,
 ) -> JsonAnswer<MigrationPage> {
-    let Query(query) = query.map_err(|e| Fault::new(e.body_text()))?;
+    let query = JobQuery::read(query)?;
     let jobs = app.jobs()?;
     jobs.migration(query.job, query.wait()).await.map(Json).map_err(Fault::from)
 }
@@ -266,7 +273,7 @@ async fn cancel_migration(
     State(app): AppState,
     query: Result<Query<JobQuery>, QueryRejection>,
 ) -> Result<StatusCode, Fault> {
-    let Query(JobQuery { job, .. }) = query.map_err(|e| Fault::new(e.body_text()))?;
+    let JobQuery { job, .. } = JobQuery::read(query)?;
     blocking(app, move |jobs| jobs.cancel_migration(job).map_err(Fault::from)).await?;
     Ok(StatusCode::NO_CONTENT)
 }
@@ -283,4 +290,20 @@ async fn resolve_migration(
 
 async fn dirty(State(app): AppState) -> JsonAnswer<TrackerStats> {
     Ok(Json(current_info(app).await?.dirty))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn wait_for_news_is_bounded() {
+        let read = |query: &str| {
+            let uri: Uri = format!("/v1/migration?{query}").parse().unwrap();
+            JobQuery::read(Query::try_from_uri(&uri))
+        };
+        assert_eq!(read("wait_ms=30000").unwrap().wait(), MAX_NEWS_WAIT);
+        assert_eq!(read("job=1").unwrap().wait(), Duration::ZERO);
+        assert!(read("wait_ms=30001").is_err());
+    }
 }

@@ -2,7 +2,8 @@
 
 use std::net::Ipv4Addr;
 
-use driftline_machine::config::{MAX_DEVICES, MacAddr, NetMetadata, VsockConfig};
+use driftline_machine::boot::LINUX_CMDLINE_BYTES;
+use driftline_machine::config::{MAX_DEVICES, MIN_MTU, MacAddr, NetMetadata, VsockConfig};
 use driftline_machine::metadata::MetadataStore;
 
 use super::fault::{
@@ -15,10 +16,6 @@ use super::model::{
 };
 use super::name_limit::check_name;
 
-/// Longest kernel command line, in bytes, with the final 0.
-const MAX_CMDLINE: usize = 2048;
-/// Smallest MTU of an interface, in bytes.
-const MIN_MTU: u16 = 68;
 /// Address of the metadata service if none is given.
 const DEFAULT_MMDS_ADDRESS: Ipv4Addr = Ipv4Addr::new(169, 254, 169, 254);
 
@@ -260,7 +257,7 @@ impl MicroVmConfig {
 
 /// Checks a kernel's command line before its files are opened.
 pub(crate) fn check_boot_args(source: &BootSourceConfig) -> Result<(), ApiFault> {
-    match source.boot_args.as_deref().unwrap_or_default().trim().len() < MAX_CMDLINE {
+    match source.boot_args.as_deref().unwrap_or_default().trim().len() < LINUX_CMDLINE_BYTES {
         true => Ok(()),
         false => Err(BootFault::TooLong.into()),
     }

@@ -391,7 +391,8 @@ pub enum MachineFault {
     /// The memory is empty, or does not consist of whole pages.
     #[error("The memory size (MiB) is either 0, or not a multiple of the configured page size.")]
     Memory,
-    /// There are too many vCPUs, none, or an odd number of threads.
+    /// There are more vCPUs than [`MAX_VCPUS`](driftline_machine::limits::MAX_VCPUS), none, or an
+    /// odd number of threads. The text is Firecracker's.
     #[error(
         "The number of vCPUs must be greater than 0, less than 32 and must be 1 or an even number \
          if SMT is enabled."

@@ -111,9 +111,7 @@ pub(crate) fn started_instance(name: &InstanceName, jobs: &Jobs) -> InstanceInfo
 /// Returns Firecracker's words for a snapshot that was not taken.
 fn create_fault(failure: SnapshotFailure) -> CreateFault {
     match failure {
-        SnapshotFailure::Paused(OperatorError::NotPaused(RunState::Running)) => {
-            CreateFault::Running
-        }
+        SnapshotFailure::Paused(OperatorError::Running) => CreateFault::Running,
         SnapshotFailure::File { what, is_memory, cause, .. } => {
             let what = match what {
                 "opening" | "creating" => "open",

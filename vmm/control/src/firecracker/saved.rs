@@ -69,17 +69,16 @@ impl MicroVmConfig {
 
 #[cfg(test)]
 mod tests {
-    use serde_json::{Value, json};
+    use serde_json::json;
 
     use super::*;
 
     fn configured() -> MicroVmConfig {
         let mut config = MicroVmConfig::new(100);
-        let parse = |value: Value| value;
         let drive = json!({ "drive_id": "a", "is_root_device": true, "partuuid": "0a-01",
             "cache_type": "Writeback", "io_engine": "Async", "path_on_host": "f",
             "is_read_only": true, "rate_limiter": { "ops": { "size": 1, "refill_time": 2 } } });
-        config.drives = vec![serde_json::from_value(parse(drive)).unwrap()];
+        config.drives = vec![serde_json::from_value(drive).unwrap()];
         let net = json!({ "iface_id": "n", "host_dev_name": "t",
             "guest_mac": "06:00:00:00:00:01", "mtu": 1400 });
         config.interfaces = vec![serde_json::from_value(net).unwrap()];

@@ -4,7 +4,7 @@
 //! ```text
 //! Configuring --Start, Finished(Ok)--> Started
 //!      |       --Load, Loaded--------> Started
-//!      +-------Load, Finished(Err)---> Ending
+//!      +-------Load, Finished(Err)---> Ending, or Configuring if the load was not tried
 //! ```
 //!
 //! At most one task (opening a file, starting, loading, writing metrics) is under way. Requests

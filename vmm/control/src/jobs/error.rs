@@ -86,11 +86,11 @@ pub enum JobError {
         /// Address of the other host.
         to: String,
     },
-    /// A drive of the guest has another file than the one that a job would track and copy.
+    /// A drive's file was exchanged. A job would track and copy the first one.
     #[error(
-        "drive \"{0}\" has another file or size than at the guest's start, and checkpoints and \
-         migrations track and copy the first one; take a snapshot (PUT /snapshot/create), load it, \
-         and use the guest that was loaded"
+        "the file or size of drive \"{0}\" was exchanged since the guest's start, and checkpoints \
+         and migrations track and copy the first one; take a snapshot (PUT /snapshot/create), load \
+         it, and use the guest that was loaded"
     )]
     DriveExchanged(String),
     /// The guest's writes are being watched for another plan.

@@ -423,7 +423,7 @@ impl Jobs {
 
     /// Waits, after the guest has ended, until the jobs are over and their clients have read the
     /// end: at most 2 s, or 15 s after an upgrade.
-    pub fn settle(&self) {
+    pub fn await_last_readers(&self) {
         // After an upgrade, the next process also tells its service manager and takes over the
         // API's connections.
         let limit = if self.is_upgraded() { UPGRADE_LIMIT } else { LAST_READ_LIMIT };
@@ -451,8 +451,8 @@ impl Jobs {
         self.checkpoint.latest()
     }
 
-    /// Refuses a guest with a drive that has another file or size than at its start. The caller
-    /// holds `starting`, which keeps drives from getting one.
+    /// Refuses a guest with a drive whose file or size was exchanged since its start. The caller
+    /// holds `starting`, which keeps drives from getting another one.
     fn require_first_files(&self) -> Result<(), JobError> {
         let exchanged = self.vm.disk_files().iter().find(|drive| drive.is_exchanged());
         exchanged.map_or(Ok(()), |drive| Err(JobError::DriveExchanged(drive.disk().to_owned())))

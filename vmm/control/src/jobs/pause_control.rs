@@ -104,8 +104,8 @@ pub(crate) enum OperatorError {
     #[error("cannot {0} a guest whose snapshot is being written; wait for its end")]
     Snapshotting(&'static str),
     /// The operator has not paused the guest.
-    #[error("a snapshot is of a paused guest, and this one is {0}: pause it first")]
-    NotPaused(RunState),
+    #[error("the guest is running: pause it before its snapshot, or set `live`")]
+    Running,
     /// The guest refuses.
     #[error(transparent)]
     Guest(#[from] GuestError),
@@ -179,9 +179,12 @@ impl PauseControl {
         if state.snapshotting {
             return Err(OperatorError::Snapshotting("take a snapshot of"));
         }
-        let wanted = self.wanted_for_snapshot(&state)?;
-        if wanted != RunState::Paused {
-            return Err(OperatorError::NotPaused(wanted));
+        match self.wanted_for_snapshot(&state)? {
+            RunState::Paused => {}
+            RunState::Running => return Err(OperatorError::Running),
+            state @ RunState::Stopped => {
+                return Err(GuestError::State { request: "take a snapshot of", state }.into());
+            }
         }
         state.snapshotting = true;
         Ok(KeptPause(self))
@@ -408,10 +411,11 @@ mod tests {
     fn kept_pause_is_not_resumed() {
         let (vm, pauses) = running();
         let refused = |pauses: &PauseControl| pauses.keep_paused().err().unwrap().to_string();
-        assert!(refused(&pauses).contains("this one is running"));
+        let running = "the guest is running: pause it before its snapshot, or set `live`";
+        assert_eq!(refused(&pauses), running);
         let checkpoint = pauses.guest_for(JobRole::Checkpoint);
         checkpoint.pause().unwrap();
-        assert!(refused(&pauses).contains("this one is running"), "only a job has paused it");
+        assert_eq!(refused(&pauses), running, "only a job has paused it");
         pauses.operator_pause().unwrap();
         let kept = pauses.keep_paused().unwrap();
         assert!(refused(&pauses).contains("whose snapshot is being written"));
@@ -422,6 +426,8 @@ mod tests {
         drop(kept);
         pauses.operator_resume().unwrap();
         assert_eq!(vm.run_state(), Running);
+        vm.stop("the test is over");
+        assert_eq!(refused(&pauses), "cannot take a snapshot of a guest that is stopped");
     }
 
     #[test]
@@ -441,7 +447,7 @@ mod tests {
     }
 
     #[test]
-    fn a_migrating_guest_is_not_the_operators() {
+    fn operator_cannot_control_a_migrating_guest() {
         let (vm, pauses) = running();
         pauses.operator_pause().unwrap();
         pauses.begin_migration();

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use driftline_checkpoint::Tally;
+use driftline_checkpoint::{CadenceTotals, Tally};
 use serde::{Deserialize, Serialize};
 
 use crate::model::EpochOutcome;
@@ -13,7 +13,8 @@ const MAX_REPORTS: usize = 65_536;
 /// Maximum number of reports in one answer.
 pub(super) const MAX_PAGE: usize = 4_096;
 
-/// Upper bound on the reports of a run in its life: one a millisecond for thousands of years.
+/// Upper bound on the reports of a run in its life, and on its counts: one a millisecond for
+/// thousands of years.
 const MAX_MADE: u64 = 1 << 48;
 
 /// The reports of a run. Serialized, they change their process with the run.
@@ -44,7 +45,9 @@ impl ReportLog {
 
     /// Returns whether another process can have written this log.
     pub(super) fn is_sound(&self) -> bool {
-        self.first <= MAX_MADE && self.reports.len() <= MAX_REPORTS
+        let CadenceTotals { epochs, failed, early, skipped, .. } = self.tally.achieved();
+        let counts = [self.first, epochs, failed, early, skipped];
+        counts.into_iter().all(|count| count <= MAX_MADE) && self.reports.len() <= MAX_REPORTS
     }
 
     /// Returns the log of a run that continues in another process, with the reports that a client
@@ -63,5 +66,24 @@ impl ReportLog {
             self.first += 1;
         }
         self.reports.push_back(outcome);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn counts_that_may_overflow_are_not_sound() {
+        assert!(ReportLog::after(u64::MAX).is_sound());
+        let log = serde_json::to_value(ReportLog::default()).unwrap();
+        for count in ["taken", "failed", "early", "skipped"] {
+            let mut log = log.clone();
+            log["tally"]["achieved"][count] = json!(u64::MAX);
+            let log: ReportLog = serde_json::from_value(log).unwrap();
+            assert!(!log.is_sound(), "{count}");
+        }
     }
 }

@@ -93,7 +93,7 @@ pub enum ShadowError {
     #[error(
         "this host lacks userfaultfd's asynchronous write protection: --shadow userfault-wp needs \
          Linux 6.7, and root, vm.unprivileged_userfaultfd=1 or /dev/userfaultfd; --shadow compare \
-         does without ({0})"
+         does not need it ({0})"
     )]
     HostLacks(std::io::Error),
     /// The guest cannot be tracked or read.

@@ -26,6 +26,8 @@ const DOUBT_INTERVAL: Duration = Duration::from_millis(100);
 const LATER_JOBS: u64 = 16;
 /// The same for watches, of which a client can begin many. Users do not see their numbers.
 const LATER_WATCHES: u64 = 1 << 20;
+/// Upper bound on numbers that another process sends, so that later numbers cannot overflow.
+const MAX_NUMBER: u64 = 1 << 63;
 
 impl Jobs {
     /// Begins an upgrade, if another process of this host can continue with the guest. Other
@@ -111,9 +113,9 @@ impl Jobs {
 
     /// Numbers jobs after those of the process that had the guest before.
     pub fn number_after(&self, numbers: JobNumbers) {
-        self.last_number.fetch_max(numbers.jobs, Ordering::Relaxed);
+        self.last_number.fetch_max(numbers.jobs.min(MAX_NUMBER), Ordering::Relaxed);
         let mut open = self.watches.open.lock();
-        open.last_number = open.last_number.max(numbers.watches);
+        open.last_number = open.last_number.max(numbers.watches.min(MAX_NUMBER));
     }
 
     /// Continues the run that was `offered`. `writes` are those of the guest since it has run here.
@@ -131,5 +133,18 @@ impl Jobs {
         let job = CheckpointJob::continue_moved(offered, &self.pauses, totals, moved, writes)?;
         self.checkpoint.add(offered.number, job);
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_of_another_process_cannot_overflow() {
+        let (_vm, jobs) = super::super::paused_guest();
+        jobs.number_after(JobNumbers { jobs: u64::MAX, watches: u64::MAX });
+        assert_eq!(jobs.next_number(), MAX_NUMBER + 1);
+        assert_eq!(jobs.begin_watch(1).unwrap(), MAX_NUMBER + 1);
     }
 }

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use driftline_migrate::{
-    Compression, CopyDrives, MAX_CONNECTIONS, MIN_BANDWIDTH, Phase, Progress, Resolution,
+    Compression, CopyDrives, Goals, MAX_CONNECTIONS, MIN_BANDWIDTH, Phase, Progress, Resolution,
     SendReport, SendTls, TimeoutStrategy,
 };
 use serde::{Deserialize, Serialize};
@@ -103,7 +103,7 @@ fn one() -> u32 {
 }
 
 fn default_downtime_ms() -> u64 {
-    300
+    Goals::default().downtime.as_millis() as u64
 }
 
 fn default_throttle() -> bool {
@@ -111,7 +111,7 @@ fn default_throttle() -> bool {
 }
 
 fn default_timeout_s() -> u64 {
-    3600
+    Goals::default().timeout.as_secs()
 }
 
 /// Answer to `GET /v1/migration?job=N&wait_ms=N`, by default for the latest migration. The answer

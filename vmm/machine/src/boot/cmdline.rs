@@ -13,8 +13,8 @@ use crate::devices::{DevicePlacement, REGISTERS_LEN};
 
 /// Maximum length of an assembled line, in bytes. Linux itself takes 2,047 bytes.
 const MAX_BYTES: usize = 1 << 20;
-/// `COMMAND_LINE_SIZE` of Linux on x86, with its terminator.
-const LINUX_BYTES: usize = 2048;
+/// Longest command line of Linux on x86, in bytes, with the final 0: its `COMMAND_LINE_SIZE`.
+pub const LINUX_CMDLINE_BYTES: usize = 2048;
 /// Defaults for Linux unless the line sets them: use COM1, the only console; end after a panic; and
 /// reset by the keyboard controller, which cannot be mistaken for a crash.
 const DEFAULTS: [(&str, &str); 3] = [("console", "ttyS0"), ("panic", "-1"), ("reboot", "k")];
@@ -39,7 +39,7 @@ pub(super) fn assemble(
         }
     }
     let line = finish(line, devices)?;
-    if line.len() >= LINUX_BYTES {
+    if line.len() >= LINUX_CMDLINE_BYTES {
         let bytes = line.len();
         tracing::warn!("the kernel's command line has {bytes} bytes; Linux truncates it to 2047");
     }
@@ -82,7 +82,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn defaults_are_added_but_never_against_the_user() {
+    fn defaults_never_override_the_user() {
         let line = |given| assemble(given, false, &[]).unwrap();
         assert_eq!(line(""), "console=ttyS0 panic=-1 reboot=k");
         assert_eq!(line("quiet panic=5"), "quiet panic=5 console=ttyS0 reboot=k");

@@ -100,7 +100,7 @@ mod tests {
     use crate::memory::MemoryOptions;
 
     #[test]
-    fn boot_information_steps_over_what_the_kernel_takes() {
+    fn boot_information_avoids_kernel_segments() {
         assert_eq!(low_gap(600, &[]), Some(0x6000));
         assert_eq!(low_gap(600, &[(0x6100, 0x7001), (0x1000, 0x6001)]), Some(0x8000));
         assert_eq!(low_gap(600, &[(0x5000, 0xa0000)]), None);

@@ -36,6 +36,7 @@ use crate::devices::DevicePlacement;
 use crate::memory::Memory;
 use loaded::{Loaded, Start};
 
+pub use cmdline::LINUX_CMDLINE_BYTES;
 pub(crate) use cmdline::with_parameters;
 pub use error::BootError;
 pub(crate) use firmware::{generation_frame, renew_generation_id};

@@ -6,13 +6,11 @@ use kvm_ioctls::VcpuFd;
 
 use super::platform::Entry;
 use super::zero_page;
+use crate::kvm::{CR0_PG, CR4_PAE, EFER_LMA};
 
 const CR0_PE: u64 = 1 << 0;
 const CR0_ET: u64 = 1 << 4;
-const CR0_PG: u64 = 1 << 31;
-const CR4_PAE: u64 = 1 << 5;
 const EFER_LME: u64 = 1 << 8;
-const EFER_LMA: u64 = 1 << 10;
 /// Bit 1 of EFLAGS is always set.
 const EFLAGS_FIXED: u64 = 1 << 1;
 

@@ -23,8 +23,9 @@ use crate::actor::{self, Handle, Inbox};
 use crate::histogram::{Distribution, Histogram};
 use crate::sandbox::{self, Class};
 use crate::sources::DirtySource;
-use crate::throttle::{Pacing, ThrottleHandle};
+use crate::throttle::Pacing;
 use crate::tracking::TrackingMode;
+use crate::vcpu::ThrottleHandle;
 use peaks::Peaks;
 use state::{CaughtWrites, CollectorError, PERIOD_MOST};
 
@@ -245,7 +246,7 @@ mod tests {
     fn wait(slots: &Mutex<SlotLogging>, what: impl Fn(&SlotLogging) -> bool) {
         let end = Instant::now() + Duration::from_secs(60);
         while !what(&slots.lock().unwrap()) {
-            assert!(Instant::now() < end, "the collector did not get there");
+            assert!(Instant::now() < end, "the condition was not met within 60 s");
             std::thread::sleep(Duration::from_millis(1));
         }
     }

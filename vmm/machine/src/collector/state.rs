@@ -11,8 +11,9 @@ use super::peaks::Peaks;
 use crate::actor::{CallError, Inbox, Next};
 use crate::histogram::Histogram;
 use crate::sources::{DirtySource, SourceError};
-use crate::throttle::{Pacing, ThrottleHandle};
+use crate::throttle::Pacing;
 use crate::tracking::TrackingMode;
+use crate::vcpu::ThrottleHandle;
 
 /// The shortest and the longest time between two periodic collections.
 const PERIOD_LEAST: Duration = Duration::from_millis(1);

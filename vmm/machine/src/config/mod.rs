@@ -38,7 +38,7 @@ pub use identity::DiskIdentity;
 pub use lineage::{GuestName, Identity, Lineage, Restored, guest_span};
 pub use machine::{Boot, DEFAULT_RING_ENTRIES, MachineConfig};
 pub use metadata::{MetadataVersion, NetMetadata};
-pub use net::{MacAddr, NetConfig, NetSpec, VsockConfig, VsockSpec};
+pub use net::{MIN_MTU, MacAddr, NetConfig, NetSpec, VsockConfig, VsockSpec};
 pub use opened::{
     DiskCache, DiskEngine, HandedOverVsock, OpenedDisk, OpenedFile, OpenedFiles, OpenedSocket,
     OpenedTap,

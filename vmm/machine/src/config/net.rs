@@ -15,7 +15,7 @@ use super::spec::{SpecError, Syntax};
 /// Maximum number of queue pairs of a network interface.
 pub(crate) const MAX_QUEUE_PAIRS: u8 = 8;
 /// Smallest MTU, in bytes: that of IPv4.
-const MIN_MTU: u16 = 68;
+pub const MIN_MTU: u16 = 68;
 /// Maximum length of the name of a Linux network device, in bytes.
 const MAX_TAP_BYTES: usize = 15;
 /// Smallest context ID of a guest. The smaller ones belong to the hypervisor and the host.
@@ -168,11 +168,12 @@ impl FromStr for NetSpec {
             let bandwidth = read_bandwidth(&options, key)?;
             Ok(RateLimits { bandwidth, operations: None })
         };
+        let queues = options.number("queues", &format!("1 to {MAX_QUEUE_PAIRS}"))?;
         Ok(Self {
             tap: check_tap(options.require("tap")?)?,
             mac: options.get("mac").map(str::parse).transpose()?,
             id: options.get("id").map(check_id).transpose()?,
-            queues: options.number("queues")?.map(check_queues).transpose()?,
+            queues: queues.map(check_queues).transpose()?,
             limits: NetLimits {
                 receive: limits("rx-bandwidth")?,
                 transmit: limits("tx-bandwidth")?,
@@ -207,10 +208,15 @@ fn check_cid(cid: u32) -> Result<u32, ConfigError> {
     match (MIN_CID..u32::MAX).contains(&cid) {
         true => Ok(cid),
         false => {
-            let form = format!("it is a number from {MIN_CID} to {}", u32::MAX - 1);
+            let form = format!("it is a number from {}", cid_range());
             Err(ConfigError::malformed("context ID of a guest", cid.to_string(), form))
         }
     }
+}
+
+/// Returns the context IDs that a guest can have, for errors.
+fn cid_range() -> String {
+    format!("{MIN_CID} to {}", u32::MAX - 1)
 }
 
 fn check_uds(path: &Path) -> Result<(), ConfigError> {
@@ -243,7 +249,8 @@ impl FromStr for VsockSpec {
         let options = VSOCK.read(s)?;
         let uds = PathBuf::from(options.require("uds")?);
         check_uds(&uds)?;
-        Ok(Self { cid: options.number("cid")?.map(check_cid).transpose()?, uds })
+        let cid = options.number("cid", &cid_range())?;
+        Ok(Self { cid: cid.map(check_cid).transpose()?, uds })
     }
 }
 

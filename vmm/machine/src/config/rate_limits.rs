@@ -101,7 +101,7 @@ pub(super) fn read_operations(
     options: &GivenOptions<'_>,
     key: &str,
 ) -> Result<Option<RateLimit>, SpecError> {
-    let rate = options.number::<NonZeroU64>(key)?;
+    let rate = options.number::<NonZeroU64>(key, "at least 1")?;
     Ok(rate.map(|rate| RateLimit::per_second(rate.get())))
 }
 

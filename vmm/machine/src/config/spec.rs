@@ -55,13 +55,15 @@ pub enum SpecError {
         /// The device.
         device: &'static str,
     },
-    /// The option's value should be a number.
-    #[error("{key}={value}: the value is not a number in its range")]
+    /// The option's value should be a number in its range.
+    #[error("{key}={value}: the value must be a whole number, {range}")]
     Number {
         /// The option's name.
         key: String,
         /// Its value.
         value: String,
+        /// The numbers that it can be, such as `1 to 8`.
+        range: String,
     },
     /// The option's value should be `on` or `off`.
     #[error("\"{key}={value}\" is neither on nor off")]
@@ -175,11 +177,19 @@ impl<'t> GivenOptions<'t> {
         })
     }
 
-    /// Returns the option's value as a number, if it is given.
-    pub(super) fn number<T: FromStr>(&self, key: &str) -> Result<Option<T>, SpecError> {
+    /// Returns the option's value as a number, if it is given. `range` describes the numbers that
+    /// it can be, in errors.
+    pub(super) fn number<T: FromStr>(
+        &self,
+        key: &str,
+        range: &str,
+    ) -> Result<Option<T>, SpecError> {
         let read = |value: &str| {
-            let number = value.parse();
-            number.map_err(|_| SpecError::Number { key: key.to_owned(), value: value.to_owned() })
+            value.parse().map_err(|_| SpecError::Number {
+                key: key.to_owned(),
+                value: value.to_owned(),
+                range: range.to_owned(),
+            })
         };
         self.get(key).map(read).transpose()
     }
@@ -208,11 +218,12 @@ mod tests {
     fn options_have_the_values_that_are_given() {
         let lamp = LAMP.read("colour=a=b,dimmed,watts=60").unwrap();
         assert_eq!(lamp.get("colour"), Some("a=b"));
-        assert_eq!((lamp.number("watts"), lamp.has("dimmed")), (Ok(Some(60u8)), true));
+        let watts = lamp.number::<u8>("watts", "0 to 255");
+        assert_eq!((watts, lamp.has("dimmed")), (Ok(Some(60)), true));
         assert_eq!((lamp.on_off("lit", true), lamp.on_off("lit", false)), (Ok(true), Ok(false)));
         assert_eq!(LAMP.read("lit=off").unwrap().on_off("lit", true), Ok(false));
         let none = LAMP.read("").unwrap();
-        assert!(!none.has("colour") && none.number::<u8>("watts") == Ok(None));
+        assert!(!none.has("colour") && none.number::<u8>("watts", "0 to 255") == Ok(None));
     }
 
     #[test]
@@ -241,8 +252,8 @@ mod tests {
         let lamp = LAMP.read("watts=300,lit=yes").unwrap();
         let missing = lamp.require("colour").unwrap_err().to_string();
         assert_eq!(missing, "\"watts=300,lit=yes\" lacks colour=NAME, which a lamp needs");
-        let number = lamp.number::<u8>("watts").unwrap_err().to_string();
-        assert_eq!(number, "watts=300: the value is not a number in its range");
+        let number = lamp.number::<u8>("watts", "0 to 255").unwrap_err().to_string();
+        assert_eq!(number, "watts=300: the value must be a whole number, 0 to 255");
         let lit = lamp.on_off("lit", true).unwrap_err().to_string();
         assert_eq!(lit, "\"lit=yes\" is neither on nor off");
     }

@@ -6,6 +6,7 @@ use super::block::DiskError;
 use super::net::TapError;
 use super::vsock::VsockError;
 use crate::codec::DecodeError;
+use crate::config::ConfigError;
 
 /// Why a device cannot be used on this host, or refuses what the machine asks of it.
 #[derive(Debug, thiserror::Error)]
@@ -48,6 +49,9 @@ pub enum StateError {
     /// No guest can bring a keyboard controller into the state.
     #[error("it is not a state of a keyboard controller")]
     Keyboard,
+    /// The state has rate limits that no configuration can have.
+    #[error(transparent)]
+    Limit(#[from] ConfigError),
     /// The state is that of another device, or one that this device cannot have. This is a sentence
     /// about the state.
     #[error("{0}")]

@@ -11,7 +11,8 @@ use std::sync::Arc;
 use driftline_guest::{DeviceFile, GuestError};
 use rustix::fs::{OFlags, fcntl_getfl};
 
-use super::net::check_tap_queue;
+use super::net::{TAP_CLAIMS, check_tap_queue};
+use super::vsock::SHARED_FILES as VSOCK_FILES;
 use crate::config::{
     DeviceConfig, DiskCache, DiskConfig, DiskEngine, HandedOverVsock, HostConfig, NetConfig,
     OpenedDisk, OpenedFiles, OpenedTap, VsockSpec,
@@ -63,12 +64,6 @@ impl From<HandedOverError> for GuestError {
         Self::unsupported("the open files that were handed over", e)
     }
 }
-
-/// Number of sockets whose names keep other processes away from a tap.
-const CLAIMS: usize = 2;
-
-/// Number of files of a vsock device: its listener, and two by which its connections move.
-const VSOCK_FILES: usize = 3;
 
 /// Returns the name of a device's files. `None` if the device has none.
 fn name_of(device: &DeviceConfig) -> Option<String> {
@@ -167,8 +162,8 @@ fn opened_tap(
     own: &[&DeviceFile],
 ) -> Result<OpenedTap, HandedOverError> {
     let queues = usize::from(net.queues);
-    if own.len() != queues + CLAIMS {
-        return Err(count(name, own, queues + CLAIMS));
+    if own.len() != queues + TAP_CLAIMS {
+        return Err(count(name, own, queues + TAP_CLAIMS));
     }
     let system = system(name);
     let files: io::Result<Vec<File>> = own.iter().map(|file| duplicate(file)).collect();
@@ -188,7 +183,7 @@ fn handed_over_vsock(
     name: &str,
     own: &[&DeviceFile],
 ) -> Result<Option<HandedOverVsock>, HandedOverError> {
-    let [listener, channel, state] = own else {
+    let Ok(&[listener, channel, state]) = <&[&DeviceFile; VSOCK_FILES]>::try_from(own) else {
         return if own.is_empty() { Ok(None) } else { Err(count(name, own, VSOCK_FILES)) };
     };
     let system = system(name);

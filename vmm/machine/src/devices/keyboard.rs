@@ -147,9 +147,9 @@ impl Keyboard {
     ///
     /// No guest can bring the controller into this state.
     pub(crate) fn check(&self) -> Result<(), StateError> {
-        let waits_for_argument =
+        let is_possible_command =
             self.command.is_none_or(|c| [WRITE_CONFIGURATION, WRITE_OUTPUT_PORT].contains(&c));
-        match waits_for_argument && self.bytes.len() <= CAPACITY {
+        match is_possible_command && self.bytes.len() <= CAPACITY {
             true => Ok(()),
             false => Err(StateError::Keyboard),
         }

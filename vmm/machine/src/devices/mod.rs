@@ -25,6 +25,8 @@ pub(crate) mod fuzz;
 mod handed_over;
 mod keyboard;
 mod latched_event;
+#[cfg(test)]
+mod log_capture;
 mod net;
 mod opener;
 mod placement;

@@ -187,8 +187,8 @@ impl DeviceRateLimiter {
         };
         let restored =
             Self { bandwidth: restore(&saved.bandwidth)?, operations: restore(&saved.operations)? };
-        let checked = restored.limits().check(device);
-        checked.map(|()| restored).map_err(|e| StateError::Misfit(e.to_string()))
+        restored.limits().check(device)?;
+        Ok(restored)
     }
 
     /// Takes the tokens of one operation that moves `bytes`.
@@ -381,14 +381,15 @@ mod tests {
         let refused = |change: &dyn Fn(&mut SavedBucket)| {
             let mut saved = SavedLimiter::example();
             saved.bandwidth.as_mut().map(change).unwrap();
-            DeviceRateLimiter::restored(&saved, 0, "a disk").unwrap_err().to_string()
+            DeviceRateLimiter::restored(&saved, 0, "a disk").unwrap_err()
         };
-        let lacks = refused(&|bucket| bucket.lacking = u128::MAX);
+        let lacks = refused(&|bucket| bucket.lacking = u128::MAX).to_string();
         assert!(lacks.contains("a bucket of 300 tokens lacks"), "{lacks}");
-        assert!(
-            refused(&|bucket| bucket.burst_left = 8).contains("8 tokens are left of a burst of 7")
-        );
+        let left = refused(&|bucket| bucket.burst_left = 8).to_string();
+        assert!(left.contains("8 tokens are left of a burst of 7"), "{left}");
         let empty = refused(&|bucket| bucket.limit.size = 0);
+        assert!(matches!(empty, StateError::Limit(_)), "{empty}");
+        let empty = empty.to_string();
         assert!(empty.contains("the bandwidth limit of a disk has 0 bytes"), "{empty}");
     }
 

@@ -4,6 +4,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Instant;
 
+use rustix::io::Errno;
 use rustix::rand::{GetRandomFlags, getrandom};
 use vmm_sys_util::epoll::EventSet;
 
@@ -34,6 +35,17 @@ impl Rng {
     /// Returns the device's counters.
     pub(super) fn counters(&self) -> &Arc<RngCounters> {
         &self.counters
+    }
+
+    /// Counts a failure. Only the first one is logged as a warning, because the driver asks again.
+    fn note_failure(&self, e: Errno) {
+        self.counters.failures.add(1);
+        match self.counters.failures.get() {
+            1 => tracing::warn!(
+                "the host has no randomness for the guest: {e}; later failures are only counted"
+            ),
+            n => tracing::debug!("failure {n} of the guest's source of randomness: {e}"),
+        }
     }
 }
 
@@ -86,8 +98,7 @@ impl Device for Rng {
                 Ok(given) => given,
                 Err(e) => {
                     // The driver asks again. A kernel without randomness will soon have some.
-                    tracing::warn!("the host has no randomness for the guest: {e}");
-                    self.counters.failures.add(1);
+                    self.note_failure(e);
                     0
                 }
             };
@@ -138,8 +149,16 @@ impl Device for Rng {
 mod tests {
     use super::*;
     use crate::config::RateLimit;
+    use crate::devices::log_capture::warnings;
     use crate::devices::virtio::conformance::{self, TestedDevice};
     use crate::devices::virtio::driver::Driver;
+
+    #[test]
+    fn only_first_failure_is_a_warning() {
+        let rng = Rng::default();
+        let logged = warnings(|| (0..3).for_each(|_| rng.note_failure(Errno::AGAIN)));
+        assert_eq!((logged.len(), rng.counters().failures.get()), (1, 3), "{logged:?}");
+    }
 
     #[test]
     fn conforms_to_virtio() {

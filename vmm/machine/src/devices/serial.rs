@@ -30,8 +30,7 @@ impl Trigger for IrqPulse {
     type E = kvm_ioctls::Error;
 
     fn trigger(&self) -> Result<(), Self::E> {
-        self.0.fd().set_irq_line(IRQ, true)?;
-        self.0.fd().set_irq_line(IRQ, false)
+        self.0.pulse_irq(IRQ)
     }
 }
 
@@ -132,9 +131,7 @@ impl Com1 {
 
     /// Raises an interrupt for another device on the same bus.
     pub(super) fn raise(&self, irq: u32) {
-        let fd = self.vm.fd();
-        let raised = fd.set_irq_line(irq, true).and_then(|()| fd.set_irq_line(irq, false));
-        if let Err(e) = raised {
+        if let Err(e) = self.vm.pulse_irq(irq) {
             tracing::debug!("interrupt {irq}: {e}");
         }
     }

@@ -27,6 +27,8 @@ pub(super) struct SerialFile {
     file: File,
     /// Whether the last write found no room.
     is_full: bool,
+    /// Number of writes that were the first to find no room.
+    times_full: u64,
     /// Bytes that were lost since then.
     lost: u64,
     counters: Arc<SerialCounters>,
@@ -53,7 +55,7 @@ impl SerialFile {
             let why = "it is neither a regular file nor a FIFO nor a character device";
             return Err(io::Error::other(why));
         }
-        Ok(Self { path: path.to_owned(), file, is_full: false, lost: 0, counters })
+        Ok(Self { path: path.to_owned(), file, is_full: false, times_full: 0, lost: 0, counters })
     }
 
     /// Waits until `until` at most. Returns whether a write finds room.
@@ -69,19 +71,31 @@ impl SerialFile {
         }
     }
 
+    /// Notes that a write found room. Like the loss, only the first one after a loss is logged as a
+    /// warning, because the guest sets the pace.
     fn note_room(&mut self) {
         if std::mem::take(&mut self.is_full) {
             let (lost, path) = (std::mem::take(&mut self.lost), self.path.display());
-            tracing::warn!("\"{path}\" has room again; {lost} bytes of serial output were dropped");
+            match self.times_full {
+                1 => tracing::warn!(
+                    "\"{path}\" has room again; {lost} bytes of serial output were dropped"
+                ),
+                _ => tracing::debug!("\"{path}\" has room again, after {lost} dropped bytes"),
+            }
         }
     }
 
     fn lose(&mut self, bytes: usize) {
         if !std::mem::replace(&mut self.is_full, true) {
+            self.times_full += 1;
             let path = self.path.display();
-            tracing::warn!(
-                "serial output is dropped: \"{path}\" has no room; have a program read it"
-            );
+            match self.times_full {
+                1 => tracing::warn!(
+                    "serial output is dropped: \"{path}\" has no room; have a program read it; \
+                     later losses are only counted"
+                ),
+                n => tracing::debug!("\"{path}\" has no room, for the {n}th time"),
+            }
         }
         self.lost += bytes as u64;
         self.counters.lost_bytes.add(bytes as u64);
@@ -121,6 +135,7 @@ mod tests {
     use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 
     use super::*;
+    use crate::devices::log_capture::warnings;
 
     fn open(path: &Path) -> io::Result<SerialFile> {
         SerialFile::open(path, Arc::default())
@@ -146,6 +161,25 @@ mod tests {
         file.write_all(b"again\n").unwrap();
         let bytes = reader.read(&mut read).unwrap();
         assert_eq!((&read[..bytes], file.is_full), (&b"again\n"[..], false));
+    }
+
+    #[test]
+    fn only_first_loss_is_a_warning() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("fifo");
+        mknodat(CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+        let (mut file, mut reader) = (open(&path).unwrap(), open(&path).unwrap().file);
+        let logged = warnings(|| {
+            for _ in 0..3 {
+                while !file.is_full {
+                    file.write_all(&[b'x'; 4096]).unwrap();
+                }
+                assert!(reader.read(&mut vec![0; 1 << 20]).unwrap() > 0);
+                file.write_all(b"again\n").unwrap();
+            }
+        });
+        assert_eq!((logged.len(), file.times_full), (2, 3), "{logged:?}");
+        assert!(logged[0].contains("has no room") && logged[1].contains("has room again"));
     }
 
     #[test]

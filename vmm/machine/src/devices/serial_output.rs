@@ -189,13 +189,18 @@ pub fn open(
 
 /// Writes output until the sink is closed and empty.
 fn write_out(shared: &OutputBuffer, mut to: Box<dyn Write + Send>) {
-    let mut broken = false;
+    let (mut broken, mut has_dropped) = (false, false);
     loop {
         let PendingOutput { bytes, dropped, limited, is_last } = next(shared);
         if dropped > 0 {
-            tracing::warn!(
-                "{dropped} bytes of serial output were dropped: its reader does not keep up"
-            );
+            // Only the first loss is a warning, because a guest can cause losses without end.
+            match std::mem::replace(&mut has_dropped, true) {
+                false => tracing::warn!(
+                    "{dropped} bytes of serial output were dropped: its reader does not keep up; \
+                     later losses are only counted"
+                ),
+                true => tracing::debug!("{dropped} more bytes of serial output were dropped"),
+            }
         }
         if limited > 0 {
             tracing::debug!("{limited} bytes of serial output were dropped: they exceed its limit");
@@ -264,6 +269,7 @@ impl Drop for SerialOutputThread {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::devices::log_capture::warnings;
 
     #[test]
     fn output_is_written_in_order() {
@@ -302,6 +308,36 @@ mod tests {
         assert_eq!(shared.lock().bytes.len(), CAPACITY);
         assert_eq!(shared.lock().dropped, 100);
         assert_eq!(shared.counters.lost_bytes.get(), 100);
+    }
+
+    /// A reader that does not keep up: output is dropped during each of three writes.
+    struct SlowReader {
+        shared: Arc<OutputBuffer>,
+        writes: u32,
+    }
+
+    impl Write for SlowReader {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.writes += 1;
+            let mut state = self.shared.lock();
+            state.bytes.push(b'\n');
+            state.dropped += 1;
+            state.closed = self.writes >= 3;
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn only_first_dropped_output_is_a_warning() {
+        let shared = Arc::new(OutputBuffer::default());
+        shared.lock().bytes.push(b'\n');
+        let reader = SlowReader { shared: shared.clone(), writes: 0 };
+        let logged = warnings(|| write_out(&shared, Box::new(reader)));
+        assert!(logged.len() == 1 && logged[0].contains("1 bytes of serial output"), "{logged:?}");
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! KVM functions that the rust-vmm crates do not wrap.
 
 mod capabilities;
+mod control_registers;
 mod exit;
 mod kick;
 mod mapping;
@@ -11,6 +12,7 @@ mod timer;
 mod vm;
 
 pub use capabilities::{Capabilities, Capability, Need};
+pub(crate) use control_registers::{CR0_PG, CR4_PAE, EFER_LMA};
 pub(crate) use exit::internal_error;
 pub(crate) use kick::{ImmediateExit, register_kick_handler};
 pub use open::{DeviceUnusable, Unusable};

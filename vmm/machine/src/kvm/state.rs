@@ -25,13 +25,13 @@ fn new_xsave(bytes: usize) -> io::Result<Xsave> {
 /// kernel has `KVM_GET_XSAVE2`.
 pub fn get_xsave(vcpu: &VcpuFd, bytes: usize, extended: bool) -> io::Result<Vec<u8>> {
     if !extended {
-        let xsave = vcpu.get_xsave().map_err(from_errno)?;
+        let xsave = vcpu.get_xsave().map_err(io::Error::from)?;
         return Ok(xsave.region.iter().flat_map(|w| w.to_le_bytes()).collect());
     }
     let mut xsave = new_xsave(bytes)?;
     // SAFETY: the area has the size that the kernel named for this process, whose set of permitted
     // features does not change.
-    unsafe { vcpu.get_xsave2(&mut xsave) }.map_err(from_errno)?;
+    unsafe { vcpu.get_xsave2(&mut xsave) }.map_err(io::Error::from)?;
     let region = &xsave.as_fam_struct_ref().xsave.region;
     let words = region.iter().chain(xsave.as_slice());
     Ok(words.flat_map(|w| w.to_le_bytes()).collect())
@@ -69,7 +69,7 @@ pub fn set_xsave(vcpu: &VcpuFd, area: &[u8], bytes: usize) -> io::Result<()> {
     unsafe { xsave.as_mut_fam_struct() }.xsave.region = header.region;
     // SAFETY: the area has the size that the kernel named for this process, whose set of permitted
     // features does not change.
-    unsafe { vcpu.set_xsave2(&xsave) }.map_err(from_errno)
+    unsafe { vcpu.set_xsave2(&xsave) }.map_err(io::Error::from)
 }
 
 /// Returns the PDPTEs that the processor has loaded if the guest uses PAE paging, and `None` in
@@ -124,8 +124,4 @@ pub fn ioapic_listens(chip: &kvm_irqchip, pin: u8) -> bool {
         let bits = unsafe { entry.bits };
         bits & MASKED == 0
     })
-}
-
-fn from_errno(e: kvm_ioctls::Error) -> io::Error {
-    io::Error::from_raw_os_error(e.errno())
 }

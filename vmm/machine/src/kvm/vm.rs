@@ -43,6 +43,16 @@ impl KvmVm {
         &self.memory
     }
 
+    /// Raises and lowers the interrupt line `irq`, immediately.
+    ///
+    /// # Errors
+    ///
+    /// The VM has no interrupt controllers.
+    pub(crate) fn pulse_irq(&self, irq: u32) -> Result<(), kvm_ioctls::Error> {
+        self.fd.set_irq_line(irq, true)?;
+        self.fd.set_irq_line(irq, false)
+    }
+
     /// Switches dirty logging of all slots on or off. Switching it on write-protects all memory,
     /// even if it was off only for a moment.
     pub fn set_dirty_logging(&self, on: bool) -> io::Result<()> {
@@ -61,7 +71,7 @@ impl KvmVm {
         };
         // SAFETY: slots are regions of the mapping that `memory` owns, which lives as long as the
         // VM. The layout guarantees that they do not overlap.
-        unsafe { self.fd.set_user_memory_region(region) }.map_err(from_errno)
+        unsafe { self.fd.set_user_memory_region(region) }.map_err(io::Error::from)
     }
 
     /// Write-protects the frames of all entries marked RESET in all rings and returns the number of
@@ -130,7 +140,7 @@ impl KvmVm {
         let cap = KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2;
         let mut enable = kvm_enable_cap { cap, ..Default::default() };
         enable.args[0] = flags.into();
-        self.fd.enable_cap(&enable).map_err(from_errno)
+        self.fd.enable_cap(&enable).map_err(io::Error::from)
     }
 
     /// Gives each vCPU created from now on a dirty ring of `entries` entries, through capability
@@ -138,10 +148,6 @@ impl KvmVm {
     pub fn enable_dirty_ring(&self, cap: u32, entries: u32) -> io::Result<()> {
         let mut enable = kvm_enable_cap { cap, ..Default::default() };
         enable.args[0] = u64::from(entries) * size_of::<kvm_dirty_gfn>() as u64;
-        self.fd.enable_cap(&enable).map_err(from_errno)
+        self.fd.enable_cap(&enable).map_err(io::Error::from)
     }
-}
-
-fn from_errno(e: kvm_ioctls::Error) -> io::Error {
-    io::Error::from_raw_os_error(e.errno())
 }

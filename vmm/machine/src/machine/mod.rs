@@ -361,7 +361,7 @@ impl Stateful for KvmMachine {
 
     fn restore_state(&self, sections: &[Section], clock: Clock) -> Result<(), GuestError> {
         // A migrated guest keeps its identity, and is the only one that is restored from its state.
-        self.restore(sections, clock, clock == Clock::Continue)
+        self.restore(sections, clock, clock != Clock::Advance)
     }
 
     fn state_heads(&self) -> Vec<SectionHead> {

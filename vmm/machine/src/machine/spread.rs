@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn ended_thread_hinders_no_other() {
+    fn ended_thread_is_skipped() {
         with_threads(1, |here, all, threads| {
             let ended = thread::spawn(gettid).join().unwrap();
             let spread = Spread::of(&[threads[0], ended]);

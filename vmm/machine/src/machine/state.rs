@@ -14,7 +14,7 @@ use super::request_error::SupervisorError;
 use crate::devices::{GENERATION_EVENT, Keyboard, PowerState, SerialPortState, VirtioState};
 use crate::kvm::{KvmVm, ioapic_listens};
 use crate::vcpu::{CoreRegisters, SavedVcpu, StateContext};
-use crate::wall_clock::{away_ns, wall_ns};
+use crate::wall_clock::{advance_ns, wall_ns};
 use crate::{boot, codec};
 
 /// The interrupt controllers whose state KVM holds.
@@ -127,9 +127,7 @@ pub(super) fn renew_generation(
     // A guest without a driver for it may use the pin, or an uninitialized 8259, otherwise.
     let listens = saved.irqchips.get(2).is_some_and(|c| ioapic_listens(c, GENERATION_EVENT));
     if listens {
-        let pin = u32::from(GENERATION_EVENT);
-        ioctl_result("KVM_IRQ_LINE", vm.fd().set_irq_line(pin, true))?;
-        ioctl_result("KVM_IRQ_LINE", vm.fd().set_irq_line(pin, false))?;
+        ioctl_result("KVM_IRQ_LINE", vm.pulse_irq(u32::from(GENERATION_EVENT)))?;
     }
     Ok(())
 }
@@ -142,10 +140,7 @@ fn clock_now(
     clock: Clock,
 ) -> kvm_clock_data {
     let now = kvm_clock_data { clock: then.clock, ..Default::default() };
-    let away = match clock {
-        Clock::Advance => away_ns(saved_ns, wall_ns()),
-        Clock::Continue => 0,
-    };
+    let away = advance_ns(clock, saved_ns, wall_ns());
     // Given the wall clock at the time of reading, the kernel adds the time that has passed until
     // the very moment at which it sets the clock.
     let by_kernel = then.flags & context.value(KVM_CAP_ADJUST_CLOCK) & KVM_CLOCK_REALTIME;

@@ -196,8 +196,8 @@ fn guest_waiting_for_device_can_pause_and_stop() {
 }
 
 #[test]
-fn stuck_device_holds_up_no_stop() {
-    if !kvm_or_skip("stuck_device_holds_up_no_stop") {
+fn stuck_device_does_not_delay_stop() {
+    if !kvm_or_skip("stuck_device_does_not_delay_stop") {
         return;
     }
     let fixture = FakeDeviceMachine::new(&ECHO, Duration::from_millis(100));

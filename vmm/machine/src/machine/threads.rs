@@ -17,8 +17,8 @@ use crate::devices::Bus;
 use crate::kvm::{ImmediateExit, KvmVm};
 use crate::sandbox::{self, Class};
 use crate::sources::DirtySource;
-use crate::throttle::{ThrottleHandle, ThrottleState};
-use crate::vcpu::{self, Counters, StateContext, Vcpu};
+use crate::throttle::ThrottleState;
+use crate::vcpu::{self, Counters, StateContext, ThrottleHandle, Vcpu};
 
 /// Number of frames in a collection from which on the next collection follows sooner. It is reduced
 /// to a quarter of a ring if that is less.

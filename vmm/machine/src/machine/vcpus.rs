@@ -9,8 +9,7 @@ use rustix::thread::Pid;
 use crate::actor::{Handle, PendingCall};
 use crate::kvm::ImmediateExit;
 use crate::thread_end::join_until;
-use crate::throttle::ThrottleHandle;
-use crate::vcpu::{Counters, PauseOutcome, Vcpu};
+use crate::vcpu::{Counters, PauseOutcome, ThrottleHandle, Vcpu};
 
 /// Upper bound on pausing or ending vCPUs. They run jobs wherever they wait, so only a defect
 /// takes this long.

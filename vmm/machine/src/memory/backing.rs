@@ -285,15 +285,15 @@ fn memory_file(len: u64, from_pool: bool) -> io::Result<File> {
 
 /// Bytes that one call populates: enough to be worth a call, and few enough to spread evenly over
 /// threads.
-const PIECE: usize = 16 << 20;
+const POPULATE_BYTES: usize = 16 << 20;
 
 /// Populates `len` bytes at `start` now, on all threads of rayon's pool.
 pub(super) fn populate(start: *mut u8, len: usize) -> io::Result<()> {
     let start = start as usize;
     (0..len)
         .into_par_iter()
-        .step_by(PIECE)
-        .try_for_each(|offset| populate_piece(start + offset, PIECE.min(len - offset)))
+        .step_by(POPULATE_BYTES)
+        .try_for_each(|offset| populate_piece(start + offset, POPULATE_BYTES.min(len - offset)))
 }
 
 /// Maximum number of ranges with huge page advice. Each may split a mapping in three, and a process

@@ -6,7 +6,7 @@ use std::num::TryFromIntError;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use driftline_dirty_tracker::{Gfn, LayoutError};
+use driftline_dirty_tracker::{FrameRun, Gfn, LayoutError};
 use driftline_guest::{GuestError, SharedMemoryError};
 use vm_memory::GuestRegionCollectionError;
 use vm_memory::mmap::MmapRegionError;
@@ -188,35 +188,36 @@ pub enum FrameError {
         #[source]
         cause: io::Error,
     },
-    /// Frames cannot be protected while others are still being fetched.
-    #[error("the lazy restore has not finished")]
-    RestoreUnfinished,
+    /// The operation is not possible while frames are still being fetched.
+    #[error("the lazy restore of the guest has not finished: try again later")]
+    RestoreUnfinished {
+        /// The operation.
+        what: &'static str,
+    },
     /// The memory is in no file, or in one that gets no writes.
     #[error("it is private to this process: start the guest with --memory-backing memfd")]
     PrivateMemory,
-    /// The memory is still being restored.
-    #[error("the lazy restore of the guest has not finished: try again later")]
-    Arriving,
     /// An earlier release of all protected frames has failed.
     #[error("an earlier release failed")]
     ReleaseFailed,
     /// The memory is being restored lazily, or was.
-    #[error("this memory has one already")]
+    #[error("this memory has a lazy restore already")]
     SecondRestore,
     /// The page handler of the memory serves no more pages. The text says why.
     #[error("{0}")]
     HandlerLost(String),
     /// The page handler of the memory does not answer.
     #[error(
-        "the page handler at {} has not served the 4 MiB from page {:#x} on within {limit:?}",
+        "the page handler at {} has not served the {} KiB from page {:#x} on within {limit:?}",
         handler.display(),
-        frame.0
+        piece.bytes() >> 10,
+        piece.start.0
     )]
     HandlerSilent {
         /// The socket of the handler.
         handler: PathBuf,
-        /// The first page.
-        frame: Gfn,
+        /// The pages.
+        piece: FrameRun,
         /// Limit of the wait.
         limit: Duration,
     },
@@ -232,10 +233,10 @@ impl FrameError {
 impl From<FrameError> for GuestError {
     fn from(e: FrameError) -> Self {
         let what = match &e {
-            FrameError::System { what, .. } => what,
-            FrameError::RestoreUnfinished | FrameError::ReleaseFailed => "protecting frames",
+            FrameError::System { what, .. } | FrameError::RestoreUnfinished { what } => what,
+            FrameError::ReleaseFailed => "protecting frames",
             FrameError::SecondRestore => "starting a lazy restore",
-            FrameError::PrivateMemory | FrameError::Arriving => "handing over guest memory",
+            FrameError::PrivateMemory => "handing over guest memory",
             FrameError::HandlerLost(_) | FrameError::HandlerSilent { .. } => "fetching frames",
         };
         match e {

@@ -38,6 +38,9 @@ const FAULT_US: &[u64] = &[
     10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000,
     500_000, 1_000_000, 5_000_000,
 ];
+/// Limit on waiting for a lazy restore to finish. After it, an epoch can use write protection and
+/// copy after the guest has resumed.
+pub(super) const LAZY_RESTORE_LIMIT: Duration = Duration::from_secs(1);
 /// Limit on waiting for the thread when the restore is dropped: a read from storage that hangs may
 /// never end.
 const END_LIMIT: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 10 });
@@ -134,11 +137,11 @@ impl LazyRestore {
     /// Makes those of `frames` that have not arrived read as zeros from now on, and adds them to
     /// `forgotten`. Waits for a fetch of any of them that is in progress.
     pub(super) fn forget(&self, frames: FrameRun, forgotten: &mut Vec<FrameRun>) {
-        let is_missing = |s: &mut LazyRestoreState| {
+        let is_fetched_now = |s: &mut LazyRestoreState| {
             s.under_way.is_some_and(|run| run.start < frames.end() && frames.start < run.end())
         };
         let mut state = self.shared.lock();
-        self.shared.idle.wait_while(&mut state, is_missing);
+        self.shared.idle.wait_while(&mut state, is_fetched_now);
         forgotten.extend(state.left.within(frames));
         state.left.remove(frames);
     }

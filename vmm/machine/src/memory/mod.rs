@@ -36,9 +36,9 @@ pub use backing::{Backing, HugePages, MemoryOptions, PrivateFile};
 pub(crate) use discard::Discarder;
 pub use error::{FrameError, HandlerStep, MemoryError, MisfitCause, PageHandlerError};
 use fill::MemoryFill;
-use lazy_restore::LazyRestore;
 pub use lazy_restore::RestoreFigures;
 pub(crate) use lazy_restore::RestoreOwner;
+use lazy_restore::{LAZY_RESTORE_LIMIT, LazyRestore};
 pub use map::layout;
 pub(crate) use map::{HOLE_END, HOLE_START};
 use page_handler::PageHandler;
@@ -244,7 +244,7 @@ impl Memory {
         }
         if self.protected.lazy_restore().is_some_and(|restore| !restore.wait(LAZY_RESTORE_LIMIT)) {
             // An error, not `None`: write protection becomes available later.
-            return Err(FrameError::RestoreUnfinished);
+            return Err(FrameError::RestoreUnfinished { what: "protecting frames" });
         }
         let opened = MemoryWriteProtection::open(&self.ram, &self.protected)
             .map_err(FrameError::system("registering guest memory with userfaultfd"))?;
@@ -426,10 +426,6 @@ impl Memory {
         Ok(self.layout().slots().flat_map(|s| all.within(s.run()).collect::<Vec<_>>()).collect())
     }
 }
-
-/// Limit on waiting for a lazy restore to finish. After it, an epoch can use write protection and
-/// copy after the guest has resumed.
-const LAZY_RESTORE_LIMIT: Duration = Duration::from_secs(1);
 
 /// Refuses a guest that is too large for the pool of huge pages. Without this check the kernel
 /// reports only "out of memory".

@@ -185,7 +185,7 @@ impl PageHandler {
         // The limit also applies to the sum, so that slow answers cannot extend it.
         let mut latest = Instant::now() + limit;
         for piece in pieces {
-            latest += limit.mul_f64(piece.count as f64 / fetcher::PIECE_FRAMES as f64);
+            latest += limit.mul_f64(piece.count as f64 / fetcher::FETCH_PIECE_FRAMES as f64);
             let until = latest.min(Instant::now() + limit);
             loop {
                 self.check_lost()?;
@@ -201,8 +201,7 @@ impl PageHandler {
                     Err(RecvTimeoutError::Timeout) if !left.is_zero() => {}
                     Err(_) => {
                         let handler = self.shared.connection.path().to_owned();
-                        let frame = piece.start;
-                        return Err(FrameError::HandlerSilent { handler, frame, limit });
+                        return Err(FrameError::HandlerSilent { handler, piece, limit });
                     }
                 }
             }
@@ -363,7 +362,7 @@ impl HandlerShared {
         let mut resident = ResidentFrames::default();
         let mut runs = Vec::new();
         self.ram.iter().all(|region| {
-            all(region).chunks(fetcher::PIECE_FRAMES).all(|piece| {
+            all(region).chunks(fetcher::FETCH_PIECE_FRAMES).all(|piece| {
                 runs.clear();
                 resident.find(region, piece, &mut runs).is_ok() && runs == [piece]
             })

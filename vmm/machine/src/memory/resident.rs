@@ -115,7 +115,7 @@ fn in_file(
 }
 
 /// Maximum frames of a piece. To find and populate them takes a quarter of a millisecond.
-pub(super) const PIECE_FRAMES: u64 = 256;
+pub(super) const SHARED_PIECE_FRAMES: u64 = 256;
 
 /// Finds the first frames of a region from `from` on that may be in its memory file. Adds those
 /// that are in memory to `runs`, as ascending runs. Returns all frames that were looked at; `None`
@@ -143,9 +143,9 @@ pub(super) fn piece_in_file(
     if first >= all.end().0 {
         return Ok(None);
     }
-    let piece = FrameRun { start: Gfn(first), count: PIECE_FRAMES.min(all.end().0 - first) };
+    let piece = FrameRun { start: Gfn(first), count: SHARED_PIECE_FRAMES.min(all.end().0 - first) };
     let address = region.as_ptr() as u64 + (first - all.start.0) * PAGE_SIZE;
-    let mut is_in_memory = [0; PIECE_FRAMES as usize];
+    let mut is_in_memory = [0; SHARED_PIECE_FRAMES as usize];
     // SAFETY: the range is part of the region's mapping. The kernel writes one byte for each of its
     // pages, and the array has a byte for each.
     let result = unsafe {

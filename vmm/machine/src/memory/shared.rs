@@ -6,10 +6,9 @@ use driftline_guest::{GuestError, SharedGuest};
 use vm_memory::{FileOffset, GuestMemoryBackend};
 
 use super::backing::{self, MemoryContents};
+use super::lazy_restore::LAZY_RESTORE_LIMIT;
 use super::region::{Region, RegionSource, source};
-use super::{
-    Backing, FrameError, HugePages, LAZY_RESTORE_LIMIT, Memory, MemoryError, MemoryOptions, layout,
-};
+use super::{Backing, FrameError, HugePages, Memory, MemoryError, MemoryOptions, layout};
 
 impl Memory {
     /// Maps the memory of a guest of `bytes` bytes that another process of this host has. The kind
@@ -51,7 +50,10 @@ impl Memory {
         let places: Option<Vec<_>> = self.ram.iter().map(place).collect();
         let places = places.ok_or(FrameError::PrivateMemory)?;
         match self.protected.lazy_restore() {
-            Some(restore) if !restore.wait(LAZY_RESTORE_LIMIT) => Err(FrameError::Arriving.into()),
+            Some(restore) if !restore.wait(LAZY_RESTORE_LIMIT) => {
+                let what = "handing over guest memory";
+                Err(FrameError::RestoreUnfinished { what }.into())
+            }
             _ => Ok(SharedGuest::new(places, self.right.offer()?)),
         }
     }

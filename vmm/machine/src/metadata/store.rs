@@ -52,9 +52,9 @@ pub(crate) enum TokenError {
 
 /// The metadata of one guest. Clones share it.
 #[derive(Clone)]
-pub struct MetadataStore(Arc<Shared>);
+pub struct MetadataStore(Arc<StoredMetadata>);
 
-struct Shared {
+struct StoredMetadata {
     /// `None` until it is set for the first time.
     value: Mutex<Option<Value>>,
     /// Longest JSON, in bytes.
@@ -68,7 +68,7 @@ struct Shared {
 impl MetadataStore {
     /// Creates an empty store that takes JSON of at most `limit` bytes.
     pub fn new(limit: usize) -> Self {
-        Self(Arc::new(Shared {
+        Self(Arc::new(StoredMetadata {
             value: Mutex::default(),
             limit,
             issuer: Mutex::default(),

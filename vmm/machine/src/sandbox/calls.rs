@@ -114,24 +114,31 @@ pub(super) const VCPU_IOCTLS: &[u8] = &[
 /// KVM ioctls of serial input: interrupt lines.
 #[rustfmt::skip]
 pub(super) const LINE_IOCTLS: &[u8] = &[
-    0x61, 0x67,
+    0x61, 0x67, // IRQ_LINE, IRQ_LINE_STATUS
 ];
 /// KVM ioctls of the collector: dirty rings, dirty bitmaps, and switching logging of slots.
 #[rustfmt::skip]
 pub(super) const DIRTY_IOCTLS: &[u8] = &[
-    0xc7, 0x42, 0xc0, 0x46, 0x49,
+    0xc7, 0x42, 0xc0, // RESET_DIRTY_RINGS, GET_DIRTY_LOG, CLEAR_DIRTY_LOG
+    0x46, 0x49, // SET_USER_MEMORY_REGION, SET_USER_MEMORY_REGION2
 ];
 /// KVM ioctls of the supervisor: state that belongs to no vCPU, interrupt lines, event descriptors.
 #[rustfmt::skip]
 pub(super) const VM_IOCTLS: &[u8] = &[
-    0x61, 0x67, 0xa5, 0x62, 0x63, 0x7b, 0x7c, 0x9f, 0xa0, 0x03, 0x6a, 0x76, 0x79, 0x46, 0x49,
+    0x61, 0x67, 0xa5, // IRQ_LINE, IRQ_LINE_STATUS, SIGNAL_MSI
+    0x62, 0x63, 0x7b, 0x7c, // GET_IRQCHIP, SET_IRQCHIP, SET_CLOCK, GET_CLOCK
+    0x9f, 0xa0, // GET_PIT2, SET_PIT2; of a vCPU they are GET_VCPU_EVENTS, SET_VCPU_EVENTS
+    0x03, 0x6a, 0x76, 0x79, // CHECK_EXTENSION, SET_GSI_ROUTING, IRQFD, IOEVENTFD
+    0x46, 0x49, // SET_USER_MEMORY_REGION, SET_USER_MEMORY_REGION2
 ];
 
 /// Ioctls for attaching to a tap: interface, queues, header size, offloads, features.
 #[rustfmt::skip]
 pub(super) const TUN_IOCTLS: &[u32] = &[
-    0x4004_54ca, 0x4004_54d0, 0x4004_54d9, 0x4004_54d8, 0x4004_54dc, 0x4004_54d4, 0x8004_54cf,
-    0x8004_54d2, 0x8004_54d7, 0x8004_54d3,
+    0x4004_54ca, 0x4004_54d0, 0x4004_54d9, // TUNSETIFF, TUNSETOFFLOAD, TUNSETQUEUE
+    0x4004_54d8, 0x4004_54dc, 0x4004_54d4, // TUNSETVNETHDRSZ, TUNSETVNETLE, TUNSETSNDBUF
+    0x8004_54cf, 0x8004_54d2, // TUNGETFEATURES, TUNGETIFF
+    0x8004_54d7, 0x8004_54d3, // TUNGETVNETHDRSZ, TUNGETSNDBUF
 ];
 /// Ioctls of an attached tap: `TUNSETOFFLOAD`, `TUNSETQUEUE`.
 #[rustfmt::skip]
@@ -147,18 +154,20 @@ pub(super) const STREAM_IOCTLS: &[u32] = &[
 /// because they inject input.
 #[rustfmt::skip]
 pub(super) const TERMINAL_IOCTLS: &[u32] = &[
-    0x5401, 0x5402, 0x5403, 0x5404, 0x540f, 0x5413, 0x5429, 0x802c_542a, 0x402c_542b, 0x402c_542c,
-    0x402c_542d,
+    0x5401, 0x5402, 0x5403, 0x5404, // TCGETS, TCSETS, TCSETSW, TCSETSF
+    0x540f, 0x5413, 0x5429, // TIOCGPGRP, TIOCGWINSZ, TIOCGSID
+    0x802c_542a, 0x402c_542b, 0x402c_542c, 0x402c_542d, // TCGETS2, TCSETS2, TCSETSW2, TCSETSF2
 ];
 /// Ioctls of any descriptor: non-blocking, close on exec, number of readable bytes.
 #[rustfmt::skip]
 pub(super) const PLAIN_IOCTLS: &[u32] = &[
-    0x5421, 0x5450, 0x5451, 0x541b,
+    0x5421, 0x5450, 0x5451, 0x541b, // FIONBIO, FIONCLEX, FIOCLEX, FIONREAD
 ];
 /// Ioctls of interfaces: name, index, address, flags, MTU.
 #[rustfmt::skip]
 pub(super) const INTERFACE_IOCTLS: &[u32] = &[
-    0x8910, 0x8913, 0x8914, 0x8921, 0x8927, 0x8933,
+    0x8910, 0x8913, 0x8914, // SIOCGIFNAME, SIOCGIFFLAGS, SIOCSIFFLAGS
+    0x8921, 0x8927, 0x8933, // SIOCGIFMTU, SIOCGIFHWADDR, SIOCGIFINDEX
 ];
 /// `PAGEMAP_SCAN`.
 #[rustfmt::skip]

@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn no_thread_starts_programs_or_governs_the_host() {
+    fn no_thread_starts_programs_or_changes_the_host() {
         for table in all_tables() {
             assert!(NEVER.iter().all(|call| !table.contains_key(&i64::from(call.id()))));
         }

@@ -6,7 +6,7 @@
 //!
 //! | thread | system calls | files by name, TCP |
 //! | --- | --- | --- |
-//! | main, `early-vm`, `control`, `opener`, `pool-*`, jobs, migrations | what a VMM needs: no programs, no mounts, no modules, only threads | see below |
+//! | main, `early-vm`, `control`, `opener`, `pool-*`, `lazy-restore`, `page-handler`, `page-fetch`, jobs, migrations | what a VMM needs: no programs, no mounts, no modules, only threads | see below |
 //! | `vcpu*` | memory, waiting, KVM's vCPU ioctls, a timer of its own | none |
 //! | `collector`, `supervisor` | memory, waiting, KVM ioctls for their job; the supervisor also the affinity of threads, the collector of `userfault-wp` also the userfaultfd ioctls that follow writes | none |
 //! | `serial`, `log`, `last-work`, `awake`, workers of the threads backend | memory, waiting, open descriptors | none |

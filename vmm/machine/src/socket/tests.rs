@@ -54,7 +54,7 @@ fn bind_after_kill(path: &Path) -> ListeningSocket {
 }
 
 #[test]
-fn adopted_listener_takes_the_file_along() {
+fn adopted_listener_owns_the_file() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("api");
     let first = ListeningSocket::bind(&path).unwrap();
@@ -376,7 +376,7 @@ fn socket_of_a_successor_is_left_alone() {
 }
 
 #[test]
-fn longest_path_is_as_good_as_any() {
+fn socket_path_of_any_length_works() {
     // Room for 107 bytes and a zero; rustix uses both.
     let room = 107 - std::env::temp_dir().as_os_str().len() - "/.tmpXXXXXX/d/".len();
     for (length, name) in [(107, 1), (107, room / 2), (107, room), (108, 1)] {

@@ -13,7 +13,7 @@ use std::time::Instant;
 use driftline_dirty_tracker::Tracker;
 use driftline_guest::CollectionReport;
 
-use super::lap;
+use super::lap::lap;
 use super::slot_bitmaps::SlotBitmaps;
 use super::source::{DirtySource, SourceError};
 use crate::kvm::KvmVm;

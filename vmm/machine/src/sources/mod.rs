@@ -4,6 +4,8 @@ mod bitmap;
 #[cfg(all(feature = "broken-source", debug_assertions))]
 mod broken;
 mod diverted;
+mod lap;
+mod logging;
 mod manual;
 mod ring;
 mod slot_bitmaps;
@@ -18,21 +20,3 @@ pub use manual::ManualSource;
 pub use ring::RingSource;
 pub use source::{DirtySource, SourceError};
 pub use userfault_wp::UserfaultWpSource;
-
-use std::time::Instant;
-
-use crate::kvm::KvmVm;
-
-/// Returns the nanoseconds since `start` and sets `start` to now.
-fn lap(start: &mut Instant) -> u64 {
-    let now = Instant::now();
-    let ns = now.duration_since(*start).as_nanos();
-    *start = now;
-    u64::try_from(ns).unwrap_or(u64::MAX)
-}
-
-/// Switches KVM's dirty logging on or off in all slots.
-fn set_logging(vm: &KvmVm, on: bool) -> Result<(), SourceError> {
-    let set = vm.set_dirty_logging(on);
-    set.map_err(|cause| SourceError { what: "KVM_SET_USER_MEMORY_REGION", cause })
-}

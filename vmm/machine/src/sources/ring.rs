@@ -7,8 +7,9 @@ use driftline_dirty_tracker::Tracker;
 use driftline_dirty_tracker::ring::{Harvester, Inserted, Readable, RingFull};
 use driftline_guest::CollectionReport;
 
+use super::lap::lap;
+use super::logging::set_logging;
 use super::source::{DirtySource, SourceError};
-use super::{lap, set_logging};
 use crate::kvm::{KvmVm, RingMap};
 use crate::tracking::TrackingMode;
 

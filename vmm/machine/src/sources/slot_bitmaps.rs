@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use driftline_dirty_tracker::Slot;
 
-use super::set_logging;
+use super::logging::set_logging;
 use super::source::SourceError;
 use crate::kvm::KvmVm;
 

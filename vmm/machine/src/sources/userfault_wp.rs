@@ -8,7 +8,7 @@ use std::time::Instant;
 use driftline_dirty_tracker::Tracker;
 use driftline_guest::CollectionReport;
 
-use super::lap;
+use super::lap::lap;
 use super::source::{DirtySource, SourceError};
 use crate::kvm::KvmVm;
 use crate::memory::WriteWatch;

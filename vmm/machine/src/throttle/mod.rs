@@ -12,5 +12,5 @@ mod pacing;
 mod vcpu_throttle;
 
 pub(crate) use meter::StallMeter;
-pub(crate) use pacing::{Pacing, ThrottleHandle};
+pub(crate) use pacing::{Pacing, StallTarget};
 pub(crate) use vcpu_throttle::ThrottleState;

@@ -13,11 +13,7 @@
 //! The collector does not wait here: it gives the vCPU a job, and the vCPU's count of stalls shows
 //! when the vCPU runs again.
 
-use std::sync::Arc;
 use std::time::{Duration, Instant};
-
-use crate::actor::Handle;
-use crate::vcpu::{Counters, Vcpu};
 
 /// How long vCPUs stall and run.
 struct PacingPolicy {
@@ -52,15 +48,7 @@ const POLICY: PacingPolicy = PacingPolicy {
     max_owed: Duration::from_millis(250),
 };
 
-/// Stalls one vCPU.
-#[derive(Debug)]
-pub(crate) struct ThrottleHandle {
-    /// The handle that kicks.
-    pub(crate) vcpu: Handle<Vcpu>,
-    pub(crate) counters: Arc<Counters>,
-}
-
-/// A vCPU that can be stalled. [`ThrottleHandle`] implements it; tests use a fake.
+/// A vCPU that can be stalled. `vcpu::ThrottleHandle` implements it; tests use a fake.
 pub(crate) trait StallTarget {
     /// Stalls the vCPU until `until`, then lets it run for `slice` and report.
     fn stall(&self, until: Instant, slice: Duration);
@@ -70,21 +58,6 @@ pub(crate) trait StallTarget {
 
     /// Returns the number of completed stalls.
     fn stalls(&self) -> u64;
-}
-
-impl StallTarget for ThrottleHandle {
-    fn stall(&self, until: Instant, slice: Duration) {
-        // A vCPU that has ended writes nothing.
-        self.vcpu.tell(move |vcpu| vcpu.begin_stall(until, slice));
-    }
-
-    fn end_stall(&self) {
-        self.vcpu.tell(Vcpu::end_stall);
-    }
-
-    fn stalls(&self) -> u64 {
-        self.counters.throttled.stalls()
-    }
 }
 
 /// All vCPUs and their rate limit, if any.

@@ -6,7 +6,7 @@ use kvm_bindings::{CpuId, kvm_cpuid_entry2};
 
 use super::leaves::{
     AMD_LEGACY_CMP, AMD_REPEATS, LEAF_AMD_FEATURES, LEAF_BASE, LEAF_CACHES, LEAF_FEATURES,
-    LEAF_SIZES, LEAF_TOPOLOGY, find,
+    LEAF_SIZES, LEAF_TOPOLOGY, has_bit, has_feature,
 };
 use crate::cpu_model::{self, FeatureBit, MissingFeature};
 
@@ -36,8 +36,7 @@ pub(super) fn baseline(supported: &CpuId, without: &[String]) -> Result<CpuId, M
     let wanted = cpu_model::BASELINE.iter().filter(|name| !without.iter().any(|w| w == *name));
     let wanted: Vec<FeatureBit> = wanted.filter_map(|name| cpu_model::find(name)).collect();
     for place in &wanted {
-        let registers = find(supported.as_slice(), place.function, place.index);
-        if registers[place.register] & 1 << place.bit == 0 {
+        if !has_bit(supported.as_slice(), *place) {
             return Err(MissingFeature(cpu_model::describe(*place)));
         }
     }
@@ -50,18 +49,12 @@ pub(super) fn baseline(supported: &CpuId, without: &[String]) -> Result<CpuId, M
 /// Returns the names of the baseline features that `supported` lacks.
 pub fn lacks(supported: &CpuId) -> Vec<&'static str> {
     let names = cpu_model::BASELINE.iter().copied();
-    names.filter(|name| !offers(supported, name)).collect()
+    names.filter(|name| !has_feature(supported.as_slice(), name)).collect()
 }
 
 /// Returns the names of all features that `supported` has.
 pub fn features(supported: &CpuId) -> Vec<&'static str> {
-    cpu_model::names().filter(|name| offers(supported, name)).collect()
-}
-
-fn offers(supported: &CpuId, name: &str) -> bool {
-    cpu_model::find(name).is_some_and(|p| {
-        find(supported.as_slice(), p.function, p.index)[p.register] & 1 << p.bit != 0
-    })
+    cpu_model::names().filter(|name| has_feature(supported.as_slice(), name)).collect()
 }
 
 /// Returns the baseline's version of one leaf; `None` if the baseline does not have it.

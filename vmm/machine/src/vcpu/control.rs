@@ -6,8 +6,8 @@
 
 use kvm_bindings::{kvm_cpuid_entry2, kvm_sregs};
 
-use super::leaves::find;
-use crate::cpu_model;
+use super::leaves::has_feature;
+use crate::kvm::{CR0_PG, CR4_PAE, EFER_LMA};
 
 /// A bit of a control register, and the features of which at least one is required for it.
 type Needs = (u32, &'static [&'static str]);
@@ -75,9 +75,6 @@ pub(super) fn foreign_cr4(sregs: &kvm_sregs, cpuid: &[kvm_cpuid_entry2]) -> Opti
 /// which 32-bit kernels use, the processor holds them, and guest memory need not have the same
 /// values.
 pub(super) fn has_pdptrs(sregs: &kvm_sregs) -> bool {
-    const CR0_PG: u64 = 1 << 31;
-    const CR4_PAE: u64 = 1 << 5;
-    const EFER_LMA: u64 = 1 << 10;
     sregs.cr0 & CR0_PG != 0 && sregs.cr4 & CR4_PAE != 0 && sregs.efer & EFER_LMA == 0
 }
 
@@ -89,23 +86,18 @@ fn check_register(
 ) -> Result<(), ForeignBit> {
     for bit in (0..u64::BITS).filter(|bit| value >> bit & 1 != 0) {
         let needs = table.iter().find(|(b, _)| *b == bit).map_or(&[][..], |(_, any)| *any);
-        if !needs.iter().any(|feature| has(cpuid, feature)) {
+        if !needs.iter().any(|feature| has_feature(cpuid, feature)) {
             return Err(ForeignBit { register, value, bit, needs });
         }
     }
     Ok(())
 }
 
-fn has(cpuid: &[kvm_cpuid_entry2], feature: &str) -> bool {
-    cpu_model::find(feature).is_some_and(|place| {
-        find(cpuid, place.function, place.index)[place.register] & 1 << place.bit != 0
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use super::super::leaves::entry;
     use super::*;
+    use crate::cpu_model;
 
     #[test]
     fn every_needed_feature_has_a_cpuid_bit() {

@@ -410,7 +410,7 @@ mod tests {
             assert_eq!(
                 missing(&shown(less.as_slice(), host.as_slice()), host.as_slice()),
                 None,
-                "more is no harm"
+                "more features are accepted"
             );
         }
     }

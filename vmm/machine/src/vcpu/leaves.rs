@@ -1,6 +1,8 @@
-//! The CPUID leaves and bits that the VMM knows, and a lookup of a leaf's registers.
+//! The CPUID leaves and bits that the VMM knows, and lookups of registers and features.
 
 use kvm_bindings::kvm_cpuid_entry2;
+
+use crate::cpu_model::{self, FeatureBit};
 
 pub(super) const LEAF_BASE: u32 = 0x0;
 pub(super) const LEAF_FEATURES: u32 = 0x1;
@@ -41,6 +43,16 @@ pub(super) const SVM: u32 = 1 << 2;
 pub(super) fn find(entries: &[kvm_cpuid_entry2], function: u32, index: u32) -> [u32; 4] {
     let found = entries.iter().find(|e| e.function == function && e.index == index);
     found.map_or([0; 4], |e| [e.eax, e.ebx, e.ecx, e.edx])
+}
+
+/// Returns whether the feature's bit is set.
+pub(super) fn has_bit(entries: &[kvm_cpuid_entry2], place: FeatureBit) -> bool {
+    find(entries, place.function, place.index)[place.register] & 1 << place.bit != 0
+}
+
+/// Returns whether the feature `name` is known and its bit is set.
+pub(super) fn has_feature(entries: &[kvm_cpuid_entry2], name: &str) -> bool {
+    cpu_model::find(name).is_some_and(|place| has_bit(entries, place))
 }
 
 /// Returns an entry with the values of EAX, EBX, ECX and EDX.

@@ -24,6 +24,7 @@ mod reset;
 mod state;
 mod state_context;
 pub mod template;
+mod throttle_handle;
 pub mod tsc;
 
 use std::sync::Arc;
@@ -47,6 +48,7 @@ pub(crate) use state::CoreRegisters;
 pub use state::{Adjust, SavedVcpu};
 pub use state_context::StateContext;
 pub use template::TemplateLack;
+pub(crate) use throttle_handle::ThrottleHandle;
 
 /// Pauses at least this long are reported to the guest. Guests' watchdogs wait much longer than
 /// this: Linux's for soft lockups waits 20 s by default.

@@ -8,8 +8,9 @@ use super::error::VcpuError;
 use super::leaves::{LEAF_EXTENDED_FEATURES, LEAF_FEATURES, find};
 use crate::config::MsrWord;
 
-pub(super) const TSC: u32 = 0x10;
-pub(super) const TSC_DEADLINE: u32 = 0x6e0;
+pub(super) const MSR_TSC: u32 = 0x10;
+pub(super) const MSR_TSC_DEADLINE: u32 = 0x6e0;
+pub(super) const MSR_KERNEL_GS_BASE: u32 = 0xc000_0102;
 /// Writing them makes KVM write the host's wall clock into guest memory, at an address that the
 /// guest may use for something else by now. Guests write them again before they read the clock.
 const KVM_WALL_CLOCK: u32 = 0x11;

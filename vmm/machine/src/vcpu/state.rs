@@ -5,6 +5,7 @@
 //! the guest still has its old host.
 
 use std::error::Error;
+use std::io;
 
 use driftline_guest::Clock;
 use kvm_bindings::*;
@@ -14,10 +15,7 @@ use super::error::VcpuError;
 use super::state_context::StateContext;
 use super::{Vcpu, VcpuState, control, cpu_compat, msrs, reset, tsc};
 use crate::kvm::{get_pdptrs, get_xsave, set_sregs_with_pdptrs, set_xsave};
-use crate::wall_clock::{away_ns, wall_ns};
-
-/// `MSR_KERNEL_GS_BASE`.
-const KERNEL_GS_BASE: u32 = 0xc000_0102;
+use crate::wall_clock::{advance_ns, wall_ns};
 
 /// The registers of a vCPU that a core file contains.
 #[derive(Clone, Copy, Debug)]
@@ -60,7 +58,7 @@ pub struct SavedVcpu {
 impl SavedVcpu {
     /// Returns the registers that a core file contains.
     pub(crate) fn registers(&self) -> CoreRegisters {
-        let kernel_gs = self.msrs.iter().find(|msr| msr.index == KERNEL_GS_BASE);
+        let kernel_gs = self.msrs.iter().find(|msr| msr.index == msrs::MSR_KERNEL_GS_BASE);
         let kernel_gs_base = kernel_gs.map_or(0, |msr| msr.data);
         CoreRegisters { regs: self.regs, sregs: self.sregs, kernel_gs_base }
     }
@@ -89,7 +87,7 @@ impl SavedVcpu {
     }
 }
 
-fn ioctl_result<T, E: Into<std::io::Error>>(
+fn ioctl_result<T, E: Into<io::Error>>(
     what: &'static str,
     r: Result<T, E>,
 ) -> Result<T, VcpuError> {
@@ -148,13 +146,13 @@ impl Vcpu {
         self.restore_cpuid(&saved.cpuid)?;
         self.restore_tsc_khz(saved)?;
         let (fd, ctx) = (&self.fd, &self.context);
-        let put = |part, r: Result<(), std::io::Error>| r.map_err(|e| self.unsupported(part, e));
+        let put = |part, r: Result<(), io::Error>| r.map_err(|e| self.unsupported(part, e));
         control::check_efer(&saved.sregs, &saved.cpuid)
             .map_err(|e| self.unsupported("special registers", e))?;
-        put("general registers", fd.set_regs(&saved.regs).map_err(io))?;
+        put("general registers", fd.set_regs(&saved.regs).map_err(io::Error::from))?;
         let set = match saved.pdptrs.filter(|_| ctx.has(KVM_CAP_SREGS2)) {
             Some(p) => set_sregs_with_pdptrs(fd, &saved.sregs, p),
-            None => fd.set_sregs(&saved.sregs).map_err(io),
+            None => fd.set_sregs(&saved.sregs).map_err(io::Error::from),
         };
         set.map_err(|e| {
             let why = control::foreign_cr4(&saved.sregs, &saved.cpuid);
@@ -162,22 +160,22 @@ impl Vcpu {
             self.unsupported("special registers", format!("{e}{why}"))
         })?;
         if let Some(xcrs) = saved.xcrs.as_ref().filter(|xcrs| !(reset && reset::is_xcrs(xcrs))) {
-            put("extended control registers", fd.set_xcrs(xcrs).map_err(io))?;
+            put("extended control registers", fd.set_xcrs(xcrs).map_err(io::Error::from))?;
         }
         if let Some(xsave) = &saved.xsave {
             let bytes = ctx.xsave_bytes();
             put("vector registers", set_xsave(fd, xsave, bytes))?;
         }
         if let Some(debug) = saved.debug.as_ref().filter(|regs| !(reset && reset::is_debug(regs))) {
-            put("debug registers", fd.set_debug_regs(debug).map_err(io))?;
+            put("debug registers", fd.set_debug_regs(debug).map_err(io::Error::from))?;
         }
-        put("local APIC", fd.set_lapic(&saved.lapic).map_err(io))?;
+        put("local APIC", fd.set_lapic(&saved.lapic).map_err(io::Error::from))?;
         self.restore_msrs(saved, adjust)?;
         if let Some(events) = &saved.events {
-            put("pending events", fd.set_vcpu_events(events).map_err(io))?;
+            put("pending events", fd.set_vcpu_events(events).map_err(io::Error::from))?;
         }
         if !(reset && reset::is_mp_state(self.id, saved.mp_state)) {
-            put("run state", fd.set_mp_state(saved.mp_state).map_err(io))?;
+            put("run state", fd.set_mp_state(saved.mp_state).map_err(io::Error::from))?;
         }
         if ctx.has(KVM_CAP_KVMCLOCK_CTRL) {
             // Reports the gap to the guest's watchdogs, whatever its final length, and any earlier
@@ -251,8 +249,8 @@ impl Vcpu {
         let (mut put, mut deadline) = (Vec::new(), None);
         for msr in saved.msrs.iter().filter_map(|m| msrs::to_restore(*m, &saved.cpuid)) {
             match msr.index {
-                msrs::TSC_DEADLINE => deadline = Some(msr),
-                msrs::TSC => put.push(self.adjusted(msr, saved, adjust)),
+                msrs::MSR_TSC_DEADLINE => deadline = Some(msr),
+                msrs::MSR_TSC => put.push(self.adjusted(msr, saved, adjust)),
                 _ => put.push(msr),
             }
         }
@@ -264,9 +262,9 @@ impl Vcpu {
 
     /// Returns the TSC value to restore, never less than what the guest has seen.
     fn adjusted(&self, mut tsc: kvm_msr_entry, saved: &SavedVcpu, adjust: Adjust) -> kvm_msr_entry {
-        if let (Clock::Advance, Some(khz)) = (adjust.clock, saved.tsc_khz) {
-            let cycles =
-                u128::from(away_ns(saved.wall_ns, adjust.now_ns)) * u128::from(khz) / 1_000_000;
+        if let Some(khz) = saved.tsc_khz {
+            let away = advance_ns(adjust.clock, saved.wall_ns, adjust.now_ns);
+            let cycles = u128::from(away) * u128::from(khz) / 1_000_000;
             tsc.data = tsc.data.saturating_add(u64::try_from(cycles).unwrap_or(0));
         }
         tsc
@@ -287,8 +285,4 @@ fn optional<T>(
     get: impl FnOnce() -> Result<T, VcpuError>,
 ) -> Result<Option<T>, VcpuError> {
     ctx.has(capability).then(get).transpose()
-}
-
-fn io(e: kvm_ioctls::Error) -> std::io::Error {
-    e.into()
 }

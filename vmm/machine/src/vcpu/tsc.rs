@@ -3,8 +3,7 @@
 
 use kvm_bindings::kvm_cpuid_entry2;
 
-use super::leaves::find;
-use crate::cpu_model;
+use super::leaves::has_feature;
 
 /// Frequencies that differ by at most this many parts in a million count as equal: two measurements
 /// of one clock differ by that much, and time protocols correct it. KVM's own tolerance
@@ -20,9 +19,7 @@ pub fn is_near(guest_khz: u32, host_khz: u32) -> bool {
 /// Returns whether the processor promises a constant TSC frequency, so that its guest may keep time
 /// by it.
 pub fn is_promised(cpuid: &[kvm_cpuid_entry2]) -> bool {
-    cpu_model::find("constant_tsc").is_some_and(|place| {
-        find(cpuid, place.function, place.index)[place.register] & 1 << place.bit != 0
-    })
+    has_feature(cpuid, "constant_tsc")
 }
 
 /// Returns what this host lacks for a guest that was promised `guest_khz`. The host runs at

@@ -7,8 +7,10 @@ use driftline_dirty_tracker::TrackedBitmap;
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion, GuestRegionMmap};
 
 use super::MemoryGuest;
+use crate::error::GuestError;
+use crate::hand_over::{HandOver, NextHost};
+use crate::shared_guest::SharedGuest;
 use crate::testing::faults::Op;
-use crate::{GuestError, HandOver, NextHost, SharedGuest};
 
 impl HandOver for MemoryGuest {
     fn stay_awake(&self) {}

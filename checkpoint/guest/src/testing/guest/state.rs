@@ -4,9 +4,16 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 
 use super::MemoryGuest;
+use crate::error::GuestError;
+use crate::section::{Section, SectionHead, SectionTag};
+use crate::stateful::{Clock, Stateful};
 use crate::testing::faults::Op;
 use crate::testing::writers::PageWriter;
-use crate::{Clock, GuestError, Section, SectionTag, Stateful};
+
+/// Tag of the section of extra state, which no reader must understand.
+const EXTRA_STATE: SectionTag = SectionTag(0x7000);
+/// Each byte of that section.
+const EXTRA_BYTE: u8 = 0xb5;
 
 impl Stateful for MemoryGuest {
     fn save_state(&self) -> Result<Vec<Section>, GuestError> {
@@ -20,7 +27,7 @@ impl Stateful for MemoryGuest {
         let mut sections: Vec<Section> = self.writers.iter().map(section).collect();
         let more = self.extra_state_bytes.load(SeqCst) as usize;
         if more > 0 {
-            let (tag, bytes) = (SectionTag(0x7000), vec![0xb5; more]);
+            let (tag, bytes) = (EXTRA_STATE, vec![EXTRA_BYTE; more]);
             sections.push(Section { tag, instance: 0, must_understand: false, bytes });
         }
         Ok(sections)
@@ -33,7 +40,7 @@ impl Stateful for MemoryGuest {
         let malformed = |why: String| GuestError::malformed("the state", why);
         let mut states = vec![None; self.writers.len()];
         for s in sections {
-            if s.tag == SectionTag(0x7000) && s.bytes.iter().any(|byte| *byte != 0xb5) {
+            if s.tag == EXTRA_STATE && s.bytes.iter().any(|byte| *byte != EXTRA_BYTE) {
                 return Err(malformed("a section has changed".into()));
             }
             if s.tag != SectionTag::THREAD_WORKER {
@@ -61,6 +68,16 @@ impl Stateful for MemoryGuest {
             writer.steps.store(steps.min(u64::MAX >> 2), SeqCst);
             writer.errors.store(errors, SeqCst);
         }
+        Ok(())
+    }
+
+    fn state_heads(&self) -> Vec<SectionHead> {
+        // Known only in a pause.
+        Vec::new()
+    }
+
+    fn check_state_heads(&self, _: &[SectionHead]) -> Result<(), GuestError> {
+        // `restore_state` refuses what it does not know.
         Ok(())
     }
 }

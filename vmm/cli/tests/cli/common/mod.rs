@@ -9,13 +9,14 @@ pub mod stuck_guest;
 pub mod stuck_storage;
 
 use std::fs::{DirEntry, File, OpenOptions};
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use driftline_images::{PayloadMessage, PayloadReport};
@@ -36,10 +37,13 @@ pub fn request(socket: &str, method: &str, path: &str, body: &str) -> String {
 /// Sends `bytes` to the API at `socket`. Returns what it answers until it closes the connection.
 pub fn raw(socket: &str, bytes: &str) -> String {
     let mut stream = UnixStream::connect(socket).unwrap();
-    // A refused request may be answered before it is read.
+    stream.set_read_timeout(Some(TIMEOUT)).unwrap();
+    // A refused request may be answered before it is read, and the connection may be reset.
     let _ = stream.write_all(bytes.as_bytes());
     let mut answer = Vec::new();
-    let _ = stream.read_to_end(&mut answer);
+    if let Err(e) = stream.read_to_end(&mut answer) {
+        assert_ne!(e.kind(), ErrorKind::WouldBlock, "no whole answer within {TIMEOUT:?}");
+    }
     text(&answer)
 }
 
@@ -370,9 +374,19 @@ pub fn last_reports(serial: &Path) -> Vec<PayloadReport> {
     last
 }
 
+/// Whether the source had written its hand-over record when a proxy received COMMIT.
+pub struct RecordAtCommit(Receiver<bool>);
+
+impl RecordAtCommit {
+    /// Waits for COMMIT, and checks that the record was written before it (I7).
+    pub fn assert_written(&self) {
+        assert_eq!(self.0.recv_timeout(TIMEOUT), Ok(true), "COMMIT without a hand-over record");
+    }
+}
+
 /// Forwards bytes to `to` until COMMIT, which never arrives. The connection stays open. The source
-/// must have written its hand-over record into `state` before it sends COMMIT.
-pub fn proxy_that_keeps_commit(to: &str, state: PathBuf) -> String {
+/// writes its hand-over record into `state`. Returns the proxy's address.
+pub fn proxy_that_keeps_commit(to: &str, state: PathBuf) -> (String, RecordAtCommit) {
     proxy(to, state, |mut source, _, _| {
         // Keep the connection open until the source ends.
         let mut piece = vec![0; 1 << 16];
@@ -382,7 +396,7 @@ pub fn proxy_that_keeps_commit(to: &str, state: PathBuf) -> String {
 
 /// Does the same as [`proxy_that_keeps_commit`], but COMMIT arrives, and both connections end with
 /// it.
-pub fn proxy_that_ends_with_commit(to: &str, state: PathBuf) -> String {
+pub fn proxy_that_ends_with_commit(to: &str, state: PathBuf) -> (String, RecordAtCommit) {
     proxy(to, state, |source, mut destination, commit| {
         source.shutdown(Shutdown::Both).unwrap();
         destination.write_all(commit).unwrap();
@@ -391,7 +405,12 @@ pub fn proxy_that_ends_with_commit(to: &str, state: PathBuf) -> String {
 }
 
 /// Forwards bytes to `to` until a piece that ends with COMMIT, which is passed to `then`.
-fn proxy(to: &str, state: PathBuf, then: fn(TcpStream, TcpStream, &[u8])) -> String {
+fn proxy(
+    to: &str,
+    state: PathBuf,
+    then: fn(TcpStream, TcpStream, &[u8]),
+) -> (String, RecordAtCommit) {
+    let (report, record) = channel();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = format!("tcp:{}", listener.local_addr().unwrap());
     let to = to.trim_start_matches("tcp:").to_owned();
@@ -405,7 +424,8 @@ fn proxy(to: &str, state: PathBuf, then: fn(TcpStream, TcpStream, &[u8])) -> Str
         while let Ok(n @ 1..) = source.read(&mut piece) {
             // The source writes the record earlier, while the destination restores.
             if ends_with_commit(&piece[..n]) {
-                assert!(record_in(&state));
+                // A test that does not wait for the answer has ended.
+                let _ = report.send(record_in(&state));
                 return then(source, destination, &piece[..n]);
             }
             if destination.write_all(&piece[..n]).is_err() {
@@ -413,7 +433,7 @@ fn proxy(to: &str, state: PathBuf, then: fn(TcpStream, TcpStream, &[u8])) -> Str
             }
         }
     });
-    address
+    (address, RecordAtCommit(record))
 }
 
 /// Returns whether these bytes of a stream end with a COMMIT. Nothing follows a COMMIT before its

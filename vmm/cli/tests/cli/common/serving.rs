@@ -8,7 +8,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-use super::{TestDir, driftline, text, wait_for};
+use super::{TIMEOUT, TestDir, driftline, text, wait_for};
 
 /// A process that serves the API. Killed when dropped.
 pub struct ServeProcess {
@@ -50,6 +50,7 @@ impl ServeProcess {
     /// Sends `bytes` and nothing after them. Returns what is answered.
     pub fn exchange(&self, bytes: &str) -> String {
         let mut stream = UnixStream::connect(&self.socket).unwrap();
+        stream.set_read_timeout(Some(TIMEOUT)).unwrap();
         stream.write_all(bytes.as_bytes()).unwrap();
         stream.shutdown(Shutdown::Write).unwrap();
         let mut answer = Vec::new();

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! job of the upgrade        this process                       the new process
-//! hold                      requests wait, none is accepted
+//! hold                      requests wait, no connection is accepted
 //! (the guest moves)                                            serves, with `Listeners::adopted`
 //! move_to(channel)          answers what is under way
 //!                           one byte a connection -----------> answers held requests

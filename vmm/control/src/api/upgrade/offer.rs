@@ -112,6 +112,9 @@ pub enum OfferError {
     /// The system refuses.
     #[error(transparent)]
     System(#[from] io::Error),
+    /// The next process does not accept connections.
+    #[error("it has not accepted earlier connections, and its backlog is full")]
+    BacklogFull,
     /// It is not JSON of an offer or of an answer.
     #[error("what the other process sent is malformed: {0}")]
     Malformed(#[from] serde_json::Error),
@@ -292,8 +295,12 @@ pub(super) fn read(mut stream: impl Read, max: u32) -> Result<Vec<u8>, OfferErro
     if length > max {
         return Err(OfferError::TooLong { bytes: length.into(), max });
     }
-    let mut json = vec![0; length as usize];
-    stream.read_exact(&mut json)?;
+    // Grows with the bytes that arrive, whatever the length says.
+    let mut json = Vec::new();
+    stream.take(length.into()).read_to_end(&mut json)?;
+    if json.len() < length as usize {
+        return Err(OfferError::Closed);
+    }
     Ok(json)
 }
 
@@ -325,5 +332,21 @@ fn check_peer(stream: &UnixStream) -> Result<(), OfferError> {
     match theirs == ours || theirs == 0 {
         true => Ok(()),
         false => Err(PeerError { theirs, ours }.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cut_message_is_a_closed_connection() {
+        let mut message = Vec::new();
+        write(&mut message, b"[1, 2]").unwrap();
+        assert_eq!(read(&message[..], 6).unwrap(), b"[1, 2]");
+        assert!(matches!(read(&message[..], 5), Err(OfferError::TooLong { bytes: 6, max: 5 })));
+        for cut in 0..message.len() {
+            assert!(matches!(read(&message[..cut], 6), Err(OfferError::Closed)), "{cut} bytes");
+        }
     }
 }

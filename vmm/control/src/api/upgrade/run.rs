@@ -85,8 +85,27 @@ struct TimedStream {
 impl Read for TimedStream {
     fn read(&mut self, to: &mut [u8]) -> io::Result<usize> {
         let left = self.end.saturating_duration_since(Instant::now());
-        // A timeout of zero is none.
-        self.stream.set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
+        if left.is_zero() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        self.stream.set_read_timeout(Some(left))?;
         self.stream.read(to)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    #[test]
+    fn nothing_is_read_after_the_end() {
+        let (stream, mut peer) = UnixStream::pair().unwrap();
+        peer.write_all(&[7]).unwrap();
+        let mut from = TimedStream { stream, end: Instant::now() };
+        assert_eq!(from.read(&mut [0]).unwrap_err().kind(), io::ErrorKind::TimedOut);
+        from.end += RECEIVE_LIMIT;
+        assert_eq!(from.read(&mut [0]).unwrap(), 1);
     }
 }

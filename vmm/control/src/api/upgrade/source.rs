@@ -1,18 +1,20 @@
 //! The guest's process: offers the guest to the next process, and hands it over.
 
-use std::io::{stderr, stdin, stdout};
+use std::io::{self, stderr, stdin, stdout};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
 
 use driftline_migrate::SendReport;
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 use tokio::runtime::Handle;
 
 use super::offer::{AcceptedOffer, GuestOffer, OfferError, Offered, OfferedFiles};
 use super::run;
 use crate::api::app::App;
-use crate::api::process_line::ProcessLine;
+use crate::api::process_line::{NoProcessLine, ProcessLine};
 use crate::api::relay::Relay;
 use crate::jobs::{JobError, Jobs, OfferedRun};
 
@@ -21,7 +23,7 @@ use crate::jobs::{JobError, Jobs, OfferedRun};
 pub(crate) enum UpgradeError {
     /// This process cannot be replaced.
     #[error("this process cannot be replaced: {0}")]
-    NotPossible(&'static str),
+    NotPossible(#[from] NoProcessLine),
     /// The next process does not take the guest.
     #[error("offering the guest to the process at {socket} failed: {cause}")]
     GuestOffer {
@@ -62,7 +64,7 @@ pub(super) fn upgrade(
     jobs: &Arc<Jobs>,
     socket: &Path,
 ) -> Result<SendReport, UpgradeError> {
-    let line = app.process_line().map_err(UpgradeError::NotPossible)?;
+    let line = app.process_line()?;
     let upgrade = jobs.begin_upgrade()?;
     let run = upgrade.offered_run();
     let next = offer(app, jobs, line, run, socket).map_err(|cause| UpgradeError::GuestOffer {
@@ -107,7 +109,7 @@ fn offer(
     run: Option<OfferedRun>,
     socket: &Path,
 ) -> Result<NextProcess, OfferError> {
-    let offer = UnixStream::connect(socket)?;
+    let offer = connect(socket)?;
     let (connections, to_connections) = UnixStream::pair()?;
     let (to_run, run_there) = run.as_ref().map(|_| UnixStream::pair()).transpose()?.unzip();
     let relay = app.relay();
@@ -127,4 +129,42 @@ fn offer(
     let offered = Offered { line, api_file, numbers: jobs.numbers(), run };
     let offer = GuestOffer::make(offer, offered, &files)?;
     Ok(NextProcess { connections, run: to_run, offer })
+}
+
+/// Connects to the process that listens at `socket`. Does not wait for room in its backlog.
+fn connect(socket: &Path) -> Result<UnixStream, OfferError> {
+    let address = SocketAddrUnix::new(socket).map_err(io::Error::from)?;
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let fd = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
+        .map_err(io::Error::from)?;
+    match rustix::net::connect(&fd, &address) {
+        Ok(()) => {}
+        Err(Errno::AGAIN) => return Err(OfferError::BacklogFull),
+        Err(e) => return Err(io::Error::from(e).into()),
+    }
+    let stream = UnixStream::from(fd);
+    stream.set_nonblocking(false)?;
+    Ok(stream)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+
+    use rustix::fs::{OFlags, fcntl_getfl};
+
+    use super::*;
+
+    #[test]
+    fn full_backlog_is_refused_without_a_wait() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("next");
+        let listener = UnixListener::bind(&path).unwrap();
+        rustix::net::listen(&listener, 1).unwrap();
+        let waiting: Vec<UnixStream> = (0..8).map_while(|_| connect(&path).ok()).collect();
+        assert!(!fcntl_getfl(&waiting[0]).unwrap().contains(OFlags::NONBLOCK));
+        assert!(matches!(connect(&path), Err(OfferError::BacklogFull)));
+        listener.accept().unwrap();
+        connect(&path).unwrap();
+    }
 }

@@ -1,11 +1,9 @@
 //! vCPUs and memory.
 
+use driftline_machine::limits::MAX_VCPUS;
 use serde::{Deserialize, Serialize};
 
 use super::super::fault::MachineFault;
-
-/// Largest number of vCPUs. The text of [`MachineFault::Vcpus`] has it, too.
-const MAX_VCPUS: u8 = 32;
 
 /// Pages of the host that back guest memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]

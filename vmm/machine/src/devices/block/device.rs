@@ -9,7 +9,7 @@ use driftline_guest::NextHost;
 use virtio_bindings::virtio_blk::*;
 use vmm_sys_util::epoll::EventSet;
 
-use super::exchange_slot::{COMPLETIONS, EXCHANGE};
+use super::file_offer::{COMPLETIONS, EXCHANGE};
 use super::request::{self, DiskRequest};
 use super::{BlockDevice, BlockState, MAX_BYTES_IN_FLIGHT, QUEUE_SIZE, SEG_MAX};
 use crate::config::{DiskCache, RateLimits};
@@ -191,7 +191,7 @@ impl BlockDevice {
         }
         let id = &self.disk.id;
         Err(StateError::Misfit(format!(
-            "disk \"{id}\" has another file or size than at the guest's start, so the guest \
+            "the file or size of disk \"{id}\" was exchanged since the guest's start, so the guest \
              cannot be moved"
         )))
     }

@@ -52,7 +52,7 @@ impl GuestDrive for DriveSource {
         // Taken before the check: an exchange sets the mark first.
         let flusher = self.flusher.get();
         if self.is_exchanged.load(Ordering::Acquire) {
-            return Err(io::Error::other("it has another file or size than at the guest's start"));
+            return Err(io::Error::other("its file or size was exchanged since the guest's start"));
         }
         flusher.open_another()
     }

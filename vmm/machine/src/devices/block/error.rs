@@ -247,6 +247,15 @@ pub enum DiskError {
         #[source]
         cause: io::Error,
     },
+    /// The disk was to get another file, and the events of its engine cannot be watched.
+    #[error("disk \"{id}\" keeps its file: the events of the new one cannot be watched: {cause}")]
+    Watch {
+        /// The disk's name.
+        id: String,
+        /// The system's error.
+        #[source]
+        cause: io::Error,
+    },
     /// The writes to the disk cannot be tracked.
     #[error("the writes to disk \"{id}\" cannot be tracked: {cause}")]
     Untracked {

@@ -1,8 +1,8 @@
 //! Gives a disk another file while its guest runs, or another size after its file has changed.
 //!
 //! ```text
-//! caller:          open, lock, create the engine -> slot         slot -> close the old file
-//! device's thread:                                  slot -> drain, exchange, tell the driver
+//! caller:          open, lock, create the engine -> offer        offer -> close the old file
+//! device's thread:                                  offer -> drain, exchange, tell the driver
 //! ```
 //!
 //! The device's thread can neither open files nor create rings (see
@@ -26,9 +26,9 @@ use vmm_sys_util::epoll::EventSet;
 
 use super::engine::Engine;
 use super::error::DiskError;
-use super::exchange_slot::{COMPLETIONS, EXCHANGE, ExchangeSlot, NewFile};
 use super::file::{self, DiskFile};
 use super::file_identity::{FileIdentity, identity_of};
+use super::file_offer::{COMPLETIONS, EXCHANGE, FileOffer, NewFile};
 use super::{BlockDevice, QUEUE_SIZE};
 use crate::actor::CallError;
 use crate::config::{DiskConfig, DiskEngine};
@@ -36,6 +36,9 @@ use crate::devices::virtio::{
     BackendCaller, Device, DeviceIo, QuiesceError, REPLY_GRACE, Violation,
 };
 use crate::sandbox::check_allowed;
+
+/// What the device is asked to do, in errors.
+const TAKE_FILE: &str = "take another file";
 
 /// The disk as it is now.
 #[derive(Debug)]
@@ -55,7 +58,7 @@ pub(in crate::devices) struct ExchangeParts {
     holder: VmId,
     engine: DiskEngine,
     queues: u16,
-    slot: Arc<ExchangeSlot>,
+    offer: Arc<FileOffer>,
 }
 
 /// Handle by which a disk gets another file.
@@ -67,7 +70,7 @@ struct ControlState {
     holder: VmId,
     engine: DiskEngine,
     queues: u16,
-    slot: Arc<ExchangeSlot>,
+    offer: Arc<FileOffer>,
     device: BackendCaller,
     /// Locked for as long as an exchange takes.
     current: Mutex<CurrentDisk>,
@@ -94,11 +97,11 @@ pub enum ExchangeError {
 impl ExchangeParts {
     /// Returns the handle of the disk whose device `device` calls.
     pub(in crate::devices) fn served_by(self, device: BackendCaller) -> DiskFileControl {
-        let Self { disk, file, holder, engine, queues, slot } = self;
+        let Self { disk, file, holder, engine, queues, offer } = self;
         let id = disk.id.clone();
         let current =
             Mutex::new(CurrentDisk { config: disk, file, given: None, is_exchanged: false });
-        let state = ControlState { id, holder, engine, queues, slot, device, current };
+        let state = ControlState { id, holder, engine, queues, offer, device, current };
         DiskFileControl(Arc::new(state))
     }
 }
@@ -141,9 +144,9 @@ impl DiskFileControl {
         let mut current = state.current.lock();
         let (new, file) = state.new_file(&current, path, Instant::now() + limit)?;
         let (deadline, config) = (new.deadline, new.disk.clone());
-        state.slot.offer(new);
-        let called = state.device.call(EXCHANGE, deadline + REPLY_GRACE);
-        match state.slot.close() {
+        state.offer.put(new);
+        let called = state.device.call(TAKE_FILE, EXCHANGE, deadline + REPLY_GRACE);
+        match state.offer.close() {
             Some(outcome) => outcome?,
             None => {
                 called?;
@@ -222,16 +225,16 @@ impl BlockDevice {
         holder: VmId,
         engine: DiskEngine,
     ) -> io::Result<ExchangeParts> {
-        let (disk, queues, slot) = (self.disk.clone(), self.queues, self.slot.clone());
-        Ok(ExchangeParts { disk, file: self.file.identity()?, holder, engine, queues, slot })
+        let (disk, queues, offer) = (self.disk.clone(), self.queues, self.offer.clone());
+        Ok(ExchangeParts { disk, file: self.file.identity()?, holder, engine, queues, offer })
     }
 
-    /// Takes the file that the slot offers, if there is one.
+    /// Takes the file that is offered, if there is one.
     pub(super) fn take_offer(&mut self, io: &mut DeviceIo<'_>) -> Result<(), Violation> {
-        let Some(new) = self.slot.take() else { return Ok(()) };
+        let Some(new) = self.offer.take() else { return Ok(()) };
         let drained = self.drain(Some(new.deadline), io);
-        let (id, slot) = (self.disk.id.clone(), self.slot.clone());
-        slot.finish(new, |new| match &drained {
+        let (id, offer) = (self.disk.id.clone(), self.offer.clone());
+        offer.finish(new, |new| match &drained {
             Ok(()) if self.locked => self.exchange(new, io),
             Ok(()) => Err(DiskError::Released { id }),
             Err(QuiesceError::InFlight(_)) => Err(DiskError::Busy { id }),
@@ -247,7 +250,7 @@ impl BlockDevice {
     fn exchange(&mut self, new: &mut NewFile, io: &mut DeviceIo<'_>) -> Result<(), DiskError> {
         if let Some((file, engine)) = &mut new.opened {
             if let Some(event) = engine.completion_event() {
-                let failed = |cause| DiskError::Thread { id: self.disk.id.clone(), cause };
+                let failed = |cause| DiskError::Watch { id: self.disk.id.clone(), cause };
                 io.watcher.watch(event, EventSet::IN, COMPLETIONS).map_err(failed)?;
             }
             if let Some(Err(e)) = self.engine.completion_event().map(|old| io.watcher.unwatch(old))

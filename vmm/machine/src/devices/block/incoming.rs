@@ -6,7 +6,7 @@
 use std::fs::{self, File, FileType, OpenOptions};
 use std::io;
 use std::os::fd::AsFd;
-use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -18,6 +18,7 @@ use rustix::fs::SeekFrom;
 
 use super::error::{CopyRefusal, DiskError};
 use super::file::write_zeroes;
+use super::file_identity::{is_named, require_name};
 use super::lock;
 use crate::config::{DiskConfig, MachineConfig, disks};
 
@@ -93,7 +94,7 @@ impl IncomingDisk {
         }
         // Comes after the lock: the previous holder of the lock may have been filling the file.
         if let PriorContent::Room(bytes) = before {
-            if has_data(&made.file).map_err(failed("looking for data in it"))? {
+            if has_data(&made.file).map_err(failed("searching it for data"))? {
                 return Err(CopyRefusal::HasData);
             }
             if bytes > disk.bytes {
@@ -101,29 +102,21 @@ impl IncomingDisk {
             }
         }
         // The file may have been removed, and another created, since it was opened.
-        if !made.is_named().map_err(failed("looking at it"))? {
+        if !is_named(&made.file, path).map_err(failed("reading its metadata"))? {
             return Err(CopyRefusal::Replaced);
         }
         made.keep.store(false, Ordering::Relaxed);
-        made.file.set_len(disk.bytes).map_err(failed("giving it its size"))?;
+        made.file.set_len(disk.bytes).map_err(failed("setting its size"))?;
         // Data is not durable in a file whose size or name is not.
         made.file.sync_all().map_err(failed("making its size durable"))?;
         sync_dir(parent(path)).map_err(failed("making its name durable"))?;
         Ok(made)
     }
 
-    /// Returns whether the path still leads to this file.
-    fn is_named(&self) -> io::Result<bool> {
-        let (ours, named) = (self.file.metadata()?, fs::metadata(&self.path)?);
-        Ok((ours.dev(), ours.ino()) == (named.dev(), named.ino()))
-    }
-
     fn remove(&self) -> io::Result<()> {
         match self.before {
             PriorContent::Nothing => {
-                if !self.is_named()? {
-                    return Err(io::Error::other("its path leads to another file now"));
-                }
+                require_name(&self.file, &self.path)?;
                 fs::remove_file(&self.path)?;
                 sync_dir(parent(&self.path))
             }
@@ -154,9 +147,7 @@ impl DriveCopy for IncomingDisk {
     }
 
     fn yield_to_guest(&self) -> io::Result<()> {
-        if !self.is_named()? {
-            return Err(io::Error::other("its path leads to another file now"));
-        }
+        require_name(&self.file, &self.path)?;
         lock::set(&self.file, RangeLock::Free, self.guest).map(drop)
     }
 
@@ -208,6 +199,8 @@ fn parent(path: &Path) -> &Path {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::MetadataExt;
+
     use super::*;
     use crate::testing::{disk, fail_locks};
 

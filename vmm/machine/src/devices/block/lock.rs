@@ -25,7 +25,8 @@ use std::time::{Duration, Instant};
 use driftline_format::range_lock::{self, RangeLock};
 use driftline_guest::VmId;
 
-/// Offset of the bytes that identify guests. No lock of a file server ends below it.
+/// Offset of the bytes that identify guests. The lock protocols of NFS 3 and 4 and of SMB have
+/// offsets of 64 bits, so these bytes can be locked on a file server, too.
 const HOLDERS: u64 = 1 << 40;
 
 /// Upper bound on waiting for another process's lock. The kernel closes the files of a killed

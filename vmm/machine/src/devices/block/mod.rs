@@ -16,9 +16,9 @@ mod drive_source;
 mod engine;
 mod error;
 mod exchange;
-mod exchange_slot;
 mod file;
 mod file_identity;
+mod file_offer;
 mod flusher;
 mod identity;
 mod incoming;
@@ -52,10 +52,10 @@ pub(crate) use self::drive_source::DriveSource;
 pub use self::error::{CopyRefusal, DiskError};
 pub(super) use self::exchange::ExchangeParts;
 pub use self::exchange::{DiskFileControl, ExchangeError};
-use self::exchange_slot::ExchangeSlot;
 use self::file::DiskFile;
 pub use self::file::{file_serial, probe, probe_opened};
 pub(super) use self::file_identity::FileIdentity;
+use self::file_offer::FileOffer;
 use self::flusher::DurabilityPromise;
 #[cfg(test)]
 use self::flusher::Flusher;
@@ -108,7 +108,7 @@ pub(super) struct BlockDevice {
     has_run: bool,
     next_token: u64,
     /// Where another file is offered.
-    slot: Arc<ExchangeSlot>,
+    offer: Arc<FileOffer>,
     /// Whether the disk's file or size was exchanged since the guest's start.
     is_exchanged: Arc<AtomicBool>,
     counters: Arc<DiskCounters>,
@@ -209,7 +209,7 @@ impl BlockDevice {
             // Set correctly by `start`.
             has_run: true,
             next_token: 0,
-            slot: Arc::default(),
+            offer: Arc::default(),
             is_exchanged: Arc::default(),
             counters: Arc::default(),
             state: BlockState::default(),

@@ -6,7 +6,7 @@
 
 use std::fs::{self, File};
 use std::io;
-use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt};
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 
 use driftline_format::range_lock::RangeLock;
@@ -14,6 +14,7 @@ use driftline_guest::{DriveCopy, DriveHead, GuestError, VmId};
 
 use super::error::{DiskError, ParentsDisk};
 use super::file::{DiskFile, write_zeroes};
+use super::file_identity::{is_named, require_name};
 use super::identity;
 use super::lock;
 use super::request::SECTOR;
@@ -96,7 +97,7 @@ impl ParentGuest<'_> {
         let found = file.disk_identity();
         disks(self.devices).find_map(|disk| {
             let path = ParentsPath {
-                leads_to_it: is_same(file.file(), &disk.path),
+                leads_to_it: is_named(file.file(), &disk.path).unwrap_or(false),
                 identity: || identity_at(&disk.path),
             };
             claim_to_disk(disk.identity.as_ref(), found.as_ref(), path, may_be_snapshot)
@@ -146,14 +147,6 @@ fn identity_at(path: &Path) -> Option<DiskIdentity> {
     is_file.then(|| File::open(path).ok()).flatten().as_ref().and_then(identity::of)
 }
 
-/// Returns whether `path` leads to this file, or to the same block device.
-fn is_same(file: &File, path: &Path) -> bool {
-    let (Ok(one), Ok(other)) = (file.metadata(), fs::metadata(path)) else { return false };
-    let device = |m: &fs::Metadata| m.file_type().is_block_device().then(|| m.rdev());
-    (one.dev(), one.ino()) == (other.dev(), other.ino())
-        || (device(&one).is_some() && device(&one) == device(&other))
-}
-
 /// A file that a restore overwrites; see the module.
 #[derive(Debug)]
 struct RestoredDisk {
@@ -181,11 +174,7 @@ impl RestoredDisk {
 
     /// Fails if the path leads to another file: the guest would get that file, unrestored.
     fn require_name(&self) -> io::Result<()> {
-        let (ours, named) = (self.file().metadata()?, fs::metadata(self.file.path())?);
-        match (ours.dev(), ours.ino()) == (named.dev(), named.ino()) {
-            true => Ok(()),
-            false => Err(io::Error::other("its path leads to another file now")),
-        }
+        require_name(self.file(), self.file.path())
     }
 
     fn file(&self) -> &File {

@@ -1,6 +1,6 @@
 //! A balloon, its operator, and a thread that copies memory.
 
-use std::sync::mpsc::Receiver;
+use std::sync::mpsc::{Receiver, TryRecvError};
 
 use driftline_dirty_tracker::{FrameSet, PAGE_SIZE};
 
@@ -11,6 +11,9 @@ use crate::config::BalloonConfig;
 use crate::devices::balloon::{self, BalloonControl};
 use crate::devices::virtio::{Device, DriverBuffer};
 use crate::memory::Memory;
+
+/// Most runs of hints for copying that are checked at a time.
+const MAX_COPY_RUNS: usize = 64;
 
 /// A balloon, with an operator and a thread that copies memory.
 pub(super) struct FuzzedBalloon {
@@ -102,12 +105,16 @@ impl FuzzedDevice for FuzzedBalloon {
     }
 
     fn check(&mut self, memory: &Memory) {
-        for free in self.hints.iter().filter_map(|hints| hints.try_recv().ok()) {
-            for run in free.iter() {
+        self.hints.retain(|hints| {
+            let received = hints.try_recv();
+            for run in received.iter().flat_map(FrameSet::iter) {
                 // The two slots are not adjacent, so a run lies in one of them.
                 assert!(memory.layout().contains(run), "{run:?} was hinted and is no memory");
             }
-        }
-        self.hints.truncate(64);
+            // Each run has one answer.
+            matches!(received, Err(TryRecvError::Empty))
+        });
+        let surplus = self.hints.len().saturating_sub(MAX_COPY_RUNS);
+        self.hints.drain(..surplus);
     }
 }

@@ -9,7 +9,7 @@ use super::device::FuzzedDevice;
 use super::input::FuzzInput;
 use super::memory::FuzzMemory;
 use crate::devices::virtio::threadless::ThreadlessDevice;
-use crate::devices::virtio::{DriverBuffer, REGISTERS_LEN, VirtioState};
+use crate::devices::virtio::{DriverBuffer, REGISTERS_LEN, VIRTIO_MMIO_QUEUE_RESET, VirtioState};
 use crate::memory::Backing;
 
 /// Address of the rings: those of queue `i` are at `RINGS + i * RINGS_STEP`.
@@ -17,7 +17,6 @@ const RINGS: u64 = 0x1000;
 const RINGS_STEP: u64 = 0x2000;
 const AVAILABLE: u64 = 0x1000;
 const USED: u64 = 0x1800;
-const QUEUE_RESET: u32 = 0xc0;
 /// Most rounds that a device may take for the work that one step starts.
 const MAX_ROUNDS: usize = 1000;
 /// Most steps of one run. More steps would find nothing new.
@@ -38,7 +37,7 @@ const REGISTERS: [u32; 19] = [
     VIRTIO_MMIO_QUEUE_AVAIL_HIGH,
     VIRTIO_MMIO_QUEUE_USED_LOW,
     VIRTIO_MMIO_QUEUE_USED_HIGH,
-    QUEUE_RESET,
+    VIRTIO_MMIO_QUEUE_RESET,
     VIRTIO_MMIO_CONFIG,
     VIRTIO_MMIO_CONFIG + 4,
     VIRTIO_MMIO_CONFIG + 12,
@@ -198,7 +197,7 @@ impl<'s> FuzzHarness<'s> {
             19 => {
                 let queue = self.queue(from);
                 self.set(VIRTIO_MMIO_QUEUE_SEL, queue as u32);
-                self.set(QUEUE_RESET, 1);
+                self.set(VIRTIO_MMIO_QUEUE_RESET, 1);
                 if from.flip() {
                     self.set_up(queue, from);
                 }

@@ -47,7 +47,7 @@ use self::mmds::MmdsPort;
 pub(super) use self::mmds::{MAX_CONNECTIONS, MAX_WAITING, MmdsStack};
 use self::queued_frames::QueuedFrames;
 use self::tap::Tap;
-pub(super) use self::tap::check_queue as check_tap_queue;
+pub(super) use self::tap::{CLAIMS as TAP_CLAIMS, check_queue as check_tap_queue};
 pub use self::tap::{TapError, open as open_tap};
 use super::opener::Opener;
 use super::stats::NetCounters;

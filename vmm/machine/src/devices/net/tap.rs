@@ -21,6 +21,9 @@ use crate::fail_point;
 /// Device number of `/dev/net/tun`.
 const TUN_DEVICE: u64 = libc::makedev(10, 200);
 
+/// Number of sockets whose names keep other processes away from a tap.
+pub(in crate::devices) const CLAIMS: usize = 2;
+
 /// Reason why a tap cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -115,7 +118,8 @@ impl Tap {
         }
         // Several processes can attach to a tap with several queues. The claim keeps other
         // driftline processes away.
-        let claims = [claim(name, &sole(name))?, claim(name, &held_for(name, holder))?].into();
+        let claims: [UnixDatagram; CLAIMS] =
+            [claim(name, &sole(name))?, claim(name, &held_for(name, holder))?];
         let mut flags = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR;
         if queues > 1 {
             flags |= libc::IFF_MULTI_QUEUE;
@@ -136,7 +140,7 @@ impl Tap {
                 .map_err(failed("setting the header size"))?;
             files.push(file);
         }
-        let enabled = queues;
+        let (enabled, claims) = (queues, claims.into());
         let mut tap = Self { queues: files, is_tap: true, enabled, claims, is_handed_over: false };
         fail_point::pass("tap offloads").map_err(failed("setting offloads"))?;
         tap.set_offloads(0).map_err(failed("setting offloads"))?;

@@ -10,7 +10,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use driftline_guest::{MAX_QUEUED_PACKETS, NextHost, VmId};
+use driftline_guest::{MAX_QUEUED_PACKET_BYTES, NextHost, VmId};
 use kvm_ioctls::IoEventAddress;
 
 use super::balloon::{self, BalloonControl};
@@ -448,10 +448,10 @@ impl DeviceSet {
     }
 
     /// Detaches the guest's peers (taps, sockets), for `next`. Returns the packets that are queued
-    /// for the guest since the save, by device, encoded in at most [`MAX_QUEUED_PACKETS`] bytes;
-    /// empty if there are none. All devices are tried; the error is the first one.
+    /// for the guest since the save, by device, encoded in at most [`MAX_QUEUED_PACKET_BYTES`]
+    /// bytes; empty if there are none. All devices are tried; the error is the first one.
     pub(crate) fn detach(&self, next: NextHost) -> Result<Vec<u8>, RequestError> {
-        let mut room = MAX_QUEUED_PACKETS - QUEUED_PACKETS_HEADER * self.devices.len();
+        let mut room = MAX_QUEUED_PACKET_BYTES - QUEUED_PACKETS_HEADER * self.devices.len();
         let mut queued_packets = BTreeMap::new();
         let mut result = Ok(());
         for (device, i) in self.devices.iter().zip(0u16..).filter(|(d, _)| d.hand_over().detach) {
@@ -531,8 +531,7 @@ impl DeviceSet {
         for (i, device) in self.devices.iter().enumerate() {
             if let Some(place) = placement(i).filter(|_| device.interrupt_pending()) {
                 tracing::trace!("{} interrupts again", device.label());
-                vm.fd().set_irq_line(place.irq, true)?;
-                vm.fd().set_irq_line(place.irq, false)?;
+                vm.pulse_irq(place.irq)?;
             }
         }
         Ok(())

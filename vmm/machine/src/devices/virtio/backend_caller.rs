@@ -17,15 +17,21 @@ impl BackendCaller {
     }
 
     /// Calls the device's [`backend_ready`](super::Device::backend_ready) with `token` and without
-    /// events, even if the device is paused, and waits for its return.
+    /// events, even if the device is paused, and waits for its return. `what` completes "the device
+    /// did not .." in the error.
     ///
     /// # Errors
     ///
     /// The device has not answered by `deadline`, or has ended.
-    pub(crate) fn call(&self, token: u32, deadline: Instant) -> Result<(), CallError> {
+    pub(crate) fn call(
+        &self,
+        what: &'static str,
+        token: u32,
+        deadline: Instant,
+    ) -> Result<(), CallError> {
         let job = move |worker: &mut DeviceWorker| {
             worker.call_device(|device, io| device.backend_ready(token, EventSet::empty(), io));
         };
-        self.0.call("take another file", deadline, job)
+        self.0.call(what, deadline, job)
     }
 }

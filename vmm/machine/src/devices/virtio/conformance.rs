@@ -18,7 +18,7 @@ use virtio_bindings::virtio_ring::*;
 use vm_memory::{Bytes, GuestAddress};
 
 use super::driver::{Driver, MEM_BYTES, RINGS, RINGS_STEP};
-use super::{Device, DriverBuffer, Transport, VirtioState};
+use super::{Device, DriverBuffer, Transport, VIRTIO_MMIO_QUEUE_RESET, VirtioState};
 
 /// A device, and the means to give it work.
 pub(crate) struct TestedDevice<'s> {
@@ -170,8 +170,8 @@ fn queue_reset_forgets_the_queue(tested: &TestedDevice<'_>) {
     check_answer(&mut driver, tested, 0);
     for queue in 0..driver.queue_count() {
         driver.write(VIRTIO_MMIO_QUEUE_SEL, queue as u32);
-        driver.write(0xc0, 1);
-        assert_eq!(driver.read(0xc0), 0, "the reset is complete");
+        driver.write(VIRTIO_MMIO_QUEUE_RESET, 1);
+        assert_eq!(driver.read(VIRTIO_MMIO_QUEUE_RESET), 0, "the reset is complete");
         assert_eq!(driver.read(VIRTIO_MMIO_QUEUE_READY), 0);
     }
     driver.set_up_queues();

@@ -199,8 +199,8 @@ impl Driver {
     /// Makes the chain from `head` available, without a notification.
     pub(crate) fn make_available(&mut self, queue: usize, head: u16) {
         let DriverQueue { size, rings, available, .. } = self.queues[queue];
-        let slot = rings + AVAILABLE + 4 + 2 * u64::from(available % size);
-        self.memory.ram().write_obj(head, GuestAddress(slot)).unwrap();
+        let entry = rings + AVAILABLE + 4 + 2 * u64::from(available % size);
+        self.memory.ram().write_obj(head, GuestAddress(entry)).unwrap();
         self.set_available(queue, available.wrapping_add(1));
     }
 
@@ -321,7 +321,7 @@ impl Driver {
         let end = Instant::now() + TIMEOUT;
         let is_told = || self.read(VIRTIO_MMIO_INTERRUPT_STATUS) & VIRTIO_MMIO_INT_CONFIG != 0;
         while !(self.is_stopped() && is_told()) {
-            assert!(Instant::now() < end, "{what}: the device works on");
+            assert!(Instant::now() < end, "{what}: the device did not stop");
             std::thread::sleep(Duration::from_micros(200));
         }
     }

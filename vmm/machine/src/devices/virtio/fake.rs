@@ -180,7 +180,7 @@ pub(crate) fn spawn(id: &str, device: Box<dyn Device>, ram: GuestRam) -> io::Res
 mod tests {
     use std::sync::mpsc;
 
-    use virtio_bindings::virtio_mmio::VIRTIO_MMIO_STATUS;
+    use virtio_bindings::virtio_mmio::{VIRTIO_MMIO_QUEUE_SEL, VIRTIO_MMIO_STATUS};
 
     use super::super::driver::Driver;
     use super::super::{Completion, Transport};
@@ -213,7 +213,8 @@ mod tests {
         done.recv().unwrap();
         done.recv().unwrap();
         assert_eq!(status(&driver.transport), 0);
-        assert!(!driver.transport.write(0x30, &[0; 4], || unreachable!()), "nothing to wait for");
+        let select = VIRTIO_MMIO_QUEUE_SEL.into();
+        assert!(!driver.transport.write(select, &[0; 4], || unreachable!()), "nothing to wait for");
     }
 
     /// The thread is busy outside of a job, so it finds all three jobs together. No later message

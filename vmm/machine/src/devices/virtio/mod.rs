@@ -53,6 +53,8 @@ pub(crate) use device::{Device, DeviceIo, DeviceKind, HandOverNeeds, QuiesceErro
 pub(crate) use driver_buffer::DriverBuffer;
 pub(crate) use limiters::Limiters;
 pub use rate_limit_control::{RateLimitControl, RateLimitError};
+#[cfg(any(test, fuzzing))]
+pub(crate) use registers::VIRTIO_MMIO_QUEUE_RESET;
 pub(crate) use request::{QueuedPacketsError, RequestError};
 pub(crate) use ring::DeviceRing;
 pub(crate) use shared_state::SharedDeviceState;

@@ -16,7 +16,7 @@ use super::ring::RingSetup;
 use crate::devices::error::StateError;
 
 /// The register `QueueReset`, which the bindings lack.
-const VIRTIO_MMIO_QUEUE_RESET: u32 = 0xc0;
+pub(crate) const VIRTIO_MMIO_QUEUE_RESET: u32 = 0xc0;
 const MAGIC: u32 = u32::from_le_bytes(*b"virt");
 const LAYOUT: u32 = 2;
 /// The vendor ID: "DRFT".

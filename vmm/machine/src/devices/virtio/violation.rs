@@ -82,11 +82,18 @@ pub(crate) enum Violation {
     Registers(String),
     /// Guest memory cannot be accessed. Earlier checks should make this impossible.
     #[error("guest memory cannot be reached: {0}")]
-    Memory(String),
+    Memory(#[from] GuestMemoryError),
 }
 
-impl From<GuestMemoryError> for Violation {
-    fn from(e: GuestMemoryError) -> Self {
-        Self::Memory(e.to_string())
+#[cfg(test)]
+mod tests {
+    use std::error::Error;
+
+    use super::*;
+
+    #[test]
+    fn memory_violation_keeps_its_source() {
+        let violation = Violation::from(GuestMemoryError::HostAddressNotAvailable);
+        assert!(violation.source().is_some_and(|e| e.is::<GuestMemoryError>()));
     }
 }

@@ -141,6 +141,29 @@ impl MovedConnection {
     }
 }
 
+#[cfg(test)]
+impl MovedConnection {
+    /// Returns the connection with the longest encoding.
+    pub(super) fn largest() -> Self {
+        let state = ConnectionState {
+            ports: Ports { guest: u32::MAX, host: u32::MAX },
+            phase: ConnectionPhase::Open,
+            due: DuePackets::default(),
+            hung_up: true,
+            backlog: vec![1; ROOM as usize].into(),
+            forwarded: u32::MAX,
+            reported: u32::MAX,
+            guest_room: u32::MAX,
+            guest_forwarded: u32::MAX,
+            sent: u32::MAX,
+            credit_asked: true,
+            guest_shut: u32::MAX,
+            host_shut: u32::MAX,
+        };
+        Self { state, awaits_guest: true }
+    }
+}
+
 /// What happens to a connection next.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum ConnectionOutcome {

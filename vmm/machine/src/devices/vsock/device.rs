@@ -1,7 +1,6 @@
 //! The socket device as a virtio [`Device`]: its queues, and how it pauses, resumes and moves.
 
 use std::io;
-use std::iter;
 use std::os::fd::OwnedFd;
 use std::time::Instant;
 
@@ -16,6 +15,9 @@ use crate::devices::virtio::{
     Device, DeviceIo, DeviceKind, HandOverNeeds, QuiesceError, Violation, Watcher, decode_state,
     encode_state,
 };
+
+/// Number of the device's files: its listener, and two by which its connections move.
+pub(in crate::devices) const SHARED_FILES: usize = 3;
 
 impl Device for Vsock {
     fn kind(&self) -> DeviceKind {
@@ -123,9 +125,10 @@ impl Device for Vsock {
     fn share(&mut self) -> io::Result<Vec<OwnedFd>> {
         let Some(listener) = &self.listener else { return Ok(Vec::new()) };
         let listener = listener.listener().try_clone()?;
-        let (departure, files) = self.opener.run(Departure::begin)??;
+        let (departure, [channel, state]) = self.opener.run(Departure::begin)??;
         self.departure = Some(departure);
-        Ok(iter::once(listener.into()).chain(files).collect())
+        let files: [OwnedFd; SHARED_FILES] = [listener.into(), channel, state];
+        Ok(files.into())
     }
 
     fn hand_over(&self) -> HandOverNeeds {

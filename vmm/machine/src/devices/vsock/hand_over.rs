@@ -40,8 +40,15 @@ const SPACE: usize = rustix::cmsg_space!(ScmRights(STREAMS_AT_ONCE));
 /// Upper bound on a device's refusals: the limit, and one for each connection that was open when it
 /// was reached.
 const MAX_MOVED_REFUSALS: usize = MAX_REFUSALS + MAX_CONNECTIONS;
+/// Upper bound on a connection's encoding without its buffer: fewer than 20 numbers of at most five
+/// bytes, and flags.
+const CONNECTION_BYTES: u64 = 256;
+/// Upper bound on the encoding of everything but connections: refusals of at most 33 bytes, and a
+/// few numbers.
+const OTHER_BYTES: u64 = 64 << 10;
 /// Upper bound on the state: each connection may have a full buffer.
-const MAX_STATE_BYTES: u64 = MAX_CONNECTIONS as u64 * (ROOM as u64 + 256) + (64 << 10);
+const MAX_STATE_BYTES: u64 =
+    MAX_CONNECTIONS as u64 * (ROOM as u64 + CONNECTION_BYTES) + OTHER_BYTES;
 
 /// State of a device's connections. Its bytes are hostile.
 #[derive(Clone, Serialize, Deserialize)]
@@ -186,4 +193,27 @@ fn checked_stream(stream: OwnedFd) -> io::Result<UnixStream> {
     let stream = UnixStream::from(stream);
     stream.set_nonblocking(true)?;
     Ok(stream)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn largest_state_is_within_its_bound() {
+        let cids = (u64::MAX, u64::MAX);
+        let refusal = MovedRefusal { cids, ports: (u32::MAX, u32::MAX), kind: u16::MAX };
+        let length = |moved: &MovedStreams| codec::encode_versioned(moved).unwrap().len() as u64;
+        let mut moved = MovedStreams {
+            file: Some((u64::MAX, u64::MAX)),
+            socket_stays: true,
+            connections: Vec::new(),
+            new_programs: usize::MAX,
+            refusals: vec![refusal; MAX_MOVED_REFUSALS],
+            next_port: u32::MAX,
+        };
+        assert!(length(&moved) <= OTHER_BYTES);
+        moved.connections = vec![MovedConnection::largest(); MAX_CONNECTIONS];
+        assert!(length(&moved) <= MAX_STATE_BYTES);
+    }
 }

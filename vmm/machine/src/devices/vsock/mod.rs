@@ -43,6 +43,7 @@ use zerocopy::IntoBytes;
 
 use self::bounds::{MAX_DATA, MAX_REFUSALS, max_connections};
 use self::connection::{Connection, ConnectionOutcome, Ports};
+pub(super) use self::device::SHARED_FILES;
 use self::hand_over::{ArrivedStreams, Departure};
 pub use self::host::VsockError;
 use self::host::{Greeting, VsockListener};

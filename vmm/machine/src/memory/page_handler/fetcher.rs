@@ -11,11 +11,11 @@ use rustix::mm::{Advice, madvise};
 use vm_memory::{GuestAddress, GuestMemoryBackend};
 
 /// Frames that are fetched with one call: 4 MiB.
-pub(super) const PIECE_FRAMES: u64 = 1024;
+pub(super) const FETCH_PIECE_FRAMES: u64 = 1024;
 
 /// Frames to be fetched.
 pub(super) struct FetchJob {
-    /// Pieces of at most [`PIECE_FRAMES`].
+    /// Pieces of at most [`FETCH_PIECE_FRAMES`].
     pub(super) pieces: Vec<FrameRun>,
     /// Receives the result of each piece, in order, and is dropped by a caller that gives up.
     pub(super) fetched: Sender<io::Result<()>>,
@@ -34,9 +34,9 @@ pub(super) fn run(ram: &GuestRam, jobs: &Receiver<FetchJob>) {
     }
 }
 
-/// Returns `frames` as pieces of at most [`PIECE_FRAMES`].
+/// Returns `frames` as pieces of at most [`FETCH_PIECE_FRAMES`].
 pub(super) fn pieces(frames: &[FrameRun]) -> Vec<FrameRun> {
-    frames.iter().flat_map(|run| run.chunks(PIECE_FRAMES)).collect()
+    frames.iter().flat_map(|run| run.chunks(FETCH_PIECE_FRAMES)).collect()
 }
 
 /// Waits until all of `piece` has memory. Frames that already have memory keep their content.

@@ -205,8 +205,8 @@ fn handler_serves_faults_and_required_frames() {
 }
 
 #[test]
-fn discarded_frame_is_marked_and_the_handlers_again() {
-    let Some(served) = serve("discarded_frame_is_marked_and_the_handlers_again", BYTES) else {
+fn discarded_frame_is_marked_and_served_again() {
+    let Some(served) = serve("discarded_frame_is_marked_and_served_again", BYTES) else {
         return;
     };
     let mut writes = served.memory.tracker().subscribe("test").unwrap();
@@ -244,7 +244,7 @@ fn fetched_memory_needs_no_handler() {
 fn silent_handler_is_not_waited_for_ever() {
     let Some(served) = serve("silent_handler_is_not_waited_for_ever", BYTES) else { return };
     let fetch = || served.memory.fetch(&[run(3, 1)]).unwrap_err().to_string();
-    assert!(fetch().contains("has not served the 4 MiB from page 0x3 on within 3s"));
+    assert!(fetch().contains("has not served the 4 KiB from page 0x3 on within 3s"));
     // The first one is still waited for.
     assert!(served.memory.resident().unwrap_err().to_string().contains("from page 0x0 on"));
     assert!(served.memory.write_protection().is_err());

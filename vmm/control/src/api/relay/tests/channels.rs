@@ -131,7 +131,7 @@ fn held_request_ends_with_its_server() {
     let mut client = KeptClient::connect(&dir);
     first.app.relay().hold();
     client.send(ASK);
-    first.settle();
+    first.run_ready_tasks();
     drop(first);
     client.assert_ends();
 }

@@ -50,7 +50,7 @@ impl Process {
     }
 
     /// Lets the control thread do what is ready.
-    fn settle(&self) {
+    fn run_ready_tasks(&self) {
         for _ in 0..10 {
             self.server.control_thread().run(|| ()).unwrap();
         }

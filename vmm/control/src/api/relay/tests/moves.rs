@@ -34,7 +34,7 @@ fn held_request_is_answered_after_the_move() {
     let mut clients: Vec<_> = (0..20).map(|_| KeptClient::connect(&dir)).collect();
     first.app.relay().hold();
     clients.iter_mut().for_each(|client| client.send(ASK));
-    first.settle();
+    first.run_ready_tasks();
     clients.iter_mut().for_each(KeptClient::assert_waits);
     let _second = first.upgrade(waiting("second"));
     clients.iter_mut().for_each(|client| client.assert_answered_by("second"));
@@ -56,7 +56,7 @@ fn held_request_is_answered_after_the_release() {
         whole.send(ASK);
         let mut new = KeptClient::connect(&dir);
         new.send(ASK);
-        first.settle();
+        first.run_ready_tasks();
         whole.assert_waits();
         new.assert_waits();
         first.app.relay().release();
@@ -75,7 +75,7 @@ fn new_connection_waits_for_the_new_process() {
     first.app.relay().hold();
     let mut clients: Vec<_> = (0..100).map(|_| KeptClient::connect(&dir)).collect();
     clients.iter_mut().for_each(|client| client.send(ASK));
-    first.settle();
+    first.run_ready_tasks();
     clients.iter_mut().for_each(KeptClient::assert_waits);
     let _second = first.upgrade(waiting("second"));
     clients.iter_mut().for_each(|client| client.assert_answered_by("second"));
@@ -88,7 +88,7 @@ fn pipelined_requests_are_answered_in_order() {
     first.app.relay().hold();
     let requests: String = (0..50).map(|n| format!("GET /{n} HTTP/1.1\r\n\r\n")).collect();
     client.send(requests + ASK + &ASK[..9]);
-    first.settle();
+    first.run_ready_tasks();
     client.assert_waits();
     let _second = first.upgrade(waiting("second"));
     for n in 0..50 {
@@ -119,7 +119,7 @@ fn held_requests_exceed_the_limit_of_their_class() {
     let hold = |process: &Process, clients: &mut [KeptClient]| {
         process.app.relay().hold();
         clients.iter_mut().for_each(|client| client.send("GET /v1/info HTTP/1.1\r\n\r\n"));
-        process.settle();
+        process.run_ready_tasks();
     };
     let expect_answers = |clients: &mut [KeptClient]| {
         for client in clients {
@@ -145,9 +145,9 @@ fn request_that_waits_for_news_moves() {
     let begun = client.ask(begin);
     assert!(begun.ends_with("{\"watch\":1}"), "{begun}");
     client.send("GET /v1/dirty/watch?watch=1&wait_ms=60000 HTTP/1.1\r\n\r\n");
-    first.settle();
+    first.run_ready_tasks();
     first.app.relay().hold();
-    first.settle();
+    first.run_ready_tasks();
     client.assert_waits();
     let _second = first.upgrade(waiting("second"));
     client.assert_answered_by("second");
@@ -177,7 +177,7 @@ fn request_under_way_is_answered_here() {
     let caller = next_caller(&events);
     first.app.relay().hold();
     held.send(put);
-    first.settle();
+    first.run_ready_tasks();
     let (app, second_events) = firecracker();
     let second = first.upgrade(app);
     next_caller(&second_events).answer(Answer::Done);
@@ -227,7 +227,7 @@ fn connection_moves_after_its_refused_body() {
     assert!(refused.contains("larger than the limit"), "{refused}");
     let (app, second_events) = firecracker();
     let _second = first.upgrade(app);
-    first.settle();
+    first.run_ready_tasks();
     client.send([b'x'; 60_000]);
     client.send("PUT /entropy HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}");
     next_caller(&second_events).answer(Answer::Done);
@@ -251,7 +251,7 @@ fn move_at_every_byte(app: impl Fn() -> Arc<App>) {
                 process.app.relay().hold();
             }
             client.send(&requests[..cut]);
-            process.settle();
+            process.run_ready_tasks();
             process = process.upgrade(app());
             client.send(&requests[cut..]);
             let reply = client.reply();

@@ -195,7 +195,7 @@ fn exchange_after_the_save_prevents_the_release() {
     let new = file(&[], BYTES);
     running.exchange(new.path()).unwrap();
     let why = running.driver.transport.release().unwrap_err().to_string();
-    assert!(why.contains("disk \"d\" has another file or size"), "{why}");
+    assert!(why.contains("the file or size of disk \"d\" was exchanged"), "{why}");
     // Another host cannot have the new file.
     let config = DiskConfig { path: new.path().to_owned(), ..running.disk.config.clone() };
     let other = DiskFile::open(&config, running.disk.guest).unwrap();

@@ -3,12 +3,17 @@
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::sync::mpsc;
+use std::thread;
 
 use super::*;
 
 const TEST: &str = "devices::block::tests::killed::disk_of_a_killed_process_is_free";
 /// Environment variable that names the disk for the process that is killed.
 const DISK: &str = "KILLED_DISK";
+
+/// Limit on waiting for a line of that process.
+const LIMIT: Duration = Duration::from_secs(60);
 
 /// Makes 16 writes and a flush at a time until the process is killed. Prints a line after each
 /// time.
@@ -44,11 +49,20 @@ fn disk_of_a_killed_process_is_free() {
         let mut child = Command::new(std::env::current_exe().unwrap());
         child.args(["--exact", TEST, "--nocapture"]).env(DISK, disk.file.path());
         let mut child = child.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
-        let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
-        let busy = lines.by_ref().filter(|line| line.as_ref().unwrap() == "busy");
-        assert_eq!(busy.take(20).count(), 20);
+        let lines = BufReader::new(child.stderr.take().unwrap()).lines();
+        let (sender, busy) = mpsc::channel();
+        // The thread ends with the child.
+        let reader = thread::spawn(move || {
+            for _ in lines.map_while(Result::ok).filter(|line| line == "busy") {
+                // Nothing receives the last lines.
+                let _ = sender.send(());
+            }
+        });
+        let is_busy = (0..20).all(|_| busy.recv_timeout(LIMIT).is_ok());
         child.kill().unwrap();
         child.wait().unwrap();
+        reader.join().unwrap();
+        assert!(is_busy, "the child does not work");
         let file = DiskFile::open(&disk.config, VmId::random()).unwrap();
         file.lock().unwrap();
     }

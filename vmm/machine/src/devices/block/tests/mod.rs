@@ -9,6 +9,7 @@ mod storage;
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
+use std::sync::Once;
 use std::time::Duration;
 
 use driftline_dirty_tracker::{FrameRun, Gfn, Subscription};
@@ -22,7 +23,7 @@ use crate::devices::virtio::Device;
 use crate::devices::virtio::DriverBuffer;
 use crate::devices::virtio::conformance::{self, TestedDevice};
 use crate::devices::virtio::driver::Driver;
-use crate::testing::soon;
+use crate::testing::{skip, soon};
 use driftline_guest::NextHost;
 
 const BYTES: u64 = 4 << 20;
@@ -75,14 +76,15 @@ impl Disk {
     }
 }
 
-/// Returns the engines that this host has. The tests of io_uring report it if io_uring is missing.
+/// Returns the engines that this host has. Reports it, once, if io_uring is missing.
 pub(super) fn engines() -> Vec<EngineKind> {
     let disk = Disk::new();
     let file = Arc::new(DiskFile::open(&disk.config, disk.guest).unwrap());
     match Engine::with_uring(file, 8) {
         Ok(_) => vec![EngineKind::Uring, EngineKind::Sync],
         Err(e) => {
-            eprintln!("SKIPPED: io_uring, which this host lacks: {e}");
+            static REPORTED: Once = Once::new();
+            REPORTED.call_once(|| skip("block_devices_over_io_uring", &e.to_string()));
             vec![EngineKind::Sync]
         }
     }

@@ -5,7 +5,7 @@ use zerocopy::IntoBytes;
 use zerocopy::little_endian::U64;
 
 use crate::address::place;
-use crate::damage::Damage;
+use crate::damage::{Damage, in_range};
 use crate::object::Objects;
 use crate::records::{table, wrong_size};
 
@@ -16,7 +16,7 @@ pub(crate) const TAG_CONTENTS: u16 = 0x8020;
 /// whole.
 pub(crate) const MAX_FRAMES: usize = 512;
 /// Length of the contents of that many frames, in bytes.
-pub(super) const MAX_CONTENTS: usize = MAX_FRAMES * PAGE_SIZE as usize;
+pub(crate) const MAX_CONTENTS: usize = MAX_FRAMES * PAGE_SIZE as usize;
 /// Maximum length of the packed contents, in bytes: zstd makes incompressible data larger by a
 /// 256th.
 const MAX_PACKED: usize = MAX_CONTENTS + MAX_CONTENTS / 128;
@@ -29,7 +29,7 @@ type RawArchiveRun = [U64; 2];
 
 /// Replaces `payload` with frames of one object, ascending by number, at most [`MAX_FRAMES`]: their
 /// places, the checksums of their contents, and the `packed` contents.
-pub(super) fn encode_contents(
+pub(crate) fn encode_contents(
     runs: &[FrameRun],
     crcs: impl Iterator<Item = u32>,
     packed: &[u8],
@@ -46,18 +46,18 @@ pub(super) fn encode_contents(
 }
 
 /// The content of a record of contents.
-pub(super) struct Contents<'p> {
+pub(crate) struct Contents<'p> {
     /// Number of frames, at most [`MAX_FRAMES`].
-    pub(super) frames: usize,
+    pub(crate) frames: usize,
     /// Checksums, four bytes for each frame.
-    pub(super) crcs: &'p [u8],
+    pub(crate) crcs: &'p [u8],
     /// Compressed contents of all frames.
-    pub(super) packed: &'p [u8],
+    pub(crate) packed: &'p [u8],
 }
 
 /// Decodes the payload of a record of contents of `object`, and replaces `runs` with its runs.
 /// `before` is the last run of the record before.
-pub(super) fn decode_contents<'p>(
+pub(crate) fn decode_contents<'p>(
     payload: &'p [u8],
     object: u16,
     objects: Objects<'_>,
@@ -78,10 +78,7 @@ pub(super) fn decode_contents<'p>(
         }
         *before = Some(run);
         frames = frames.saturating_add(run.count);
-        if frames > most {
-            let what = "the number of pages in a record";
-            return Err(Damage::Mismatch { what, found: frames, expected: most });
-        }
+        in_range("the number of pages in a record", frames, 1, most)?;
         runs.push(run);
     }
     let frames = frames as usize;

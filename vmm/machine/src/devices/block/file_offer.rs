@@ -12,7 +12,7 @@ use crate::config::DiskConfig;
 
 /// Token of the event that announces completions of the engine.
 pub(super) const COMPLETIONS: u32 = 0;
-/// Token by which the caller makes the device look into the slot.
+/// Token by which the caller makes the device look for an offer.
 pub(super) const EXCHANGE: u32 = 1;
 
 /// What a disk gets.
@@ -27,11 +27,11 @@ pub(super) struct NewFile {
 /// What the caller and the device share. The lock is held while the device exchanges its file, so
 /// that the caller either withdraws the offer before that or sees the outcome.
 #[derive(Default)]
-pub(super) struct ExchangeSlot(Mutex<Offer>);
+pub(super) struct FileOffer(Mutex<OfferState>);
 
 /// The state of an exchange.
 #[derive(Default)]
-enum Offer {
+enum OfferState {
     /// Nothing is offered.
     #[default]
     None,
@@ -43,10 +43,10 @@ enum Offer {
     Done(NewFile, Result<(), DiskError>),
 }
 
-impl ExchangeSlot {
+impl FileOffer {
     /// Offers `new` to the device.
-    pub(super) fn offer(&self, new: NewFile) {
-        *self.0.lock() = Offer::Offered(new);
+    pub(super) fn put(&self, new: NewFile) {
+        *self.0.lock() = OfferState::Offered(new);
     }
 
     /// Ends the exchange for the caller, and closes what the device does not have. Returns the
@@ -54,24 +54,24 @@ impl ExchangeSlot {
     pub(super) fn close(&self) -> Option<Result<(), DiskError>> {
         let ended = std::mem::take(&mut *self.0.lock());
         match ended {
-            Offer::Done(old, outcome) => {
+            OfferState::Done(old, outcome) => {
                 drop(old);
                 Some(outcome)
             }
-            Offer::None | Offer::Offered(_) | Offer::Taken => None,
+            OfferState::None | OfferState::Offered(_) | OfferState::Taken => None,
         }
     }
 
     /// Takes what is offered, for the device.
     pub(super) fn take(&self) -> Option<NewFile> {
-        let mut offer = self.0.lock();
-        match std::mem::take(&mut *offer) {
-            Offer::Offered(new) => {
-                *offer = Offer::Taken;
+        let mut state = self.0.lock();
+        match std::mem::take(&mut *state) {
+            OfferState::Offered(new) => {
+                *state = OfferState::Taken;
                 Some(new)
             }
             other => {
-                *offer = other;
+                *state = other;
                 None
             }
         }
@@ -83,10 +83,10 @@ impl ExchangeSlot {
         mut new: NewFile,
         exchange: impl FnOnce(&mut NewFile) -> Result<(), DiskError>,
     ) {
-        let mut offer = self.0.lock();
-        if matches!(*offer, Offer::Taken) {
+        let mut state = self.0.lock();
+        if matches!(*state, OfferState::Taken) {
             let outcome = exchange(&mut new);
-            *offer = Offer::Done(new, outcome);
+            *state = OfferState::Done(new, outcome);
         }
     }
 }
@@ -102,29 +102,29 @@ mod tests {
 
     #[test]
     fn outcome_reaches_the_caller() {
-        let slot = ExchangeSlot::default();
-        assert!(slot.take().is_none());
-        slot.offer(new_file());
-        let taken = slot.take().unwrap();
-        assert!(slot.take().is_none(), "it is taken once");
-        slot.finish(taken, |_| Ok(()));
-        assert!(matches!(slot.close(), Some(Ok(()))));
-        assert!(slot.close().is_none());
+        let offer = FileOffer::default();
+        assert!(offer.take().is_none());
+        offer.put(new_file());
+        let taken = offer.take().unwrap();
+        assert!(offer.take().is_none(), "it is taken once");
+        offer.finish(taken, |_| Ok(()));
+        assert!(matches!(offer.close(), Some(Ok(()))));
+        assert!(offer.close().is_none());
     }
 
     #[test]
     fn withdrawn_exchange_never_happens() {
-        let slot = ExchangeSlot::default();
-        slot.offer(new_file());
-        let taken = slot.take().unwrap();
-        assert!(slot.close().is_none());
-        slot.finish(taken, |_| panic!("the caller has been told that it did not happen"));
+        let offer = FileOffer::default();
+        offer.put(new_file());
+        let taken = offer.take().unwrap();
+        assert!(offer.close().is_none());
+        offer.finish(taken, |_| panic!("the caller has been told that it did not happen"));
         // Nor does it take the place of the next one.
-        slot.offer(new_file());
-        let late = slot.take().unwrap();
-        slot.close();
-        slot.offer(new_file());
-        slot.finish(late, |_| panic!("the caller has been told that it did not happen"));
-        assert!(slot.take().is_some());
+        offer.put(new_file());
+        let late = offer.take().unwrap();
+        offer.close();
+        offer.put(new_file());
+        offer.finish(late, |_| panic!("the caller has been told that it did not happen"));
+        assert!(offer.take().is_some());
     }
 }

@@ -180,7 +180,8 @@ fn requests_in_the_wrong_state_are_refused() {
     assert_eq!(guest.pause().unwrap(), RunState::Running);
     assert_eq!(guest.pause().unwrap(), RunState::Paused);
     let state = guest.save_state().unwrap();
-    assert!(guest.restore_state(&state, Clock::Continue).is_err(), "it has run");
+    let has_run = guest.restore_state(&state, Clock::Continue).unwrap_err().to_string();
+    assert!(has_run.contains("into a guest that has never run"), "{has_run}");
     assert_eq!(guest.wait_end(Some(Duration::from_millis(1))), None);
     guest.stop("the test says so");
     assert_eq!(guest.wait_end(None), Some(EndReason::Stopped("the test says so".into())));
@@ -207,6 +208,9 @@ fn hostile_states_and_configurations_are_refused() {
     assert!(refused(&bad).contains("1 bytes follow"), "{}", refused(&bad));
     bad[0].bytes.truncate(3);
     assert!(refused(&bad).contains("the state of worker 0 is malformed"), "{}", refused(&bad));
+    let late = SavedThreadWorker { guest_ns: u64::MAX, wall_ns: 0, worker: Default::default() };
+    let bad = [state::encode(0, &late).unwrap(), good[1].clone()];
+    assert!(refused(&bad).contains("its time is 18446744073709551615 ns"), "{}", refused(&bad));
     let alien = Section::new(driftline_guest::SectionTag(999), 0, vec![]);
     let bad = [good.clone(), vec![alien]].concat();
     assert!(refused(&bad).contains("unknown section 999"), "{}", refused(&bad));
