@@ -14,10 +14,6 @@ use crate::report::{CheckpointError, EpochReport};
 /// Longest time that the wait for the next epoch continues after its cancellation.
 const CANCEL_LATENCY: Duration = Duration::from_millis(10);
 
-/// Longest time that a cancelled series waits for the storage of the store. Longer than the 10 s
-/// after which an upgrade gives up, so that it still sees that the run is busy.
-const CANCEL_LIMIT: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 15 });
-
 /// Maximum number of epochs in flight to the disk. 4, chosen: with one, the disk would be idle
 /// while the next epoch is taken. A crash of the host loses all that are in flight.
 const MAX_IN_FLIGHT: usize = 4;
@@ -126,8 +122,6 @@ struct StartedEpoch {
 /// A series under way: epochs that have begun, and the callback that receives their outcomes in
 /// order.
 struct EpochSeries<F> {
-    /// Epochs of a cancelled series that have not landed yet. They precede those of this one.
-    earlier: usize,
     begun: VecDeque<StartedEpoch>,
     on_taken: F,
     /// Whether the callback has ended the series.
@@ -136,10 +130,6 @@ struct EpochSeries<F> {
 
 impl<F: FnMut(TakenEpoch) -> ControlFlow<()>> EpochSeries<F> {
     fn landed(&mut self, outcome: Result<EpochReport, CheckpointError>) {
-        if self.earlier > 0 {
-            self.earlier -= 1;
-            return;
-        }
         // As many epochs land as have begun.
         let Some(StartedEpoch { late, interval, early, skipped }) = self.begun.pop_front() else {
             return;
@@ -161,10 +151,6 @@ impl Checkpointer {
     /// and reports how late it was. Other epochs that were due by then are skipped, and the next is
     /// due one interval later. `on_taken` receives a failed epoch like a stored one.
     ///
-    /// A series that is not cancelled waits for the storage of the store without a limit. A
-    /// cancelled one waits at most 15 s for its epochs in flight. `on_taken` does not receive the
-    /// outcomes of those that are still in flight then; drop, or the next series, waits for them.
-    ///
     /// With a longest pause, the loop polls what has changed. It takes an epoch early when the
     /// changed frames approach what fits into the staging area or, if frames cannot be copied while
     /// the guest runs, into that pause, judging by the previous pauses. The estimate includes what
@@ -176,17 +162,15 @@ impl Checkpointer {
         on_taken: impl FnMut(TakenEpoch) -> ControlFlow<()>,
     ) -> u64 {
         let (mut pace, mut before) = (DueTime { every: cadence.every, due: Instant::now() }, None);
-        let (earlier, begun) = (self.in_flight(), VecDeque::new());
-        let mut series = EpochSeries { earlier, begun, on_taken, over: false };
-        let is_cancelled = || cancel.load(Ordering::Relaxed);
+        let mut series = EpochSeries { begun: VecDeque::new(), on_taken, over: false };
         let mut tried = 0;
-        'epochs: while cadence.count.is_none_or(|count| tried < count) {
+        while cadence.count.is_none_or(|count| tried < count) {
             let Some(early) = self.wait(pace.due, cadence, cancel, &mut series) else { break };
             while self.in_flight() >= MAX_IN_FLIGHT || self.must_land() {
-                let Some(landed) = self.land_unless(is_cancelled) else { break 'epochs };
+                let Some(landed) = self.land(None) else { break };
                 series.landed(landed);
             }
-            if series.over || is_cancelled() {
+            if series.over || cancel.load(Ordering::Relaxed) {
                 break;
             }
             let now = Instant::now();
@@ -201,45 +185,10 @@ impl Checkpointer {
             self.launch();
             tried += 1;
         }
-        self.land_all(cancel, &mut series);
-        tried
-    }
-
-    /// Passes on all epochs in flight as they land; for at most `CANCEL_LIMIT` once cancelled.
-    fn land_all<F: FnMut(TakenEpoch) -> ControlFlow<()>>(
-        &mut self,
-        cancel: &AtomicBool,
-        series: &mut EpochSeries<F>,
-    ) {
-        let mut end = None;
-        let mut is_over = || {
-            cancel.load(Ordering::Relaxed)
-                && Instant::now() >= *end.get_or_insert_with(|| Instant::now() + CANCEL_LIMIT)
-        };
-        while let Some(landed) = self.land_unless(&mut is_over) {
+        while let Some(landed) = self.land(None) {
             series.landed(landed);
         }
-        let in_flight = self.in_flight();
-        if in_flight > 0 {
-            tracing::warn!(
-                in_flight,
-                "cancelled; the store's storage has not answered for {CANCEL_LIMIT:?}"
-            );
-        }
-    }
-
-    /// Returns the outcome of the oldest epoch that has not landed, as soon as it is known. Returns
-    /// `None` if there is no such epoch, or at most `CANCEL_LATENCY` after `is_over` returns true.
-    fn land_unless(
-        &mut self,
-        mut is_over: impl FnMut() -> bool,
-    ) -> Option<Result<EpochReport, CheckpointError>> {
-        loop {
-            let landed = self.land(Some(CANCEL_LATENCY));
-            if landed.is_some() || self.in_flight() == 0 || is_over() {
-                return landed;
-            }
-        }
+        tried
     }
 
     /// Waits until `due`, or until much has changed. Returns whether the epoch is early, or `None`
@@ -320,10 +269,6 @@ impl DueTime {
 
 #[cfg(test)]
 mod tests {
-    use driftline_guest::testing::{MemoryConfig, MemoryGuest};
-    use driftline_store::Store;
-    use driftline_store::testing::MemoryDisk;
-
     use super::*;
 
     const MS: Duration = Duration::from_millis(1);
@@ -345,30 +290,5 @@ mod tests {
         let mut pace = DueTime { every: Duration::ZERO, due: start };
         assert_eq!(pace.begin(start + 5 * MS), (5 * MS, 0));
         assert_eq!(pace.due, start + 5 * MS);
-    }
-
-    #[test]
-    fn cancel_ends_the_wait_for_storage() {
-        let disk = MemoryDisk::default();
-        let store = Store::with_backend(Box::new(disk.clone()), true).unwrap();
-        let guest = MemoryGuest::start(MemoryConfig::small()).unwrap();
-        let mut checkpointer = Checkpointer::new(guest, store).unwrap();
-        let last = checkpointer.take().unwrap().epoch;
-        disk.stall_syncs(true);
-        checkpointer.launch();
-        assert!(checkpointer.land_unless(|| true).is_none());
-        let mut outcomes = Vec::new();
-        let mut on_taken = |taken: TakenEpoch| {
-            outcomes.push(taken.outcome.unwrap().epoch);
-            ControlFlow::Continue(())
-        };
-        let (earlier, begun, over) = (1, VecDeque::new(), false);
-        let mut series = EpochSeries { earlier, begun, on_taken: &mut on_taken, over };
-        checkpointer.land_all(&AtomicBool::new(true), &mut series);
-        assert_eq!(checkpointer.in_flight(), 1);
-        disk.stall_syncs(false);
-        let cadence = Cadence { count: Some(1), ..Cadence::default() };
-        assert_eq!(checkpointer.run(&cadence, &AtomicBool::new(false), on_taken), 1);
-        assert_eq!(outcomes, [last + 2], "the cancelled series had the one before");
     }
 }

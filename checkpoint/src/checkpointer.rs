@@ -222,8 +222,7 @@ impl Checkpointer {
     ///
     /// The epoch is not stored; what changed in it is in the next one (I4).
     pub fn take(&mut self) -> Result<EpochReport, CheckpointError> {
-        // A series leaves epochs in flight if it was cancelled while the storage did not answer, or
-        // if its callback has panicked.
+        // A series leaves no epoch in flight, unless its callback has panicked.
         while self.land(None).is_some() {}
         let PendingEpoch { epoch, state } = self.begin();
         match state {

@@ -1,7 +1,7 @@
 //! What is wrong with a file of a store.
 
-use std::io;
 use std::time::Duration;
+use std::{fmt, io};
 
 use driftline_dirty_tracker::{FrameRun, Gfn, LayoutError};
 use driftline_format::FormatError;
@@ -36,7 +36,7 @@ pub enum Damage {
         expected: u64,
     },
     /// A number is outside its limits.
-    #[error("{what} is {found} and should be between {min} and {max}")]
+    #[error("{what} is {found} and should be {}", Limits(*min, *max))]
     OutOfRange {
         /// Name of the number.
         what: &'static str,
@@ -182,6 +182,18 @@ pub enum Damage {
     /// Memory slots that are not a valid layout.
     #[error("the memory layout is invalid: {0}")]
     Layout(#[from] LayoutError),
+}
+
+/// Shows the numbers from the first to the second.
+struct Limits(u64, u64);
+
+impl fmt::Display for Limits {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 == self.1 {
+            true => write!(f, "{}", self.0),
+            false => write!(f, "between {} and {}", self.0, self.1),
+        }
+    }
 }
 
 /// Fails if `found` is not from `min` to `max`.

@@ -110,8 +110,11 @@ impl Store {
             match LogFile::open(self, manifest.files.log) {
                 // A writer has just begun another log.
                 Err(e) if is_not_found(&e) => {
-                    if attempts == MAX_OPEN_ATTEMPTS || self.manifest()? == Some(manifest) {
+                    if self.manifest()? == Some(manifest) {
                         return Err(self.missing_log(log_name(manifest.files.log))?);
+                    }
+                    if attempts == MAX_OPEN_ATTEMPTS {
+                        return Err(e);
                     }
                 }
                 Err(e) => return Err(e),

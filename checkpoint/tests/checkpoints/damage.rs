@@ -385,7 +385,7 @@ fn every_field_that_the_format_fixes_is_checked() {
         (56, 1, "the layout in the header of a log is 1 and should be 0"),
         (70, 1, "what follows the header is 1 and should be 0"),
         (epoch + 24, 0, "a checkpoint's number is 0 and should be"),
-        (epoch + 24 + 8, 9, "the parent's number is 9 and should be between 0 and 0"),
+        (epoch + 24 + 8, 9, "the parent's number is 9 and should be 0"),
         (epoch + 24 + 28, 4, "the undefined part of a checkpoint's flags is 4 and should be 0"),
         (layout + 24 + 4, 1, "the unused field of a memory slot is 1 and should be 0"),
         (layout + 24 + 10, 9, "a memory slot at page 0x100 follows one at 0x90000"),

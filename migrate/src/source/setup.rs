@@ -20,7 +20,7 @@ use crate::protocol::features::{
 };
 use crate::protocol::ids::Secret;
 use crate::protocol::limits::{MAX_CONFIG, MAX_CONNECTIONS, MAX_SECTIONS, MAX_SLOTS};
-use crate::protocol::message::{Purpose, StateHeads, WireMessage};
+use crate::protocol::message::{Purpose, StateHeads, WireMessage, printable};
 use crate::transport::address::InvalidAddress;
 use crate::transport::compression::Compression;
 use crate::transport::connect::ConnectLimits;
@@ -98,6 +98,7 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
         wire.recv_header()?;
         let features = match wire.recv()? {
             WireMessage::Hello { version, features, .. } => {
+                let version = printable(version);
                 tracing::debug!(to = self.to, version, features, "connected");
                 features
             }

@@ -49,7 +49,10 @@ impl AbandonedThreads {
         match threads.len() {
             ..MAX_ABANDONED => Ok(()),
             count => {
-                let why = format!("{count} earlier attempts to connect have not ended");
+                let why = format!(
+                    "{count} earlier attempts to connect have not ended: check that the names of \
+                     hosts are resolved, and try again"
+                );
                 Err(io::Error::other(why))
             }
         }
@@ -66,7 +69,10 @@ pub(super) fn connect(
     limits: ConnectLimits,
     stop: &StopFlag,
 ) -> io::Result<Socket> {
-    ABANDONED.admit_another()?;
+    // A thread that connects to a unix socket ends by its timeout.
+    if matches!(peer, Address::Tcp(_)) {
+        ABANDONED.admit_another()?;
+    }
     let (sender, result) = mpsc::channel();
     let (peer, timeout) = (peer.clone(), limits.timeout);
     // On a separate thread, because name look-ups and connects cannot be interrupted. If this side

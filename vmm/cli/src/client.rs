@@ -222,9 +222,9 @@ pub(super) enum GuestPresence {
     Here(GuestState),
     /// The guest has been handed over to a host that may run it; `to` names the host if known.
     InDoubt { to: Option<String> },
-    /// The guest has ended or has not arrived, or no process listens.
+    /// The guest has ended, or no process listens.
     Ended,
-    /// The VMM has not said: it does not answer, or answers something else.
+    /// The VMM has not said: it does not answer, or the guest has not arrived yet.
     Unknown,
 }
 
@@ -233,7 +233,7 @@ impl GuestPresence {
     pub(super) async fn ask(client: &Client) -> Self {
         let state = match client.get("/v1/info").await {
             Ok(InfoPage::Guest(info)) => info.state,
-            Ok(InfoPage::Arriving(_)) => return Self::Ended,
+            Ok(InfoPage::Arriving(_)) => return Self::Unknown,
             Err(ClientError::Connect { .. } | ClientError::Broken { .. })
                 if has_ended(client).await =>
             {

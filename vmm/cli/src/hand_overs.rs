@@ -119,7 +119,7 @@ impl fmt::Display for CloneHint {
             Self::NewId => f.write_str("for a clone with an id of its own, use --new-id"),
             Self::UnknownDisks => f.write_str(
                 "its clone must not use its disks, and the checkpoint's configuration, which names \
-                 them, cannot be read",
+                 them, cannot be read: clone another checkpoint",
             ),
             Self::CopyOf { id, path } => write!(
                 f,
@@ -307,7 +307,7 @@ mod tests {
         assert!(refusal(&pending).unwrap_err().ends_with("use --new-id"));
         pending.allow_clone(None);
         let doubt = refusal(&pending).unwrap_err();
-        assert!(doubt.ends_with("which names them, cannot be read"), "{doubt}");
+        assert!(doubt.contains("which names them, cannot be read"), "{doubt}");
         pending.allow_clone(Some(Vec::new()));
         assert_eq!(refusal(&pending), Ok(()));
     }

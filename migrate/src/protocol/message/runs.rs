@@ -66,8 +66,13 @@ pub(super) fn text(tag: Tag, bytes: &[u8]) -> Result<&str, WireError> {
     std::str::from_utf8(bytes).map_err(|_| malformed(tag, "its text is not UTF-8"))
 }
 
-/// Returns a peer's text with spaces in place of control characters, which would control the
-/// terminal that shows it, or forge lines of a log.
+/// Returns a peer's text with spaces in place of control characters, line separators and changes of
+/// direction, which would control the terminal that shows it, or forge lines of a log.
 pub(crate) fn printable(text: &str) -> String {
-    text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
+    let controls = |c: char| {
+        let is_separator = matches!(c, '\u{2028}' | '\u{2029}');
+        let is_direction = matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+        c.is_control() || is_separator || is_direction
+    };
+    text.chars().map(|c| if controls(c) { ' ' } else { c }).collect()
 }

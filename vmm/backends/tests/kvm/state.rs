@@ -103,7 +103,9 @@ fn only_a_migration_shows_in_the_guests_clock() {
     if !kvm_or_skip("only_a_migration_shows_in_the_guests_clock") {
         return;
     }
-    for (clock, shows) in [(Clock::Advance, true), (Clock::Continue, false)] {
+    for (clock, shows) in
+        [(Clock::Advance, true), (Clock::AdvanceAnyTime, true), (Clock::Continue, false)]
+    {
         let console = SerialLog::new();
         let machine = launch(payload("payload,ws=1M,rate=1M"), &console);
         machine.resume().unwrap();

@@ -192,10 +192,13 @@ impl Demo<'_> {
         };
         let JobStarted { job } = vmm.call(Method::POST, "/v1/checkpoint", Some(&request))?;
         let (mut lines, mut since) = (Vec::new(), 0);
-        let end = Instant::now() + child::TIMEOUT;
+        let mut progress = Instant::now();
         loop {
             let page: CheckpointPage =
                 vmm.get(&format!("/v1/checkpoint?job={job}&since={since}&wait_ms=5000"))?;
+            if !page.epochs.is_empty() {
+                progress = Instant::now();
+            }
             for outcome in page.epochs {
                 match outcome {
                     EpochOutcome::Stored(line) => lines.push(line),
@@ -207,8 +210,8 @@ impl Demo<'_> {
             if !page.running {
                 break;
             }
-            if Instant::now() > end {
-                let what = "the checkpoints to be durable";
+            if progress.elapsed() > child::TIMEOUT {
+                let what = "the next checkpoint to be durable";
                 return Err(StepError::TimedOut { what, limit: child::TIMEOUT });
             }
         }

@@ -104,7 +104,7 @@ pub(crate) enum OperatorError {
     #[error("cannot {0} a guest whose snapshot is being written; wait for its end")]
     Snapshotting(&'static str),
     /// The operator has not paused the guest.
-    #[error("the guest is running: pause it before its snapshot, or set `live`")]
+    #[error("the guest is running: pause it before its snapshot")]
     Running,
     /// The guest refuses.
     #[error(transparent)]
@@ -411,7 +411,7 @@ mod tests {
     fn kept_pause_is_not_resumed() {
         let (vm, pauses) = running();
         let refused = |pauses: &PauseControl| pauses.keep_paused().err().unwrap().to_string();
-        let running = "the guest is running: pause it before its snapshot, or set `live`";
+        let running = "the guest is running: pause it before its snapshot";
         assert_eq!(refused(&pauses), running);
         let checkpoint = pauses.guest_for(JobRole::Checkpoint);
         checkpoint.pause().unwrap();

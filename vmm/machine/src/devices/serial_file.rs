@@ -15,6 +15,7 @@ use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::io::Errno;
 
 use super::counts::SerialCounters;
+use super::loss_log::LossLog;
 
 /// Longest wait for room in a FIFO or device that had room at the last write. After a write that
 /// found no room, later writes do not wait until one of them finds room.
@@ -27,9 +28,10 @@ pub(super) struct SerialFile {
     file: File,
     /// Whether the last write found no room.
     is_full: bool,
-    /// Number of writes that were the first to find no room.
-    times_full: u64,
-    /// Bytes that were lost since then.
+    /// Whether that was logged.
+    is_announced: bool,
+    losses: LossLog,
+    /// Bytes that were lost since the last line about lost bytes.
     lost: u64,
     counters: Arc<SerialCounters>,
 }
@@ -55,7 +57,15 @@ impl SerialFile {
             let why = "it is neither a regular file nor a FIFO nor a character device";
             return Err(io::Error::other(why));
         }
-        Ok(Self { path: path.to_owned(), file, is_full: false, times_full: 0, lost: 0, counters })
+        Ok(Self {
+            path: path.to_owned(),
+            file,
+            is_full: false,
+            is_announced: false,
+            losses: LossLog::default(),
+            lost: 0,
+            counters,
+        })
     }
 
     /// Waits until `until` at most. Returns whether a write finds room.
@@ -71,31 +81,23 @@ impl SerialFile {
         }
     }
 
-    /// Notes that a write found room. Like the loss, only the first one after a loss is logged as a
-    /// warning, because the guest sets the pace.
+    /// Logs what was lost, if the loss was announced: at most once a second, because the guest sets
+    /// the pace.
     fn note_room(&mut self) {
-        if std::mem::take(&mut self.is_full) {
+        if std::mem::take(&mut self.is_full) && std::mem::take(&mut self.is_announced) {
             let (lost, path) = (std::mem::take(&mut self.lost), self.path.display());
-            match self.times_full {
-                1 => tracing::warn!(
-                    "\"{path}\" has room again; {lost} bytes of serial output were dropped"
-                ),
-                _ => tracing::debug!("\"{path}\" has room again, after {lost} dropped bytes"),
-            }
+            tracing::warn!("\"{path}\" has room again; {lost} bytes of serial output were dropped");
         }
     }
 
     fn lose(&mut self, bytes: usize) {
-        if !std::mem::replace(&mut self.is_full, true) {
-            self.times_full += 1;
+        self.is_full = true;
+        if !self.is_announced && self.losses.add(bytes as u64, false).is_some() {
+            self.is_announced = true;
             let path = self.path.display();
-            match self.times_full {
-                1 => tracing::warn!(
-                    "serial output is dropped: \"{path}\" has no room; have a program read it; \
-                     later losses are only counted"
-                ),
-                n => tracing::debug!("\"{path}\" has no room, for the {n}th time"),
-            }
+            tracing::warn!(
+                "serial output is dropped: \"{path}\" has no room; have a program read it"
+            );
         }
         self.lost += bytes as u64;
         self.counters.lost_bytes.add(bytes as u64);
@@ -164,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn only_first_loss_is_a_warning() {
+    fn losses_are_logged_once_a_second() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("fifo");
         mknodat(CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
@@ -178,7 +180,8 @@ mod tests {
                 file.write_all(b"again\n").unwrap();
             }
         });
-        assert_eq!((logged.len(), file.times_full), (2, 3), "{logged:?}");
+        // A pair of lines a second.
+        assert!([2, 4, 6].contains(&logged.len()), "{logged:?}");
         assert!(logged[0].contains("has no room") && logged[1].contains("has room again"));
     }
 

@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::counts::SerialCounters;
+use super::loss_log::LossLog;
 use super::rate_limit::DeviceRateLimiter;
 use super::serial_file::SerialFile;
 use crate::config::{RateLimit, RateLimits, SerialSink};
@@ -189,18 +190,13 @@ pub fn open(
 
 /// Writes output until the sink is closed and empty.
 fn write_out(shared: &OutputBuffer, mut to: Box<dyn Write + Send>) {
-    let (mut broken, mut has_dropped) = (false, false);
+    let (mut broken, mut losses) = (false, LossLog::default());
     loop {
         let PendingOutput { bytes, dropped, limited, is_last } = next(shared);
-        if dropped > 0 {
-            // Only the first loss is a warning, because a guest can cause losses without end.
-            match std::mem::replace(&mut has_dropped, true) {
-                false => tracing::warn!(
-                    "{dropped} bytes of serial output were dropped: its reader does not keep up; \
-                     later losses are only counted"
-                ),
-                true => tracing::debug!("{dropped} more bytes of serial output were dropped"),
-            }
+        if let Some(dropped) = losses.add(dropped, is_last) {
+            tracing::warn!(
+                "{dropped} bytes of serial output were dropped: its reader does not keep up"
+            );
         }
         if limited > 0 {
             tracing::debug!("{limited} bytes of serial output were dropped: they exceed its limit");
@@ -332,12 +328,15 @@ mod tests {
     }
 
     #[test]
-    fn only_first_dropped_output_is_a_warning() {
+    fn dropped_output_is_logged_together() {
         let shared = Arc::new(OutputBuffer::default());
         shared.lock().bytes.push(b'\n');
         let reader = SlowReader { shared: shared.clone(), writes: 0 };
         let logged = warnings(|| write_out(&shared, Box::new(reader)));
-        assert!(logged.len() == 1 && logged[0].contains("1 bytes of serial output"), "{logged:?}");
+        assert!(logged[0].contains("1 bytes of serial output"), "{logged:?}");
+        // The last line has what was dropped since the first, unless a second passed between.
+        let last = logged.last().unwrap();
+        assert!(logged.len() > 1 && last.contains("bytes of serial output"), "{logged:?}");
     }
 
     #[test]

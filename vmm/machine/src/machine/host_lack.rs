@@ -38,8 +38,8 @@ pub enum HostLack {
     ManualDirtyLog,
     /// KVM offers manual clearing of its dirty bitmap, but refuses it.
     #[error(
-        "a dirty bitmap that can be cleared by hand: its KVM refuses \
-         KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2 ({cause}); use --tracking dirty-bitmap"
+        "manual clearing of KVM's dirty bitmap: KVM refuses KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2 \
+         ({cause}); use --tracking dirty-bitmap"
     )]
     ManualDirtyLogRefused {
         /// KVM's error.

@@ -361,7 +361,11 @@ impl Stateful for KvmMachine {
 
     fn restore_state(&self, sections: &[Section], clock: Clock) -> Result<(), GuestError> {
         // A migrated guest keeps its identity, and is the only one that is restored from its state.
-        self.restore(sections, clock, clock != Clock::Advance)
+        let renews_generation_id = match clock {
+            Clock::Advance => false,
+            Clock::AdvanceAnyTime | Clock::Continue => true,
+        };
+        self.restore(sections, clock, renews_generation_id)
     }
 
     fn state_heads(&self) -> Vec<SectionHead> {

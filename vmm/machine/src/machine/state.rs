@@ -141,6 +141,7 @@ fn clock_now(
 ) -> kvm_clock_data {
     let now = kvm_clock_data { clock: then.clock, ..Default::default() };
     let away = advance_ns(clock, saved_ns, wall_ns());
+    tracing::debug!(?clock, away_ns = away, "guest clock");
     // Given the wall clock at the time of reading, the kernel adds the time that has passed until
     // the very moment at which it sets the clock.
     let by_kernel = then.flags & context.value(KVM_CAP_ADJUST_CLOCK) & KVM_CLOCK_REALTIME;

@@ -15,6 +15,10 @@ use crate::devices::virtio::Buffer;
 const CHUNK_BYTES: usize = 32 << 10;
 
 /// Performs an operation and waits for its end.
+///
+/// Not inlined: if it were, the device's other calls would also touch the eight stack pages of the
+/// buffer. After a hand-over the first of these calls is made while the guest is paused.
+#[inline(never)]
 pub(super) fn perform(
     disk: &DiskFile,
     operation: &DiskOperation,
