@@ -49,7 +49,6 @@ mod destination;
 mod error;
 mod heap;
 mod journal;
-mod log_limit;
 mod policy;
 mod protocol;
 mod report;

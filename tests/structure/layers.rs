@@ -10,15 +10,12 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("protocol", &[]),
     ("transport", &["protocol"]),
     ("policy", &["report"]),
-    ("journal", &["protocol", "log_limit"]),
+    ("journal", &["protocol"]),
     (
         "source",
         &["protocol", "transport", "policy", "journal", "control", "error", "heap", "report"],
     ),
-    (
-        "destination",
-        &["protocol", "transport", "journal", "control", "error", "heap", "log_limit", "report"],
-    ),
+    ("destination", &["protocol", "transport", "journal", "control", "error", "heap", "report"]),
 ];
 
 /// Returns a sentence for each import that its layer may not have.

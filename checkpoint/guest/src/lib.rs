@@ -25,6 +25,7 @@
 //! MemoryRight     which of these processes may run the guest
 //! GuestDrive      a drive of a guest, to be copied; DriveCopy is a copy that is being filled
 //! CopyBeforeWrite saves a block's old content before the guest overwrites it
+//! LogLimit        limits log lines that a guest or a peer can cause
 //! ```
 #![forbid(unsafe_code)]
 
@@ -42,6 +43,7 @@ mod hand_over;
 mod identity;
 mod lifecycle;
 mod lineage;
+mod log_limit;
 mod memory_claim;
 mod page_source;
 mod populate;
@@ -71,6 +73,7 @@ pub use hand_over::{HandOver, MAX_QUEUED_PACKET_BYTES, NextHost};
 pub use identity::GuestIdentity;
 pub use lifecycle::{Lifecycle, Paused, SavedPause, VcpuPauses};
 pub use lineage::{Line, LineId, Origin};
+pub use log_limit::LogLimit;
 pub use memory_claim::{ClaimState, MemoryRight, OfferedClaim};
 pub use page_source::{LazyRestoreProgress, PageSource, PageSourceError};
 pub use populate::{MemoryLoader, Populate};

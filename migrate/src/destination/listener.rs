@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::Layout;
 use driftline_format::{FormatError, Header};
-use driftline_guest::{DriveHead, SharedGuest};
+use driftline_guest::{DriveHead, LogLimit, SharedGuest};
 
 use super::admission::{Admission, Admitted, ServingThread, Stage, THREADS};
 use super::local;
@@ -21,7 +21,6 @@ use super::options::ReceiveOptions;
 use super::security;
 use super::session::{Session, SessionRefusal};
 use crate::control::ReceiveControl;
-use crate::log_limit::LogLimit;
 use crate::protocol::decision::Verdict;
 use crate::protocol::description::{DescriptionState, DescriptionStep};
 use crate::protocol::error::WireError;

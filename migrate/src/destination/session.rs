@@ -6,12 +6,11 @@
 
 use std::time::{Duration, Instant};
 
-use driftline_guest::VmId;
+use driftline_guest::{LogLimit, VmId};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use uuid::Uuid;
 
 use crate::journal::{PreparedMark, Records, RecordsError, StagedDecision};
-use crate::log_limit::LogLimit;
 use crate::protocol::decision::{Decision, Verdict};
 use crate::protocol::ids::{Secret, Token};
 use crate::protocol::limits::MAX_CONNECTIONS;

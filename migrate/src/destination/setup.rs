@@ -7,7 +7,8 @@ use std::time::Instant;
 use driftline_dirty_tracker::Layout;
 use driftline_format::{Header, layout_hash};
 use driftline_guest::{
-    DriveHead, Guest, GuestFactory, GuestIdentity, HandOver, Lifecycle, NextHost, SharedGuest,
+    DriveHead, Guest, GuestFactory, GuestIdentity, HandOver, Lifecycle, LogLimit, NextHost,
+    SharedGuest,
 };
 
 use super::admission::Stage;
@@ -17,7 +18,6 @@ use super::listener::{self, AcceptedSource, Incoming};
 use super::session::DecidedBy;
 use crate::control::{Phase, Progress};
 use crate::error::Cause;
-use crate::log_limit::LogLimit;
 use crate::protocol::ids::{Secret, Token};
 use crate::protocol::layout::LayoutDifference;
 use crate::protocol::message::WireMessage;

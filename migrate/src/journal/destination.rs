@@ -5,7 +5,7 @@ use std::io;
 use std::path::Path;
 
 use driftline_format::durable::sync_dir;
-use driftline_guest::VmId;
+use driftline_guest::{LogLimit, VmId};
 use serde::{Deserialize, Serialize};
 use tempfile::NamedTempFile;
 use uuid::Uuid;
@@ -14,7 +14,6 @@ use super::boot_and_mount::BootAndMount;
 use super::directory::Records;
 use super::error::{RecordsError, failed};
 use super::file::{VERSION, json, now_unix_ms, read, remove, sync_removed, temporary, unlink};
-use crate::log_limit::LogLimit;
 use crate::protocol::decision::Decision;
 use crate::protocol::ids::{Secret, Token};
 

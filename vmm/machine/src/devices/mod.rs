@@ -27,7 +27,6 @@ mod keyboard;
 mod latched_event;
 #[cfg(test)]
 mod log_capture;
-mod loss_log;
 mod net;
 mod opener;
 mod placement;
