@@ -104,9 +104,11 @@ fn only_writing_vcpu_is_throttled_until_cancel() {
     let (destination, address) = Driftline::receive(&scratch, "destination");
     let link = MigrationProxy::slow(&address, DELAY, RATE / 3);
     let mut send_command = send_in_background(&source, &link);
-    wait_for("a throttled vCPU", REPORT_LIMIT, || (throttled_ms(&source)?[0] > 300).then_some(()));
-    // A throttled guest converges: this keeps the migration in pre-copy.
+    let throttled_for = |ms: u64| (throttled_ms(&source)?[0] > ms).then_some(());
+    wait_for("a throttled vCPU", REPORT_LIMIT, || throttled_for(0));
+    // A throttled guest converges within seconds: this keeps the migration in pre-copy.
     link.set_rate(ALMOST_NOTHING);
+    wait_for("a vCPU that was throttled for long", REPORT_LIMIT, || throttled_for(300));
     // Not by reports: a guest that writes all the time queues them, and old ones come first.
     let reader = source.console().last_reports(2).expect("both have reported")[1];
     let shown = source.cli("top", &["--once", "--json", "--interval", "500ms"]);
