@@ -3,14 +3,13 @@
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
-use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use crate::common::{
-    TIMEOUT, TestDir, Vmm, driftline, fail, output, receiver, status_field, text, thread_statuses,
+    TIMEOUT, TestDir, Vmm, echo, fail, output, receiver, status_field, text, thread_statuses,
     wait_for,
 };
-use driftline_machine::testing::{Elf, kvm_or_skip};
+use driftline_machine::testing::kvm_or_skip;
 
 const GUEST: &[&str] =
     &["--backend", "threads", "--mem", "64M", "--guest", "payload,ws=1M,rate=1M,report=200"];
@@ -149,33 +148,17 @@ fn device_threads_have_more_filters_than_opener() {
     assert!(!tmp.path("vsock").exists(), "it removes the sockets that it made");
 }
 
-/// Enables interrupts of COM1, which it never handles, and echoes each received byte.
-#[rustfmt::skip]
-const ECHO: &[u8] = &[
-    0x66, 0xba, 0xf9, 0x03, 0xb0, 0x01, 0xee, // mov dx, 0x3f9; mov al, 1; out dx, al
-    0x66, 0xba, 0xfd, 0x03, 0xec, // next: mov dx, 0x3fd; in al, dx
-    0xa8, 0x01, 0x74, 0xf7, // test al, 1; jz next
-    0x66, 0xba, 0xf8, 0x03, 0xec, 0xee, // mov dx, 0x3f8; in al, dx; out dx, al
-    0xeb, 0xef, // jmp next
-];
-
 #[test]
 fn typed_input_reaches_interrupt_driven_guest() {
     if !kvm_or_skip("typed_input_reaches_interrupt_driven_guest") {
         return;
     }
     let tmp = TestDir::new();
-    std::fs::write(tmp.path("echo.elf"), Elf::new(ECHO).bytes()).unwrap();
-    let kernel = tmp.text("echo.elf");
-    let mut command = driftline(&["run", "--kernel", &kernel, "--mem", "64M", "--cmdline", ""]);
-    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    let mut vmm = command.spawn().unwrap();
-    vmm.stdin.as_mut().unwrap().write_all(b"typed").unwrap();
+    let (vmm, mut input, mut output) = echo::start(&tmp, &[]);
+    input.write_all(b"typed").unwrap();
     let mut echoed = [0; 5];
-    let read = vmm.stdout.as_mut().unwrap().read_exact(&mut echoed);
-    vmm.kill().unwrap();
-    let stderr = vmm.wait_with_output().unwrap().stderr;
-    assert!(read.is_ok(), "{}", text(&stderr));
+    let read = output.read_exact(&mut echoed);
+    assert!(read.is_ok(), "{}", vmm.stderr());
     assert_eq!(text(&echoed), "typed");
 }
 

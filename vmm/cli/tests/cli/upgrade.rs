@@ -5,13 +5,15 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::process::Stdio;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread::{scope, sleep};
+use std::thread::{scope, sleep, spawn};
 use std::time::Duration;
 
 use crate::common::latest_process::{LatestProcess, is_running, taken_by_first_run};
-use crate::common::{TIMEOUT, TestDir, Vmm, driftline, output, succeed, text, wait_for};
+use crate::common::{TIMEOUT, TestDir, Vmm, driftline, echo, output, succeed, text, wait_for};
 use driftline_machine::testing::{full, kvm_or_skip};
+use parking_lot::Mutex;
 use serde_json::Value;
 
 const THREADS: &[&str] = &["--backend", "threads", "--mem", "64M", "--vcpus", "2"];
@@ -55,6 +57,46 @@ impl KeptConnection {
         self.0.read_exact(&mut body).unwrap();
         serde_json::from_slice(&body).unwrap()
     }
+}
+
+/// Input arrives all the time. What the guest does not take in one process waits for the next one.
+#[test]
+fn piped_input_reaches_the_guest_once() {
+    if !kvm_or_skip("piped_input_reaches_the_guest_once") {
+        return;
+    }
+    let tmp = TestDir::new();
+    let (vmm, mut input, mut output) = echo::start(&tmp, &["--memory-backing", "memfd"]);
+    let latest = LatestProcess::of(&vmm);
+    let nth = |i: usize| (i % 251) as u8;
+    let is_over = Arc::new(AtomicBool::new(false));
+    let stop = is_over.clone();
+    let writes = spawn(move || {
+        let mut sent = 0;
+        while !stop.load(Ordering::Relaxed) {
+            let piece: Vec<u8> = (sent..sent + 100).map(nth).collect();
+            input.write_all(&piece).unwrap();
+            sent += piece.len();
+        }
+        sent
+    });
+    let echoed = Arc::new(Mutex::new(Vec::new()));
+    let reads = echoed.clone();
+    // Ends with the guest.
+    spawn(move || {
+        let mut piece = [0; 4096];
+        while let Ok(n @ 1..) = output.read(&mut piece) {
+            reads.lock().extend_from_slice(&piece[..n]);
+        }
+    });
+    for _ in 0..5 {
+        latest.upgrade();
+    }
+    is_over.store(true, Ordering::Relaxed);
+    let sent = writes.join().unwrap();
+    wait_for("all echoes", || (echoed.lock().len() >= sent).then_some(()));
+    vmm.tell(&["stop"]);
+    assert!(echoed.lock().iter().copied().eq((0..sent).map(nth)), "lost, or in another order");
 }
 
 /// Replaces the process `times` times, while clients ask over connections that they keep, and over

@@ -68,6 +68,8 @@ pub(crate) use power::PowerState;
 #[cfg(any(test, fuzzing))]
 pub(crate) use serial::fuzz as fuzz_serial;
 pub(crate) use serial::{Com1, IRQ as COM1_IRQ, SerialPortState};
+#[cfg(test)]
+pub(crate) use serial::{PORT_BYTES, PortInput};
 pub(crate) use serial_input::SerialInput;
 pub use serial_input::was_ctrl_a_x;
 pub use serial_output::{

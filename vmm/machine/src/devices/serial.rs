@@ -1,8 +1,9 @@
 //! COM1: vm-superio's 16550 with its interrupt line, its output and its input.
 
-use std::io;
+use std::io::{self, ErrorKind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use parking_lot::{Mutex, MutexGuard};
 use serde::{Deserialize, Serialize};
@@ -20,6 +21,13 @@ pub(crate) const IRQ: u32 = 4;
 
 /// Bit of the interrupt enable register: interrupt on received data.
 const RECEIVED_DATA: u8 = 1 << 0;
+
+/// Upper bound on waiting for a read of input under way, for which the guest is paused longer. Only
+/// a file on storage that hangs takes so long; what is read then is lost if the guest moves.
+const READ_LIMIT: Duration = Duration::from_millis(if cfg!(test) { 10_000 } else { 10 });
+
+/// Room of an empty port, in bytes.
+pub(crate) const PORT_BYTES: usize = 64;
 
 /// Raises the interrupt through the VM, immediately. An event file descriptor would raise it some
 /// time later, perhaps after the interrupt controllers were saved.
@@ -70,6 +78,21 @@ pub(crate) struct Com1 {
     /// Whether input may enter the port. False while the guest is paused, because its state must
     /// not change then.
     takes_input: AtomicBool,
+    /// Held while input is read for the port, so that a paused guest's port has all that was read.
+    reading: Mutex<()>,
+}
+
+/// What has become of input that was to be read.
+#[derive(PartialEq, Eq, Debug)]
+pub(crate) enum PortInput<'b> {
+    /// It is in the port, or its source has none now.
+    Taken,
+    /// It is where it was: the port has no room for it now.
+    NoRoom,
+    /// It was read, and the port has not taken this part of it.
+    Left(&'b [u8]),
+    /// There is no more.
+    End,
 }
 
 impl Com1 {
@@ -80,7 +103,8 @@ impl Com1 {
         let events = PortEvents { drained, counters: sink.counters().clone() };
         let uart = Serial::with_events(IrqPulse(vm.clone()), events.clone(), sink.clone());
         let takes_input = AtomicBool::new(false);
-        Ok(Self { uart: Mutex::new(uart), vm, sink, events, takes_input })
+        let reading = Mutex::new(());
+        Ok(Self { uart: Mutex::new(uart), vm, sink, events, takes_input, reading })
     }
 
     /// Returns the port's counters.
@@ -91,6 +115,7 @@ impl Com1 {
     /// Lets input in if `yes` is true, or stops it. After a stop has returned, no more input
     /// enters.
     pub(crate) fn take_input(&self, yes: bool) {
+        let _reading = if yes { None } else { self.reading.try_lock_for(READ_LIMIT) };
         let _uart = self.uart();
         self.takes_input.store(yes, Ordering::Relaxed);
         if yes {
@@ -118,6 +143,46 @@ impl Com1 {
             tracing::debug!("COM1 input: {e}");
             0
         })
+    }
+
+    /// Lets `read` read as much input as the port has room for, and gives it to the guest. Reads
+    /// nothing while the guest takes none. Bytes are read to `buffer`.
+    ///
+    /// # Errors
+    ///
+    /// Those of `read`.
+    pub(crate) fn feed_from<'b>(
+        &self,
+        buffer: &'b mut [u8; PORT_BYTES],
+        read: impl FnOnce(&mut [u8]) -> io::Result<usize>,
+    ) -> io::Result<PortInput<'b>> {
+        let _reading = self.reading.lock();
+        let room = self.room().min(buffer.len());
+        if room == 0 {
+            return Ok(PortInput::NoRoom);
+        }
+        let input = match read(&mut buffer[..room]) {
+            Ok(0) => return Ok(PortInput::End),
+            Ok(read) => &buffer[..read],
+            Err(e) if matches!(e.kind(), ErrorKind::Interrupted | ErrorKind::WouldBlock) => {
+                return Ok(PortInput::Taken);
+            }
+            Err(e) => return Err(e),
+        };
+        Ok(match &input[self.feed(input, false)..] {
+            [] => PortInput::Taken,
+            left => PortInput::Left(left),
+        })
+    }
+
+    /// Returns how many bytes of input a guest whose driver takes input has room for.
+    fn room(&self) -> usize {
+        let uart = self.uart();
+        let is_enabled = uart.state().interrupt_enable & RECEIVED_DATA != 0;
+        match is_enabled && self.takes_input.load(Ordering::Relaxed) {
+            true => uart.fifo_capacity(),
+            false => 0,
+        }
     }
 
     /// Returns the event that is signaled when the guest has read all its input.
@@ -251,5 +316,10 @@ impl SerialPortState {
             scratch: 7,
             in_buffer: b"typed".to_vec(),
         }
+    }
+
+    /// Returns how many bytes of input the guest has not read.
+    pub(crate) fn unread(&self) -> usize {
+        self.in_buffer.len()
     }
 }

@@ -7,8 +7,9 @@
 //! | a pipe, socket or file | its bytes, once the guest has enabled the interrupt: drivers discard earlier input |
 //! | anything else | not read |
 //!
-//! Input that the guest does not take waits: input from a pipe stays in the pipe, and input from a
-//! terminal goes to a small buffer. Keys that do not fit into the buffer are lost.
+//! Input that the guest does not take waits: input from a pipe stays in the pipe, where the guest's
+//! next process finds it, and input from a terminal goes to a small buffer. Keys that do not fit
+//! into the buffer are lost.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -20,11 +21,13 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FileType, fstat};
+use rustix::io::ioctl_fionread;
 use rustix::process::{Signal, getpgrp, getpid, kill_process};
 use rustix::termios::{isatty, tcgetpgrp};
 
 use super::bus::Bus;
 use super::latched_event::LatchedEvent;
+use super::serial::{PORT_BYTES, PortInput};
 use crate::sandbox::{self, Class};
 use crate::terminal::Stdin;
 use crate::thread_end::join_until;
@@ -173,7 +176,8 @@ struct Reader {
 impl Reader {
     fn run(mut self, stop: &LatchedEvent) -> io::Result<()> {
         let stdin = io::stdin();
-        let mut ended = false;
+        // `held`: whether standard input may have bytes for which the port has no room.
+        let (mut ended, mut held) = (false, false);
         loop {
             let com1 = self.bus.com1();
             let only_if_enabled = self.source == InputKind::Stream;
@@ -184,13 +188,14 @@ impl Reader {
             }
             // A terminal is always read, because its user may want to leave a guest that takes no
             // input.
-            let read = !ended && (self.source == InputKind::Terminal || self.waiting.is_empty());
+            let has_room = !held && self.waiting.is_empty();
+            let read = !ended && (self.source == InputKind::Terminal || has_room);
             // Borrowed anew in each iteration. The descriptors live as long as the port and the
             // process.
             let fds = [stop.as_fd(), com1.drained().as_fd(), stdin.as_fd()];
             let count = if read { 3 } else { 2 };
             let mut fds = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
-            let retry = (!self.waiting.is_empty()).then_some(RETRY);
+            let retry = (held || !self.waiting.is_empty()).then_some(RETRY);
             let retry = retry.and_then(|r| Timespec::try_from(r).ok());
             match poll(&mut fds[..count], retry.as_ref()) {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
@@ -203,24 +208,41 @@ impl Reader {
             if ready[1] {
                 com1.drained().clear();
             }
+            held = false;
             if read && ready[2] {
-                ended = !self.read(stdin.as_fd())?;
+                match self.source {
+                    InputKind::Terminal => ended = !self.read_keys(stdin.as_fd())?,
+                    InputKind::Stream => (ended, held) = self.read_stream(stdin.as_fd())?,
+                }
             }
         }
     }
 
-    /// Reads the available input. Returns whether there may be more later.
-    fn read(&mut self, stdin: BorrowedFd) -> io::Result<bool> {
+    /// Reads available input for which the port has room. Returns whether there is no more, and
+    /// whether there may be some for which it has none.
+    fn read_stream(&mut self, stdin: BorrowedFd) -> io::Result<(bool, bool)> {
+        let mut buffer = [0; PORT_BYTES];
+        let read = |room: &mut [u8]| Ok(rustix::io::read(stdin, room)?);
+        Ok(match self.bus.com1().feed_from(&mut buffer, read)? {
+            PortInput::Taken => (false, false),
+            PortInput::Left(left) => {
+                self.waiting.extend_from_slice(left);
+                (false, false)
+            }
+            // Standard input has bytes, or has ended.
+            PortInput::NoRoom => (ioctl_fionread(stdin).is_ok_and(|bytes| bytes == 0), true),
+            PortInput::End => (true, false),
+        })
+    }
+
+    /// Reads keys of a terminal. Returns whether there may be more later.
+    fn read_keys(&mut self, stdin: BorrowedFd) -> io::Result<bool> {
         let mut buffer = [0; 512];
         let read = match rustix::io::read(stdin, &mut buffer) {
             Ok(read) => &buffer[..read],
             Err(rustix::io::Errno::INTR | rustix::io::Errno::AGAIN) => return Ok(true),
             Err(e) => return Err(e.into()),
         };
-        if self.source == InputKind::Stream {
-            self.waiting.extend_from_slice(read);
-            return Ok(!read.is_empty());
-        }
         let leave = self.keys.pass(read, &mut self.waiting);
         self.waiting.truncate(MAX_WAITING);
         if leave {

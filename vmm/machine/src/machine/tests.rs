@@ -1,6 +1,8 @@
 //! Machines with slow or stuck devices: every wait for such a device has a limit.
 
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
@@ -10,7 +12,7 @@ use super::supervisor::Supervisor;
 use super::vcpus::VcpuHandle;
 use super::{BuildOptions, KvmMachine};
 use crate::config::{DeviceConfig, HostConfig, MachineConfig, RngConfig, SerialSink};
-use crate::devices::{DeviceLimits, DeviceSet, fake};
+use crate::devices::{DeviceLimits, DeviceSet, PORT_BYTES, PortInput, fake};
 use crate::memory::Memory;
 use crate::terminal::Stdin;
 use crate::testing::{Elf, disk, kernel_config, kvm_or_skip, run_in_child};
@@ -89,6 +91,15 @@ const ECHO: [u8; 17] = [
     0x66, 0xba, 0xf8, 0x03, 0xec, 0xee, 0xeb, 0xef,
 ];
 
+/// As `ECHO`, with the interrupt for received data enabled.
+#[rustfmt::skip]
+const ENABLED_ECHO: [u8; 24] = [
+    // mov dx, 0x3f9; mov al, 1; out dx, al
+    0x66, 0xba, 0xf9, 0x03, 0xb0, 0x01, 0xee,
+    0x66, 0xba, 0xfd, 0x03, 0xec, 0xa8, 0x01, 0x74, 0xf7,
+    0x66, 0xba, 0xf8, 0x03, 0xec, 0xee, 0xeb, 0xef,
+];
+
 /// Resets the first device, then prints an R.
 #[rustfmt::skip]
 const RESET: [u8; 20] = [
@@ -144,6 +155,51 @@ fn guest_runs_while_pause_waits_for_device() {
     });
     assert_eq!((pause.before, machine.run_state()), (RunState::Running, RunState::Paused));
     pause.saved.unwrap();
+}
+
+/// A guest that moves while it is paused takes along what is in its port.
+#[test]
+fn paused_port_has_all_input_that_was_read() {
+    if !kvm_or_skip("paused_port_has_all_input_that_was_read") {
+        return;
+    }
+    let fixture = FakeDeviceMachine::new(&ENABLED_ECHO, LONG);
+    let (machine, com1) = (&fixture.machine, fixture.machine.bus.com1());
+    let (is_over, read_bytes) = (AtomicBool::new(false), AtomicUsize::new(0));
+    let read = |room: &mut [u8]| {
+        let n = room.len().min(3);
+        read_bytes.fetch_add(n, Ordering::SeqCst);
+        std::thread::sleep(Duration::from_micros(100));
+        room[..n].fill(b'a');
+        Ok(n)
+    };
+    machine.resume().unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !is_over.load(Ordering::SeqCst) {
+                let mut buffer = [0; PORT_BYTES];
+                let fed = com1.feed_from(&mut buffer, read).unwrap();
+                assert!(matches!(fed, PortInput::Taken | PortInput::NoRoom), "{fed:?}");
+            }
+        });
+        let check = || {
+            for _ in 0..50 {
+                machine.pause().unwrap();
+                com1.drain();
+                let had = fixture.printed().len() + com1.state().unread();
+                // The guest may have one byte that it has not written yet.
+                let read = read_bytes.load(Ordering::SeqCst);
+                assert!(had == read || had + 1 == read, "{had} of {read} bytes");
+                machine.resume().unwrap();
+            }
+        };
+        let checked = catch_unwind(AssertUnwindSafe(check));
+        is_over.store(true, Ordering::SeqCst);
+        checked.unwrap_or_else(|failure| resume_unwind(failure));
+    });
+    let all = "a".repeat(read_bytes.load(Ordering::SeqCst));
+    assert!(!all.is_empty());
+    fixture.wait_for(&all);
 }
 
 /// Returns a machine whose guest waits for a device reset, which waits for requests under way.

@@ -150,6 +150,11 @@ pub(super) const TAP_IOCTLS: &[u32] = &[
 pub(super) const STREAM_IOCTLS: &[u32] = &[
     0x5421,
 ];
+/// `FIONREAD`, which tells the end of standard input from input that waits.
+#[rustfmt::skip]
+pub(super) const INPUT_IOCTLS: &[u32] = &[
+    0x541b,
+];
 /// Ioctls of terminals: settings, sizes, the foreground. TIOCSTI and TIOCLINUX are never allowed,
 /// because they inject input.
 #[rustfmt::skip]

@@ -18,7 +18,10 @@ pub(super) fn of(class: Class) -> Result<Rules, BackendError> {
     table.every_thread()?;
     match class {
         Class::Worker | Class::Serial | Class::Log => {}
-        Class::SerialInput => table.kvm(LINE_IOCTLS)?,
+        Class::SerialInput => {
+            table.kvm(LINE_IOCTLS)?;
+            table.ioctls(INPUT_IOCTLS)?;
+        }
         Class::Vcpu => {
             table.kvm(VCPU_IOCTLS)?;
             table.allow(VCPU);

@@ -1,6 +1,7 @@
 //! Shared parts of the binary's tests: a process that does not outlive its test, and its guest's
 //! reports.
 
+pub mod echo;
 pub mod latest_process;
 pub mod pty;
 pub mod script;
