@@ -32,7 +32,7 @@ enum StallState {
     #[default]
     Unthrottled,
     /// The vCPU does not enter the guest, until `until` or until a job ends the stall.
-    Stalled { since: Instant, until: Option<Instant>, slice: Duration },
+    Stalled { until: Option<Instant>, slice: Duration },
     /// The vCPU runs until this time, then reports.
     Slice { until: Instant },
 }
@@ -41,29 +41,26 @@ impl ThrottleState {
     /// Stalls the vCPU until `until`, and then lets it run for `slice`. The wait after a report
     /// counts as part of this stall.
     pub(crate) fn begin(&mut self, until: Instant, slice: Duration, meter: &StallMeter) {
-        let since = match self.state {
-            StallState::Stalled { since, until: None, .. } => since,
-            _ => {
-                self.end(meter);
-                Instant::now()
-            }
-        };
-        self.state = StallState::Stalled { since, until: Some(until), slice };
+        if !matches!(self.state, StallState::Stalled { until: None, .. }) {
+            self.end(meter);
+        }
+        meter.begin(Instant::now());
+        self.state = StallState::Stalled { until: Some(until), slice };
     }
 
     /// Starts the wait after a reported slice. The vCPU stays out of the guest until a job ends the
     /// wait or [`ANSWER_LIMIT`] has passed.
-    pub(crate) fn wait(&mut self) {
+    pub(crate) fn wait(&mut self, meter: &StallMeter) {
         self.stop_timer();
-        self.state =
-            StallState::Stalled { since: Instant::now(), until: None, slice: Duration::ZERO };
+        meter.begin(Instant::now());
+        self.state = StallState::Stalled { until: None, slice: Duration::ZERO };
     }
 
     /// Ends the stall or slice, if there is one.
     pub(crate) fn end(&mut self, meter: &StallMeter) {
         match std::mem::take(&mut self.state) {
             StallState::Unthrottled => {}
-            StallState::Stalled { since, .. } => meter.count(since.elapsed()),
+            StallState::Stalled { .. } => meter.end(),
             StallState::Slice { .. } => self.stop_timer(),
         }
     }
@@ -140,6 +137,9 @@ mod tests {
         vcpu.tell(|()| ());
         assert!(matches!(throttle.next(&inbox, &meter), Next::Job(_)));
         assert!(throttle.is_stalled() && meter.stalls() == 0);
+        let before = meter.stalled();
+        std::thread::sleep(SLICE);
+        assert!(meter.stalled() >= before + SLICE, "a stall under way counts");
         // Another stall replaces it, and ends by itself.
         throttle.begin(Instant::now() + 2 * SLICE, SLICE, &meter);
         assert_eq!(meter.stalls(), 1);
@@ -167,7 +167,7 @@ mod tests {
         while !throttle.slice_is_over() {
             std::thread::sleep(SLICE);
         }
-        throttle.wait();
+        throttle.wait(&meter);
         vcpu.tell(|()| ());
         assert!(matches!(throttle.next(&inbox, &meter), Next::Job(_)));
         assert!(throttle.is_stalled() && meter.stalls() == 1);
@@ -178,7 +178,7 @@ mod tests {
         throttle.end(&meter);
         assert!(!throttle.slice_is_over() && meter.stalls() == 2);
         // A collector that never answers.
-        throttle.wait();
+        throttle.wait(&meter);
         assert!(matches!(throttle.next(&inbox, &meter), Next::Nothing));
         assert!(!throttle.is_stalled() && !throttle.slice_is_over() && meter.stalls() == 3);
         assert!(meter.stalled() >= ANSWER_LIMIT);

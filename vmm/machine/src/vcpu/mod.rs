@@ -240,7 +240,7 @@ impl Vcpu {
         match self.state {
             VcpuState::Running => self.throttle.begin(until, slice, &self.counters.throttled),
             // The vCPU is not entering the guest.
-            _ => self.counters.throttled.count(Duration::ZERO),
+            _ => self.counters.throttled.skip(),
         }
     }
 
@@ -268,7 +268,7 @@ impl Vcpu {
         while self.state == VcpuState::Running {
             if self.throttle.slice_is_over() {
                 match self.peers.slice_over(self.id, self.counters.throttled.stalls()) {
-                    true => self.throttle.wait(),
+                    true => self.throttle.wait(&self.counters.throttled),
                     false => self.throttle.end(&self.counters.throttled),
                 }
             }
