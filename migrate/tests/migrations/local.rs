@@ -82,6 +82,19 @@ fn untracked_guest_is_handed_over() {
     assert!(sent.is_ok());
 }
 
+/// No packet waits for a guest that does nothing, so none is sent after the guest.
+#[test]
+fn guest_without_packets_is_handed_over() {
+    let hosts = HostPair::new();
+    let guest = hosts.start_in_files(MemoryConfig::still());
+    let there = receiver(&hosts);
+    Sender::start(&guest, &there.to, &options(&hosts)).result().unwrap();
+    let arrived = there.guest();
+    assert_eq!(arrived.guest.run_state(), RunState::Running);
+    assert!(arrived.guest.received_packets().is_empty());
+    arrived.guest.verify().unwrap();
+}
+
 #[test]
 fn paused_guest_stays_paused() {
     let hosts = HostPair::new();

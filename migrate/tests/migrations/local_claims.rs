@@ -1,9 +1,11 @@
 //! Hand-overs on one host whose connection is lost after COMMIT: the claim says which process has
 //! the guest, so the source asks no question.
 
+use std::time::Duration;
+
 use driftline_guest::testing::{MemoryConfig, Op};
 use driftline_guest::{GuestContents, HandOver, Lifecycle, NextHost, RunState};
-use driftline_migrate::SendOptions;
+use driftline_migrate::{Phase, SendOptions};
 
 use crate::common::{
     At, CutPoint, HostPair, LONG, Proxy, ProxyPlan, Sender, exactly_one_runs, quick_send, tag,
@@ -73,6 +75,28 @@ fn guest_that_does_not_resume_is_given_back() {
     within(LONG, "the guest runs", || guest.run_state() == RunState::Running);
     assert_eq!(guest.memory_right().offered(), None, "the offer is over");
     exactly_one_runs(&hosts, &guest, &sent, there, "resuming fails");
+}
+
+/// The claim cannot tell whether a destination that hangs will run the guest. The source waits
+/// until that is known.
+#[test]
+fn hanging_destination_leaves_the_source_in_doubt() {
+    let hosts = HostPair::new();
+    let guest = hosts.start_in_files(MemoryConfig::small());
+    let gate = hosts.there.hold_next(Op::Resume);
+    let there = hosts.local_receiver(hosts.receive_options());
+    let mut options = SendOptions { local: true, ..quick_send(&hosts) };
+    options.commit_timeout = Duration::from_millis(200);
+    let sender = Sender::start(&guest, &there.to, &options);
+    let control = sender.control.clone();
+    let doubt = "its process has taken the guest, and has not confirmed that it runs";
+    within(LONG, "a doubt", || control.progress().doubt.as_deref() == Some(doubt));
+    assert_eq!(control.progress().phase, Phase::InDoubt);
+    assert_eq!(guest.run_state(), RunState::Paused);
+    drop(gate);
+    let sent = sender.result();
+    assert!(sent.is_ok(), "{sent:?}");
+    exactly_one_runs(&hosts, &guest, &sent, there, "the destination is late");
 }
 
 /// A guest that arrives paused is the destination's as well, although it has not run there.

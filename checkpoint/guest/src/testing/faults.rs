@@ -2,6 +2,9 @@
 
 use std::io;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::SeqCst};
+use std::sync::mpsc;
+
+use parking_lot::Mutex;
 
 use crate::error::GuestError;
 
@@ -49,10 +52,13 @@ pub enum Op {
 
 const OPS: usize = Op::LoadMemory as usize + 1;
 
-/// How many of the next calls of each operation fail. Share it behind an `Arc`.
+/// How many of the next calls of each operation fail, and which one waits. Share it behind an
+/// `Arc`.
 #[derive(Debug, Default)]
 pub struct Faults {
     next: [AtomicU32; OPS],
+    /// The operation whose next call waits for the other end's drop.
+    held: Mutex<Option<(Op, mpsc::Receiver<()>)>>,
 }
 
 impl Faults {
@@ -61,7 +67,20 @@ impl Faults {
         self.next[op as usize].store(times, SeqCst);
     }
 
+    /// Makes the next call of `op` wait until the returned sender is dropped. Replaces an earlier
+    /// one.
+    pub fn hold_next(&self, op: Op) -> mpsc::Sender<()> {
+        let (gate, held) = mpsc::channel();
+        *self.held.lock() = Some((op, held));
+        gate
+    }
+
     pub(super) fn check(&self, op: Op, what: &'static str) -> Result<(), GuestError> {
+        let held = self.held.lock().take_if(|(held, _)| *held == op);
+        if let Some((_, gate)) = held {
+            // Nothing is sent.
+            let _ = gate.recv();
+        }
         let left = self.next[op as usize].fetch_update(SeqCst, SeqCst, |n| n.checked_sub(1));
         match left {
             Err(_) => Ok(()),

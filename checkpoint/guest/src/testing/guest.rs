@@ -218,7 +218,7 @@ impl MemoryGuest {
         self.received_packets.lock().clone()
     }
 
-    /// Returns what `detach` gives.
+    /// Returns what `detach` gives if the guest has writers.
     pub fn mark(&self) -> Vec<u8> {
         self.serial.to_le_bytes().to_vec()
     }
