@@ -200,7 +200,7 @@ fn working_set_is_prefetched_at_the_next_restore() {
     assert!(!working_set.exists());
 
     let [waits, prefetched] = restored("first", &[]);
-    assert!(waits > 10 && prefetched == 0, "{waits} waits, {prefetched} prefetched");
+    assert!(waits > 0 && prefetched == 0, "{waits} waits, {prefetched} prefetched");
     tests::wait_for("the recorded working set", SOON, || working_set.exists().then_some(()));
     // Which other pages the guest touches before all have arrived depends on chance and on the
     // host.
