@@ -1,10 +1,9 @@
 //! Hand-overs on one host: the guest's memory, its disk, its tap and its vsock change hands as they
 //! are.
 
-use driftline_machine::testing::ProcessUsage;
 use tests::{
     CheckerProgress, Driftline, EchoClient, SOON, ScratchDir, StopsLatest, assert_no_growth,
-    json_of, repeats, wait_for,
+    json_of, lasting_usage, repeats, wait_for,
 };
 
 use super::{CHECKERS, CheckedGuest, linux_and_network, text};
@@ -59,7 +58,7 @@ fn linux_outlives_its_processes() {
         silences.push(echo.silence_since(mark));
         local.wait_answers(5);
         let pid = guest.process.info().and_then(|info| info["pid"].as_u64());
-        usage.extend(pid.and_then(|pid| ProcessUsage::of(pid as u32)));
+        usage.extend(pid.and_then(|pid| lasting_usage(pid as u32)));
     }
     assert_eq!(usage.len(), downtimes.len());
     assert_no_growth(&usage);

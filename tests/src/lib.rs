@@ -32,7 +32,7 @@ pub use proxy::{CutAction, Direction, LaterConnections, MigrationProxy};
 pub use raw_http::{RawConnection, RawReply};
 pub use serving::ServingProcess;
 pub use stolen::StolenTime;
-pub use usage::assert_no_growth;
+pub use usage::{assert_no_growth, lasting_usage};
 
 use std::time::{Duration, Instant};
 

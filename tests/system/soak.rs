@@ -1,7 +1,7 @@
 //! A guest that moves a thousand times from process to process. What a move loses or leaks adds up.
 
-use driftline_machine::testing::{ProcessUsage, kvm_or_skip};
-use tests::{Driftline, SOON, ScratchDir, assert_no_growth, json_of, repeats};
+use driftline_machine::testing::kvm_or_skip;
+use tests::{Driftline, SOON, ScratchDir, assert_no_growth, json_of, lasting_usage, repeats};
 
 const GUEST: &str = "payload,ws=16M,rate=100M,pattern=random";
 const MACHINE: [&str; 4] = ["--vcpus", "2", "--mem", "256M"];
@@ -30,7 +30,7 @@ fn repeated_migrations_leak_nothing() {
         // The guest has verified its earlier writes.
         destination.console().wait_reports(2, 1, SOON);
         destination.console().assert_clean();
-        usage.push(ProcessUsage::of(destination.pid()).expect("a running process"));
+        usage.push(lasting_usage(destination.pid()).expect("a running process"));
         source = destination;
         scratch = new;
     }

@@ -8,8 +8,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::common::{
-    HostPair, LONG, ProxyConnection, Receiver, Sender, exactly_one_runs, quick_send, raw, tag,
-    within,
+    HostPair, LONG, Proxy, ProxyConnection, ProxyPlan, Receiver, Sender, exactly_one_runs,
+    quick_send, raw, tag, within,
 };
 use driftline_dirty_tracker::{Gfn, Layout, PAGE_SIZE};
 use driftline_format::{Header, MAGIC_STREAM, RecordHead, layout_hash};
@@ -88,11 +88,11 @@ fn guest_without_packets_is_handed_over() {
     let hosts = HostPair::new();
     let guest = hosts.start_in_files(MemoryConfig::still());
     let there = receiver(&hosts);
-    Sender::start(&guest, &there.to, &options(&hosts)).result().unwrap();
-    let arrived = there.guest();
-    assert_eq!(arrived.guest.run_state(), RunState::Running);
-    assert!(arrived.guest.received_packets().is_empty());
-    arrived.guest.verify().unwrap();
+    let proxy = Proxy::start(&there.to, ProxyPlan::default());
+    Sender::start(&guest, &proxy.to, &options(&hosts)).result().unwrap();
+    there.guest().guest.verify().unwrap();
+    let sent = proxy.from_source.lock().unwrap().clone();
+    assert!(sent.contains(&tag("COMMIT")) && !sent.contains(&tag("LATE")), "{sent:?}");
 }
 
 #[test]

@@ -86,7 +86,7 @@ fn hanging_destination_leaves_the_source_in_doubt() {
     let gate = hosts.there.hold_next(Op::Resume);
     let there = hosts.local_receiver(hosts.receive_options());
     let mut options = SendOptions { local: true, ..quick_send(&hosts) };
-    options.commit_timeout = Duration::from_millis(200);
+    options.commit_timeout = Duration::from_secs(2);
     let sender = Sender::start(&guest, &there.to, &options);
     let control = sender.control.clone();
     let doubt = "its process has taken the guest, and has not confirmed that it runs";

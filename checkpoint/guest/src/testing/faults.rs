@@ -57,7 +57,7 @@ const OPS: usize = Op::LoadMemory as usize + 1;
 #[derive(Debug, Default)]
 pub struct Faults {
     next: [AtomicU32; OPS],
-    /// The operation whose next call waits for the other end's drop.
+    /// Operation whose next call waits until the sender is dropped.
     held: Mutex<Option<(Op, mpsc::Receiver<()>)>>,
 }
 

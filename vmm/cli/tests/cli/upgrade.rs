@@ -77,6 +77,8 @@ fn piped_input_reaches_the_guest_once() {
             let piece: Vec<u8> = (sent..sent + 100).map(nth).collect();
             input.write_all(&piece).unwrap();
             sent += piece.len();
+            // A busy guest echoes a byte in 0.3 ms.
+            sleep(Duration::from_millis(5));
         }
         sent
     });
@@ -93,6 +95,7 @@ fn piped_input_reaches_the_guest_once() {
         latest.upgrade();
     }
     is_over.store(true, Ordering::Relaxed);
+    wait_for("the last input to be taken", || writes.is_finished().then_some(()));
     let sent = writes.join().unwrap();
     wait_for("all echoes", || (echoed.lock().len() >= sent).then_some(()));
     vmm.tell(&["stop"]);

@@ -21,10 +21,12 @@ pub(crate) const IRQ: u32 = 4;
 
 /// Bit of the interrupt enable register: interrupt on received data.
 const RECEIVED_DATA: u8 = 1 << 0;
+/// Bit of the modem control register: the port receives its own output, and no input.
+const LOOPBACK: u8 = 1 << 4;
 
-/// Upper bound on waiting for a read of input under way, for which the guest is paused longer. Only
-/// a file on storage that hangs takes so long; what is read then is lost if the guest moves.
-const READ_LIMIT: Duration = Duration::from_millis(if cfg!(test) { 10_000 } else { 10 });
+/// Upper bound on how long a pause waits for a read in progress. Only a file on storage that hangs
+/// takes so long.
+const READ_LIMIT: Duration = Duration::from_millis(if cfg!(test) { 60_000 } else { 1000 });
 
 /// Room of an empty port, in bytes.
 pub(crate) const PORT_BYTES: usize = 64;
@@ -80,14 +82,17 @@ pub(crate) struct Com1 {
     takes_input: AtomicBool,
     /// Held while input is read for the port, so that a paused guest's port has all that was read.
     reading: Mutex<()>,
+    /// Whether a pause has waited in vain for the read in progress, whose bytes the port then
+    /// refuses.
+    is_read_late: AtomicBool,
 }
 
-/// What has become of input that was to be read.
+/// Result of one attempt to read input.
 #[derive(PartialEq, Eq, Debug)]
 pub(crate) enum PortInput<'b> {
     /// It is in the port, or its source has none now.
     Taken,
-    /// It is where it was: the port has no room for it now.
+    /// The port has no room now, and nothing was read.
     NoRoom,
     /// It was read, and the port has not taken this part of it.
     Left(&'b [u8]),
@@ -104,7 +109,8 @@ impl Com1 {
         let uart = Serial::with_events(IrqPulse(vm.clone()), events.clone(), sink.clone());
         let takes_input = AtomicBool::new(false);
         let reading = Mutex::new(());
-        Ok(Self { uart: Mutex::new(uart), vm, sink, events, takes_input, reading })
+        let is_read_late = AtomicBool::new(false);
+        Ok(Self { uart: Mutex::new(uart), vm, sink, events, takes_input, reading, is_read_late })
     }
 
     /// Returns the port's counters.
@@ -112,14 +118,30 @@ impl Com1 {
         &self.events.counters
     }
 
-    /// Lets input in if `yes` is true, or stops it. After a stop has returned, no more input
-    /// enters.
+    /// Lets input in if `yes` is true, or stops it. After a stop, a read in progress may still
+    /// bring some: see [`await_read`](Self::await_read).
     pub(crate) fn take_input(&self, yes: bool) {
-        let _reading = if yes { None } else { self.reading.try_lock_for(READ_LIMIT) };
         let _uart = self.uart();
         self.takes_input.store(yes, Ordering::Relaxed);
         if yes {
             self.events.in_buffer_empty();
+        }
+    }
+
+    /// Waits for a read in progress. After that, no more input enters a port that takes none.
+    pub(crate) fn await_read(&self) {
+        let limit = match self.is_read_late.load(Ordering::Relaxed) {
+            true => Duration::ZERO,
+            false => READ_LIMIT,
+        };
+        if self.reading.try_lock_for(limit).is_none() {
+            let _uart = self.uart();
+            if !self.is_read_late.swap(true, Ordering::Relaxed) {
+                tracing::warn!(
+                    "standard input has not answered a read within {READ_LIMIT:?}; if the guest \
+                     moves, what that read brings is lost"
+                );
+            }
         }
     }
 
@@ -139,10 +161,7 @@ impl Com1 {
         if uart.fifo_capacity() == 0 {
             return 0;
         }
-        uart.enqueue_raw_bytes(input).unwrap_or_else(|e| {
-            tracing::debug!("COM1 input: {e}");
-            0
-        })
+        enqueue(&mut uart, input)
     }
 
     /// Lets `read` read as much input as the port has room for, and gives it to the guest. Reads
@@ -157,6 +176,7 @@ impl Com1 {
         read: impl FnOnce(&mut [u8]) -> io::Result<usize>,
     ) -> io::Result<PortInput<'b>> {
         let _reading = self.reading.lock();
+        self.is_read_late.store(false, Ordering::Relaxed);
         let room = self.room().min(buffer.len());
         if room == 0 {
             return Ok(PortInput::NoRoom);
@@ -169,7 +189,12 @@ impl Com1 {
             }
             Err(e) => return Err(e),
         };
-        Ok(match &input[self.feed(input, false)..] {
+        let mut uart = self.uart();
+        let taken = match self.is_read_late.load(Ordering::Relaxed) {
+            true => 0,
+            false => enqueue(&mut uart, input),
+        };
+        Ok(match &input[taken..] {
             [] => PortInput::Taken,
             left => PortInput::Left(left),
         })
@@ -178,7 +203,9 @@ impl Com1 {
     /// Returns how many bytes of input a guest whose driver takes input has room for.
     fn room(&self) -> usize {
         let uart = self.uart();
-        let is_enabled = uart.state().interrupt_enable & RECEIVED_DATA != 0;
+        let registers = uart.state();
+        let is_enabled = registers.interrupt_enable & RECEIVED_DATA != 0
+            && registers.modem_control & LOOPBACK == 0;
         match is_enabled && self.takes_input.load(Ordering::Relaxed) {
             true => uart.fifo_capacity(),
             false => 0,
@@ -245,6 +272,14 @@ impl Com1 {
         *self.uart() = uart.map_err(|e| StateError::Misfit(e.to_string()))?;
         Ok(())
     }
+}
+
+/// Gives the port as much of `input` as it has room for. Returns the number of bytes.
+fn enqueue(uart: &mut Uart, input: &[u8]) -> usize {
+    uart.enqueue_raw_bytes(input).unwrap_or_else(|e| {
+        tracing::debug!("COM1 input: {e}");
+        0
+    })
 }
 
 /// Registers of a 16550.

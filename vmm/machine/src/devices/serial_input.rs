@@ -4,7 +4,7 @@
 //! | standard input | what happens |
 //! | --- | --- |
 //! | a terminal, in the foreground | raw from the guest's first resume to the machine's end; Ctrl-A x ends the machine, Ctrl-A Ctrl-A sends one Ctrl-A |
-//! | a pipe, socket or file | its bytes, once the guest has enabled the interrupt: drivers discard earlier input |
+//! | a pipe, stream socket or file | its bytes, once the guest has enabled the interrupt: drivers discard earlier input |
 //! | anything else | not read |
 //!
 //! Input that the guest does not take waits: input from a pipe stays in the pipe, where the guest's
@@ -22,6 +22,8 @@ use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FileType, fstat};
 use rustix::io::ioctl_fionread;
+use rustix::net::SocketType;
+use rustix::net::sockopt::socket_type;
 use rustix::process::{Signal, getpgrp, getpid, kill_process};
 use rustix::termios::{isatty, tcgetpgrp};
 
@@ -67,7 +69,12 @@ fn source(stdin: BorrowedFd) -> Option<InputKind> {
     }
     let mode = fstat(stdin).ok()?.st_mode;
     match FileType::from_raw_mode(mode) {
-        FileType::Fifo | FileType::Socket | FileType::RegularFile => Some(InputKind::Stream),
+        FileType::Fifo | FileType::RegularFile => Some(InputKind::Stream),
+        // A read shorter than a packet would lose the rest of it.
+        FileType::Socket => {
+            let is_stream = socket_type(stdin).ok()? == SocketType::STREAM;
+            is_stream.then_some(InputKind::Stream)
+        }
         _ => None,
     }
 }
@@ -176,8 +183,8 @@ struct Reader {
 impl Reader {
     fn run(mut self, stop: &LatchedEvent) -> io::Result<()> {
         let stdin = io::stdin();
-        // `held`: whether standard input may have bytes for which the port has no room.
-        let (mut ended, mut held) = (false, false);
+        // `is_port_full`: whether standard input may have bytes for which the port has no room.
+        let (mut ended, mut is_port_full) = (false, false);
         loop {
             let com1 = self.bus.com1();
             let only_if_enabled = self.source == InputKind::Stream;
@@ -188,14 +195,14 @@ impl Reader {
             }
             // A terminal is always read, because its user may want to leave a guest that takes no
             // input.
-            let has_room = !held && self.waiting.is_empty();
+            let has_room = !is_port_full && self.waiting.is_empty();
             let read = !ended && (self.source == InputKind::Terminal || has_room);
             // Borrowed anew in each iteration. The descriptors live as long as the port and the
             // process.
             let fds = [stop.as_fd(), com1.drained().as_fd(), stdin.as_fd()];
             let count = if read { 3 } else { 2 };
             let mut fds = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
-            let retry = (held || !self.waiting.is_empty()).then_some(RETRY);
+            let retry = (is_port_full || !self.waiting.is_empty()).then_some(RETRY);
             let retry = retry.and_then(|r| Timespec::try_from(r).ok());
             match poll(&mut fds[..count], retry.as_ref()) {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
@@ -208,11 +215,11 @@ impl Reader {
             if ready[1] {
                 com1.drained().clear();
             }
-            held = false;
+            is_port_full = false;
             if read && ready[2] {
                 match self.source {
                     InputKind::Terminal => ended = !self.read_keys(stdin.as_fd())?,
-                    InputKind::Stream => (ended, held) = self.read_stream(stdin.as_fd())?,
+                    InputKind::Stream => (ended, is_port_full) = self.read_stream(stdin.as_fd())?,
                 }
             }
         }

@@ -24,9 +24,11 @@ use crate::sandbox::{self, Class};
 const CAPACITY: usize = 256 << 10;
 /// Longest time that an unfinished line waits for its end.
 const LINE_TIMEOUT: Duration = Duration::from_millis(10);
-/// Longest time that [`SerialWriter::drain`] waits for the reader when the guest stops on this
-/// host.
+/// Longest time that [`SerialWriter::drain`] waits for the reader.
 const DRAIN_TIMEOUT: Duration = Duration::from_millis(100);
+/// Longest time that a paused guest waits for the reader before its next process writes. A reader
+/// that does not keep up may get the rest after what that process writes.
+const HAND_OVER_TIMEOUT: Duration = Duration::from_millis(5);
 /// Longest time that the end of a machine waits for the reader.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -112,14 +114,21 @@ impl SerialWriter {
         &self.0.counters
     }
 
-    /// Waits until all output so far is written, for 100 ms at most. After a hand-over, another
-    /// process writes the guest's next byte.
+    /// Waits until all output so far is written, for 100 ms at most.
     pub fn drain(&self) {
+        self.drain_within(DRAIN_TIMEOUT);
+    }
+
+    /// Waits until all output so far is written, for `limit` at most.
+    fn drain_within(&self, limit: Duration) {
         let mut state = self.0.lock();
+        if !state.writing && state.bytes.is_empty() {
+            return;
+        }
         state.flush_now = true;
         self.0.changed.notify_all();
         let busy = |p: &mut OutputState| p.writing || !p.bytes.is_empty();
-        self.0.changed.wait_while_for(&mut state, busy, DRAIN_TIMEOUT);
+        self.0.changed.wait_while_for(&mut state, busy, limit);
         state.flush_now = false;
     }
 }
@@ -156,6 +165,14 @@ impl Write for SerialWriter {
 pub struct SerialOutputThread {
     shared: Arc<OutputBuffer>,
     thread: Option<JoinHandle<()>>,
+}
+
+impl SerialOutputThread {
+    /// Waits until all output so far is written, for a limited time. The guest is paused, and
+    /// another process will write its next byte.
+    pub(crate) fn drain_for_next_process(&self) {
+        SerialWriter(self.shared.clone()).drain_within(HAND_OVER_TIMEOUT);
+    }
 }
 
 /// Opens `sink` and starts its thread. Output beyond `limit` is dropped.

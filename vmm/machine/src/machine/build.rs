@@ -249,7 +249,7 @@ impl KvmMachine {
             #[cfg(test)]
             bus: shared_bus,
             input,
-            _serial: serial_thread,
+            serial: serial_thread,
         };
         machine.collector =
             start_collector(&vm, source, &machine.config, throttles, collector_inbox)?;

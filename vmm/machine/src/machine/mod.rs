@@ -113,7 +113,7 @@ pub struct KvmMachine {
     /// Restores the terminal on drop.
     input: Option<SerialInput>,
     /// The last field, so that it is dropped last: it writes the guest's final output.
-    _serial: SerialOutputThread,
+    serial: SerialOutputThread,
 }
 
 impl KvmMachine {
@@ -151,6 +151,14 @@ impl KvmMachine {
         match self.has_handed_over_files && self.memory.right().is_borrowed() {
             true => NextHost::This,
             false => next,
+        }
+    }
+
+    /// Writes the guest's last output of this process if the next process is of this host, which
+    /// may write to the same file or terminal.
+    fn finish_output(&self, next: NextHost) {
+        if next == NextHost::This && self.run_state() == RunState::Paused {
+            self.serial.drain_for_next_process();
         }
     }
 
@@ -400,6 +408,7 @@ impl HandOver for KvmMachine {
     }
 
     fn release(&self, next: NextHost) -> Result<(), GuestError> {
+        self.finish_output(next);
         // A guest without devices releases only the right to run, so `MachineStatus` alone decides;
         // no round trip to the supervisor is needed while the guest is paused.
         if self.config.devices.is_empty() {
@@ -423,6 +432,7 @@ impl HandOver for KvmMachine {
             self.release(next)?;
             return self.detach(next);
         }
+        self.finish_output(next);
         let next = self.next_or_last_host(next);
         self.ask("release and detach the devices", move |supervisor| {
             supervisor.release(next)?;

@@ -170,6 +170,7 @@ impl Supervisor {
 
     /// Pauses all vCPUs.
     fn halt(&self) -> Halted {
+        self.bus.com1().take_input(false);
         let deadline = Instant::now() + HALT_LIMIT;
         let calls: Vec<_> = self.vcpus.iter().map(|vcpu| vcpu.begin_pause(deadline)).collect();
         let mut halted = Halted::Paused;
@@ -182,7 +183,7 @@ impl Supervisor {
                 Err(_) => {}
             }
         }
-        self.bus.com1().take_input(false);
+        self.bus.com1().await_read();
         halted
     }
 

@@ -1,5 +1,16 @@
 //! Small PVH kernels, assembled by hand and wrapped into ELF files of both classes.
 
+/// Code that enables COM1's interrupt for received data, which it never handles, and echoes each
+/// byte.
+#[rustfmt::skip]
+pub const ECHO: &[u8] = &[
+    0x66, 0xba, 0xf9, 0x03, 0xb0, 0x01, 0xee, // mov dx, 0x3f9; mov al, 1; out dx, al
+    0x66, 0xba, 0xfd, 0x03, 0xec, // next: mov dx, 0x3fd; in al, dx
+    0xa8, 0x01, 0x74, 0xf7, // test al, 1; jz next
+    0x66, 0xba, 0xf8, 0x03, 0xec, 0xee, // mov dx, 0x3f8; in al, dx; out dx, al
+    0xeb, 0xef, // jmp next
+];
+
 /// Address of the code of such a kernel, and of its entry point.
 pub const CODE_AT: u32 = 0x10_0000;
 

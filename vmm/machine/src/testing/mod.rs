@@ -25,7 +25,7 @@ use crate::config::{
 };
 use crate::kvm;
 use crate::tracking::TrackingMode;
-pub use elf::{CODE_AT, Elf, note};
+pub use elf::{CODE_AT, ECHO, Elf, note};
 pub use memory_share::{most_together, share_kib};
 pub use process_usage::ProcessUsage;
 pub use tap::TestTap;

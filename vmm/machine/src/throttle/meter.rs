@@ -16,7 +16,7 @@ pub(crate) struct StallMeter {
 struct StallTime {
     /// Total duration of the completed stalls.
     completed: Duration,
-    /// Start of the stall under way.
+    /// Start of the stall in progress.
     since: Option<Instant>,
 }
 
@@ -26,19 +26,18 @@ impl StallMeter {
         self.completed.load(Ordering::Relaxed)
     }
 
-    /// Returns the total duration of all stalls, up to now of the one under way, which may last for
-    /// seconds.
+    /// Returns the total duration of all stalls, including the one in progress.
     pub(crate) fn stalled(&self) -> Duration {
         let time = self.time.lock();
         time.completed + time.since.map_or(Duration::ZERO, |since| since.elapsed())
     }
 
-    /// Counts a stall from `since` until `end`. A stall under way continues.
-    pub(super) fn begin(&self, since: Instant) {
-        self.time.lock().since.get_or_insert(since);
+    /// Begins a stall, or continues the one in progress.
+    pub(super) fn begin(&self) {
+        self.time.lock().since.get_or_insert_with(Instant::now);
     }
 
-    /// Ends the stall under way.
+    /// Ends the stall in progress.
     pub(super) fn end(&self) {
         let mut time = self.time.lock();
         if let Some(since) = time.since.take() {

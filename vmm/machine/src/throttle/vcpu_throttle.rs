@@ -44,7 +44,7 @@ impl ThrottleState {
         if !matches!(self.state, StallState::Stalled { until: None, .. }) {
             self.end(meter);
         }
-        meter.begin(Instant::now());
+        meter.begin();
         self.state = StallState::Stalled { until: Some(until), slice };
     }
 
@@ -52,7 +52,7 @@ impl ThrottleState {
     /// wait or [`ANSWER_LIMIT`] has passed.
     pub(crate) fn wait(&mut self, meter: &StallMeter) {
         self.stop_timer();
-        meter.begin(Instant::now());
+        meter.begin();
         self.state = StallState::Stalled { until: None, slice: Duration::ZERO };
     }
 
@@ -77,7 +77,7 @@ impl ThrottleState {
     /// Returns the next job. Without a stall it does not wait for one; during a stall it waits at
     /// most until the stall ends.
     pub(crate) fn next<S>(&mut self, inbox: &Inbox<S>, meter: &StallMeter) -> Next<S> {
-        let StallState::Stalled { until, slice, .. } = self.state else { return inbox.try_recv() };
+        let StallState::Stalled { until, slice } = self.state else { return inbox.try_recv() };
         let left =
             until.map_or(ANSWER_LIMIT, |until| until.saturating_duration_since(Instant::now()));
         let next = inbox.recv_timeout(left);
@@ -139,7 +139,7 @@ mod tests {
         assert!(throttle.is_stalled() && meter.stalls() == 0);
         let before = meter.stalled();
         std::thread::sleep(SLICE);
-        assert!(meter.stalled() >= before + SLICE, "a stall under way counts");
+        assert!(meter.stalled() >= before + SLICE, "a stall in progress counts");
         // Another stall replaces it, and ends by itself.
         throttle.begin(Instant::now() + 2 * SLICE, SLICE, &meter);
         assert_eq!(meter.stalls(), 1);

@@ -424,6 +424,7 @@ fn why_crashed(exit: &VcpuExit<'_>) -> String {
 impl Drop for Vcpu {
     fn drop(&mut self) {
         self.immediate_exit.stop_listening();
+        self.throttle.end(&self.counters.throttled);
         if std::thread::panicking() {
             let why = format!("vCPU {}: its thread has panicked, a defect of the VMM", self.id);
             self.peers.ended(EndReason::Crashed(why));

@@ -39,7 +39,7 @@ impl HandOver for MemoryGuest {
         self.must_be_paused("detach")?;
         self.faults.check(Op::Detach, "detaching")?;
         self.drive.detach(self.serial);
-        // Packets arrive for a guest that does something.
+        // Only a guest with writers has queued packets.
         Ok(if self.config.writers > 0 { self.mark() } else { Vec::new() })
     }
 
