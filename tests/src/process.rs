@@ -146,9 +146,11 @@ impl Driftline {
     }
 
     /// Starts `driftline run` with the payload `spec` and further `args`. Waits until the guest
-    /// runs. Its vCPUs report ten times a second, because tests wait for reports.
+    /// runs. Its vCPUs report ten times a second, because tests wait for reports, unless `spec` has
+    /// another interval.
     pub fn run(scratch: &ScratchDir, name: &str, spec: &str, args: &[&str]) -> Self {
-        let spec = format!("{spec},report=100");
+        let report = if spec.contains("report=") { "" } else { ",report=100" };
+        let spec = format!("{spec}{report}");
         let mut all = vec!["run", "--guest", &spec];
         all.extend_from_slice(args);
         let vm = Self::start(scratch, name, &all);
