@@ -173,8 +173,8 @@ fn working_set_is_prefetched_at_the_next_restore() {
     }
     let _alone = tests::one_at_a_time();
     let scratch = ScratchDir::new();
-    // The guest touches some of 16,384 pages at random while they arrive.
-    let spec = "payload,ws=64M,rate=80M,pattern=random";
+    // The guest touches some hundred of 16,384 pages at random while they arrive.
+    let spec = "payload,ws=64M,rate=320M,pattern=random";
     let mut vm = Driftline::run(&scratch, "before", spec, &["--vcpus", "2", "--mem", "1G"]);
     vm.console().wait_reports(2, 1, SOON);
     let store = scratch.path("store");
@@ -191,8 +191,6 @@ fn working_set_is_prefetched_at_the_next_restore() {
         vm.console().assert_clean();
         ["waits=", "prefetched="].map(|figure| vm.figure(figure).expect("a figure") as u64)
     };
-    // A host that restores fast leaves so few waits that chance decides.
-    const FEW: u64 = 10;
     let working_set = store.join("working-set");
     // With a read-only store no working set is recorded, without a message.
     let elsewhere = scratch.path("elsewhere");
@@ -202,7 +200,7 @@ fn working_set_is_prefetched_at_the_next_restore() {
     assert!(!working_set.exists());
 
     let [waits, prefetched] = restored("first", &[]);
-    assert!(waits > 0 && prefetched == 0, "{waits} waits, {prefetched} prefetched");
+    assert!(waits > 10 && prefetched == 0, "{waits} waits, {prefetched} prefetched");
     tests::wait_for("the recorded working set", SOON, || working_set.exists().then_some(()));
     // Which other pages the guest touches before all have arrived depends on chance and on the
     // host.
@@ -210,7 +208,7 @@ fn working_set_is_prefetched_at_the_next_restore() {
         let [again, prefetched] = restored(name, &[]);
         println!("{waits} waits the first time, {again} the {name}");
         assert!(prefetched >= waits, "{prefetched} prefetched of {waits}");
-        again < waits || waits <= FEW
+        again < waits
     });
     assert!(fewer, "{waits} waits the first time, and no fewer after");
 
