@@ -21,7 +21,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::ioctl::{Updater, ioctl, opcode};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
@@ -64,6 +64,9 @@ const REMOVE: u8 = 0x15;
 const FAULT_ADDRESS: usize = 16;
 const REMOVE_START: usize = 8;
 const REMOVE_END: usize = 16;
+
+/// Interval between two answers to a fault that cannot be answered yet.
+const RETRY_INTERVAL: Timespec = Timespec { tv_sec: 0, tv_nsec: 1_000_000 };
 
 /// What the program is asked to do.
 #[derive(Debug)]
@@ -189,7 +192,9 @@ impl ServedMemory {
     fn serve(&mut self) {
         loop {
             let mut wait = [PollFd::new(&self.userfault, PollFlags::IN)];
-            poll(&mut wait, None).expect("events");
+            // No event reports that a fault which could not be answered can be.
+            let limit = (!self.faults.is_empty()).then_some(RETRY_INTERVAL);
+            poll(&mut wait, limit.as_ref()).expect("events");
             self.read();
             for _ in 0..self.faults.len() {
                 let Some(address) = self.faults.pop_front() else { break };
@@ -271,7 +276,7 @@ impl ServedMemory {
         match result {
             Ok(()) if is_removed => self.zeroed += 1,
             Ok(()) => self.copied += 1,
-            // An event must be read first.
+            // A discard has not ended: its event was not read, or its thread has not run since.
             Err(Errno::AGAIN) => self.faults.push_back(address),
             // It is there: another fault was for the same page.
             Err(Errno::EXIST) => {
