@@ -191,13 +191,14 @@ pub(crate) fn finish_last_work() {
 }
 
 impl LastWork {
-    /// Has the thread do the work, and waits until it has. Makes only async-signal-safe calls.
-    fn run(&self, signal: c_int) {
+    /// Has the thread do the work, and returns whether it has done it within the limit. Makes only
+    /// async-signal-safe calls.
+    fn run(&self, signal: c_int) -> bool {
         let _ = self.signal.compare_exchange(0, signal, Ordering::SeqCst, Ordering::SeqCst);
         write_if_ready(self.begin.as_raw_fd(), &1u64.to_ne_bytes());
         let mut done = libc::pollfd { fd: self.done.as_raw_fd(), events: libc::POLLIN, revents: 0 };
         // SAFETY: one pollfd, and a wait that ends.
-        unsafe { libc::poll(&raw mut done, 1, LAST_WORK_LIMIT_MS) };
+        unsafe { libc::poll(&raw mut done, 1, LAST_WORK_LIMIT_MS) == 1 }
     }
 }
 
@@ -238,7 +239,11 @@ pub(crate) fn end(signal: c_int, si_code: c_int, forbidden: Option<c_int>) {
         // The lines are written.
         // SAFETY: a call without pointers.
         unsafe { libc::alarm(0) };
-        work.run(signal);
+        if !work.run(signal) {
+            fatal.log_line(format_args!(
+                "The last metrics are not written: that takes over {LAST_WORK_LIMIT_MS} ms."
+            ));
+        }
     }
     // A failure cannot be reported any more.
     let _ = terminal::restore();

@@ -112,7 +112,8 @@ fn last_line_names_the_fatal_signal() {
         (Signal::SYS, 2, "seccomp", "num_faults"),
     ] {
         let tmp = TestDir::new();
-        let mut vmm = serve(&tmp, &["--metrics-path", &tmp.text("metrics")]);
+        let (metrics, log) = (tmp.text("metrics"), tmp.text("log"));
+        let mut vmm = serve(&tmp, &["--metrics-path", &metrics, "--log-path", &log]);
         configure(&vmm, &tmp, AfterPrint::Wait);
         vmm.done("PUT", "/actions", START);
         await_line(&tmp);
@@ -123,7 +124,7 @@ fn last_line_names_the_fatal_signal() {
         assert_eq!(status.code(), Some(code), "{signal:?}: {status}: {stderr}");
         let lines = parsed(&tmp.read("metrics"));
         let counted: Vec<_> = lines.iter().map(|line| line[group][name].as_u64()).collect();
-        assert_eq!(counted, [Some(0), Some(0), Some(1)], "{signal:?}");
+        assert_eq!(counted, [Some(0), Some(0), Some(1)], "{signal:?}: {}", tmp.read("log"));
         assert_eq!(lines[2]["get_api_requests"]["machine_cfg_count"], 1, "{}", lines[2]);
     }
 }
