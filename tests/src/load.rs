@@ -2,6 +2,9 @@
 
 use crate::{Driftline, SOON, ScratchDir};
 
+/// Writes of the guest that is not paced.
+const FASTEST: &str = "rate=max,pattern=random";
+
 /// A guest of 2 vCPUs and 1 GiB that writes into 32 MiB.
 #[derive(Clone, Copy, Debug)]
 pub struct GuestLoad {
@@ -12,12 +15,17 @@ pub struct GuestLoad {
 impl GuestLoad {
     /// Returns a guest that writes to random pages, as fast as it can.
     pub const fn fastest(tracking: &'static str) -> Self {
-        Self { tracking, writes: "rate=max,pattern=random" }
+        Self { tracking, writes: FASTEST }
     }
 
     /// Returns a guest that writes 320 MiB/s, in order.
     pub const fn paced(tracking: &'static str) -> Self {
         Self { tracking, writes: "rate=320M" }
+    }
+
+    /// Returns whether the guest writes as fast as it can.
+    pub fn is_fastest(&self) -> bool {
+        self.writes == FASTEST
     }
 
     /// Starts the guest's process and waits until each vCPU has reported.
