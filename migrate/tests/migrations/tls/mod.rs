@@ -4,7 +4,7 @@
 mod certificates;
 
 use std::fs;
-use std::io::Write;
+use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -291,15 +291,17 @@ fn strangers_at_a_tls_port_change_nothing() {
     let there = secure.hosts.receiver_with(options);
     let to = there.to.clone();
     let handshake = vec![22, 3, 1, 2, 0, 1, 0, 1, 0xfc, 3, 3];
-    // Sends a byte now and then until the receiver has closed the connection.
+    // Sends a byte now and then until the receiver answers or closes the connection. Closes it
+    // then, as the receiver would otherwise wait for seconds.
     let trickle = |bytes: Vec<u8>| {
         let mut stream = TcpStream::connect(&to).unwrap();
+        stream.set_read_timeout(Some(Duration::from_millis(20))).unwrap();
         std::thread::spawn(move || {
             for byte in bytes {
-                if stream.write_all(&[byte]).is_err() {
+                let sent = stream.write_all(&[byte]);
+                if sent.is_err() || stream.read(&mut [0]).is_ok() {
                     return;
                 }
-                std::thread::sleep(Duration::from_millis(20));
             }
         })
     };
@@ -309,6 +311,7 @@ fn strangers_at_a_tls_port_change_nothing() {
     };
     let mut garbage = TcpStream::connect(&to).unwrap();
     garbage.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
+    garbage.shutdown(Shutdown::Write).unwrap();
     expect(0, "the peer sent bytes that are not TLS");
     let mut vanishing = TcpStream::connect(&to).unwrap();
     vanishing.write_all(&handshake).unwrap();
@@ -316,7 +319,9 @@ fn strangers_at_a_tls_port_change_nothing() {
     expect(1, "the peer closed the connection during the TLS handshake");
     let mut endless = TcpStream::connect(&to).unwrap();
     endless.write_all(&handshake).unwrap();
+    let answered = std::thread::spawn(move || endless.read(&mut [0]));
     expect(2, "the peer sent nothing for");
+    let _ = answered.join().unwrap();
     // A whole message would be refused as such.
     let peer = trickle([&handshake[..], &[0; 500]].concat());
     expect(3, "the peer sent nothing for");
