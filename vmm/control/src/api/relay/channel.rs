@@ -17,7 +17,7 @@ use tokio::time::timeout;
 use crate::descriptors::{self, ReceivedDescriptors};
 
 /// Limit for the receiver to take one connection.
-const SEND_LIMIT: Duration = Duration::from_secs(5);
+const SEND_LIMIT: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 5 });
 
 /// The sending end of the channel.
 #[derive(Debug)]
