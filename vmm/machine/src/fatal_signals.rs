@@ -7,7 +7,7 @@
 //!
 //! Work that allocates or takes locks, such as a line of metrics, is done by a thread of its own
 //! (`last_work`). The handler wakes it, and waits for it for a second at most: the interrupted
-//! thread may hold what the work needs. Then the process ends without it.
+//! thread may hold what the work needs. Then the process ends without it, and the log says so.
 
 use std::ffi::CStr;
 use std::fmt::Write;
@@ -241,7 +241,7 @@ pub(crate) fn end(signal: c_int, si_code: c_int, forbidden: Option<c_int>) {
         unsafe { libc::alarm(0) };
         if !work.run(signal) {
             fatal.log_line(format_args!(
-                "The last metrics are not written: that takes over {LAST_WORK_LIMIT_MS} ms."
+                "The last metrics may be missing: they took over {LAST_WORK_LIMIT_MS} ms."
             ));
         }
     }
