@@ -36,10 +36,12 @@ pub fn start(work: impl FnOnce(c_int) + Send + 'static) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use std::process::{Command, Output};
+    use std::sync::atomic::{AtomicI32, Ordering};
     use std::thread;
     use std::time::{Duration, Instant};
 
     use rustix::net::{AddressFamily, SocketType, socket};
+    use vmm_sys_util::signal::{register_signal_handler, unblock_signal};
 
     use super::*;
     use crate::sandbox::SandboxOptions;
@@ -59,19 +61,45 @@ mod tests {
         (out, begun.elapsed())
     }
 
+    /// The thread to be interrupted; 0 until there is one.
+    static INTERRUPTED: AtomicI32 = AtomicI32::new(0);
+
+    /// Sends signals to that thread until the process ends, as a vCPU's thread receives kicks.
+    fn interrupt_repeatedly() {
+        extern "C" fn nothing(_: c_int, _: *mut libc::siginfo_t, _: *mut libc::c_void) {}
+        register_signal_handler(libc::SIGUSR2, nothing).unwrap();
+        thread::spawn(|| {
+            loop {
+                thread::sleep(Duration::from_millis(5));
+                let to = libc::c_long::from(INTERRUPTED.load(Ordering::SeqCst));
+                if to != 0 {
+                    let process = libc::c_long::from(std::process::id());
+                    // SAFETY: takes numbers; the handler of the signal does nothing.
+                    unsafe { libc::syscall(libc::SYS_tgkill, process, to, libc::SIGUSR2) };
+                }
+            }
+        });
+    }
+
     /// Ends by a forbidden call, if the environment asks for it.
     #[test]
     fn child() {
         let Ok(selected) = std::env::var(WORK) else { return };
         let (work, class) = selected.split_once(':').unwrap();
         let class = Class::ALL.into_iter().find(|c| format!("{c:?}") == class).unwrap();
-        let is_stuck = work == "stuck";
+        let (is_stuck, is_interrupted) = (work == "stuck", work == "interrupted");
+        if is_interrupted {
+            interrupt_repeatedly();
+        }
         fatal_signals::install("a-1", &[(libc::SIGSYS, CODE as u8)]).unwrap();
         // The thread of the test stays as it is.
         let process = thread::spawn(move || {
             let options = SandboxOptions { seccomp: true, ..SandboxOptions::default() };
             sandbox::start(&options).unwrap();
             start(move |signal| {
+                if is_interrupted {
+                    thread::sleep(Duration::from_millis(200));
+                }
                 // As if the interrupted thread had a lock.
                 if is_stuck {
                     loop {
@@ -82,7 +110,13 @@ mod tests {
             })
             .unwrap();
             assert!(start(|_| ()).is_err(), "a process has one");
-            let forbidden = || drop(socket(AddressFamily::INET, SocketType::STREAM, None));
+            let forbidden = move || {
+                if is_interrupted {
+                    unblock_signal(libc::SIGUSR2).unwrap();
+                    INTERRUPTED.store(rustix::thread::gettid().as_raw_pid(), Ordering::SeqCst);
+                }
+                drop(socket(AddressFamily::INET, SocketType::STREAM, None));
+            };
             sandbox::spawn(class, "forbidden", forbidden).unwrap().join().unwrap();
         });
         process.join().unwrap();
@@ -97,6 +131,14 @@ mod tests {
             let line = format!("\nafter signal {}\n", libc::SIGSYS);
             assert!(stdout.contains(&line), "{class:?}: {stdout}");
         }
+    }
+
+    #[test]
+    fn signals_do_not_end_the_wait_for_it() {
+        let (out, _) = ended("interrupted", Class::Vcpu);
+        let stdout = String::from_utf8_lossy(&out.stdout);
+        assert_eq!(out.status.code(), Some(CODE), "{stdout}");
+        assert!(stdout.contains(&format!("\nafter signal {}\n", libc::SIGSYS)), "{stdout}");
     }
 
     #[test]

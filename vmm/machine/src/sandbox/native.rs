@@ -20,6 +20,9 @@ pub(super) fn report_violations() -> io::Result<()> {
     let handler: extern "C" fn(c_int, *mut siginfo_t, *mut c_void) = on_violation;
     action.sa_sigaction = handler as usize;
     action.sa_flags = libc::SA_SIGINFO;
+    // Another signal, such as a vCPU's kick, would end the wait for the last work.
+    // SAFETY: sigfillset initializes the set.
+    unsafe { libc::sigfillset(&raw mut action.sa_mask) };
     // SAFETY: the handler makes only async-signal-safe calls, and the old action is not requested.
     let ret = unsafe { libc::sigaction(libc::SIGSYS, &action, std::ptr::null_mut()) };
     if ret == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
