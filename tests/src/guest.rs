@@ -78,10 +78,12 @@ impl GuestConsole {
         self.last_reports(vcpus).unwrap_or_default()
     }
 
-    /// Waits until every vCPU has reported a pass over its part of the working set.
+    /// Waits until every vCPU has reported a pass over its part of the working set, without an
+    /// error.
     pub fn wait_first_pass(&self, vcpus: u32, limit: Duration) {
         let what = format!("a first pass of {vcpus} vCPUs on {}", self.path.display());
         wait_for(&what, limit, || {
+            self.assert_clean();
             self.last_reports(vcpus)?.iter().all(|r| r.passes > 0).then_some(())
         });
     }

@@ -37,7 +37,7 @@ const ZEROS: u64 = 16 << 10;
 /// not if several such waits delay one answer, or if the pause has a shorter limit.
 pub(super) const MARGIN: Duration = Duration::from_secs(1);
 /// Upper bound on waiting for files to be removed. A longer removal continues in the background.
-const REMOVE_LIMIT: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 5 });
+const REMOVE_LIMIT: Duration = Duration::from_secs(5);
 
 /// Timeouts of the storage of copies.
 #[derive(Clone, Copy, Debug)]

@@ -65,7 +65,7 @@ const FAULT_ADDRESS: usize = 16;
 const REMOVE_START: usize = 8;
 const REMOVE_END: usize = 16;
 
-/// Interval between two answers to a fault that cannot be answered yet.
+/// Interval between two attempts to answer a deferred fault.
 const RETRY_INTERVAL: Timespec = Timespec { tv_sec: 0, tv_nsec: 1_000_000 };
 
 /// What the program is asked to do.
@@ -127,6 +127,8 @@ struct ServedMemory {
     copied: u64,
     zeroed: u64,
     removed: u64,
+    /// The line that was printed last.
+    reported: String,
 }
 
 fn main() {
@@ -148,6 +150,7 @@ fn main() {
         copied: 0,
         zeroed: 0,
         removed: 0,
+        reported: String::new(),
     };
     match served.arguments.copies_all {
         true => served.copy_all(),
@@ -191,11 +194,7 @@ fn receive(connection: &UnixStream) -> (OwnedFd, Vec<ServedMapping>) {
 impl ServedMemory {
     fn serve(&mut self) {
         loop {
-            let mut wait = [PollFd::new(&self.userfault, PollFlags::IN)];
-            // No event reports that a fault which could not be answered can be.
-            let limit = (!self.faults.is_empty()).then_some(RETRY_INTERVAL);
-            poll(&mut wait, limit.as_ref()).expect("events");
-            self.read();
+            self.await_events();
             for _ in 0..self.faults.len() {
                 let Some(address) = self.faults.pop_front() else { break };
                 let answered = self.copied + self.zeroed;
@@ -222,7 +221,22 @@ impl ServedMemory {
         for address in pages.collect::<Vec<_>>() {
             self.answer(address);
         }
+        while !self.faults.is_empty() {
+            self.await_events();
+            for address in std::mem::take(&mut self.faults) {
+                self.answer(address);
+            }
+        }
         self.report();
+    }
+
+    /// Reads all events once there are any, or after a moment if a fault is deferred: the kernel
+    /// sends no event when it can be answered.
+    fn await_events(&mut self) {
+        let mut wait = [PollFd::new(&self.userfault, PollFlags::IN)];
+        let limit = (!self.faults.is_empty()).then_some(RETRY_INTERVAL);
+        poll(&mut wait, limit.as_ref()).expect("events");
+        self.read();
     }
 
     /// Reads all events that there are. A discard precedes the faults of the same read: its pages
@@ -276,7 +290,8 @@ impl ServedMemory {
         match result {
             Ok(()) if is_removed => self.zeroed += 1,
             Ok(()) => self.copied += 1,
-            // A discard has not ended: its event was not read, or its thread has not run since.
+            // A discard is announced, and its thread has not continued: its event is unread, or the
+            // thread has not run since.
             Err(Errno::AGAIN) => self.faults.push_back(address),
             // It is there: another fault was for the same page.
             Err(Errno::EXIST) => {
@@ -290,9 +305,14 @@ impl ServedMemory {
         }
     }
 
-    fn report(&self) {
+    /// Prints the counts if they have changed.
+    fn report(&mut self) {
         let Self { copied, zeroed, removed, .. } = self;
-        writeln!(io::stdout(), "counts {copied} {zeroed} {removed}").expect("it can be written");
+        let line = format!("counts {copied} {zeroed} {removed}");
+        if line != self.reported {
+            writeln!(io::stdout(), "{line}").expect("it can be written");
+            self.reported = line;
+        }
     }
 }
 

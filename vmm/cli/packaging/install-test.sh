@@ -106,7 +106,7 @@ mmdebstrap --quiet --variant=apt --include=systemd,systemd-sysv \
     "$(. /etc/os-release && echo "$VERSION_CODENAME")" "$root" 2>"$work/log" ||
     skip "mmdebstrap makes no system"
 echo 0123456789abcdef0123456789abcdef >"$root/etc/machine-id"
-cp "$deb" "$root/root/driftline.deb"
+cp "$deb" "$root/driftline.deb"
 export root
 export -f boot
 unshare --mount --pid --fork --uts --ipc --cgroup --propagation private --kill-child \
@@ -115,7 +115,7 @@ system=$!
 succeeds systemctl is-active basic.target || skip "systemd does not start in namespaces"
 
 files >"$work/before"
-inside dpkg -i /root/driftline.deb >/dev/null
+inside dpkg -i /driftline.deb >/dev/null
 inside test ! -e /dev/kvm || inside chown root:kvm /dev/kvm
 inside test ! -e /dev/kvm || inside chmod 660 /dev/kvm
 if ! inside test -e /dev/kvm; then
@@ -144,7 +144,7 @@ inside driftline store verify /var/lib/driftline/example >/dev/null
 inside rm -r /var/lib/driftline/example
 
 # An upgrade leaves the guest alone.
-inside dpkg -i /root/driftline.deb >/dev/null
+inside dpkg -i /driftline.deb >/dev/null
 expect "the process after an upgrade" "$(property MainPID)" "$first"
 
 inside driftline stop --wait --api-sock "$socket"

@@ -7,7 +7,7 @@
 //!
 //! Work that allocates or takes locks, such as a line of metrics, is done by a thread of its own
 //! (`last_work`). The handler wakes it, and waits for it for a second at most: the interrupted
-//! thread may hold what the work needs. Then the process ends without it, and the log says so.
+//! thread may hold what the work needs. Then the process ends without it.
 
 use std::ffi::CStr;
 use std::fmt::Write;
@@ -191,14 +191,13 @@ pub(crate) fn finish_last_work() {
 }
 
 impl LastWork {
-    /// Has the thread do the work, and returns whether it has done it within the limit. Makes only
-    /// async-signal-safe calls.
-    fn run(&self, signal: c_int) -> bool {
+    /// Has the thread do the work, and waits until it has. Makes only async-signal-safe calls.
+    fn run(&self, signal: c_int) {
         let _ = self.signal.compare_exchange(0, signal, Ordering::SeqCst, Ordering::SeqCst);
         write_if_ready(self.begin.as_raw_fd(), &1u64.to_ne_bytes());
         let mut done = libc::pollfd { fd: self.done.as_raw_fd(), events: libc::POLLIN, revents: 0 };
         // SAFETY: one pollfd, and a wait that ends.
-        unsafe { libc::poll(&raw mut done, 1, LAST_WORK_LIMIT_MS) == 1 }
+        unsafe { libc::poll(&raw mut done, 1, LAST_WORK_LIMIT_MS) };
     }
 }
 
@@ -239,11 +238,7 @@ pub(crate) fn end(signal: c_int, si_code: c_int, forbidden: Option<c_int>) {
         // The lines are written.
         // SAFETY: a call without pointers.
         unsafe { libc::alarm(0) };
-        if !work.run(signal) {
-            fatal.log_line(format_args!(
-                "The last metrics may be missing: they took over {LAST_WORK_LIMIT_MS} ms."
-            ));
-        }
+        work.run(signal);
     }
     // A failure cannot be reported any more.
     let _ = terminal::restore();

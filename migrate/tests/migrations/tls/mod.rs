@@ -319,9 +319,8 @@ fn strangers_at_a_tls_port_change_nothing() {
     expect(1, "the peer closed the connection during the TLS handshake");
     let mut endless = TcpStream::connect(&to).unwrap();
     endless.write_all(&handshake).unwrap();
-    let answered = std::thread::spawn(move || endless.read(&mut [0]));
+    // This peer never closes its connection: the receiver ends that wait, too, which takes 2 s.
     expect(2, "the peer sent nothing for");
-    let _ = answered.join().unwrap();
     // A whole message would be refused as such.
     let peer = trickle([&handshake[..], &[0; 500]].concat());
     expect(3, "the peer sent nothing for");

@@ -1,6 +1,8 @@
 //! The metrics that a client of Firecracker's API asks for, by an argument and by `PUT /metrics`.
 
+use std::fs::File;
 use std::io::{Read, Write};
+use std::time::Instant;
 
 use driftline_machine::testing::kvm_or_skip;
 use rustix::process::Signal;
@@ -13,6 +15,15 @@ use crate::serve_guest::{AfterPrint, await_line, configure};
 
 const START: &str = r#"{"action_type": "InstanceStart"}"#;
 const FLUSH: &str = r#"{"action_type": "FlushMetrics"}"#;
+
+/// Returns what a FIFO holds, which is not to be waited for.
+fn drain(fifo: &mut File) -> String {
+    let (mut held, mut chunk) = (Vec::new(), [0; 4096]);
+    while let Ok(bytes) = fifo.read(&mut chunk) {
+        held.extend_from_slice(&chunk[..bytes]);
+    }
+    text(&held)
+}
 
 fn parsed(lines: &str) -> Vec<Value> {
     lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
@@ -112,19 +123,25 @@ fn last_line_names_the_fatal_signal() {
         (Signal::SYS, 2, "seccomp", "num_faults"),
     ] {
         let tmp = TestDir::new();
-        let (metrics, log) = (tmp.text("metrics"), tmp.text("log"));
-        let mut vmm = serve(&tmp, &["--metrics-path", &metrics, "--log-path", &log]);
+        // Not a file: a slow disk would end the process by the alarm of the handler's write.
+        let log = tmp.fifo("log");
+        let mut both = open_both_ends(&log);
+        let paths = ["--metrics-path", &tmp.text("metrics"), "--log-path", &tmp.text("log")];
+        let mut vmm = serve(&tmp, &paths);
         configure(&vmm, &tmp, AfterPrint::Wait);
         vmm.done("PUT", "/actions", START);
         await_line(&tmp);
         vmm.done("PUT", "/actions", FLUSH);
         vmm.get("/machine-config");
+        let since = Instant::now();
         vmm.signal(signal);
         let (status, stderr) = vmm.wait_status();
-        assert_eq!(status.code(), Some(code), "{signal:?}: {status}: {stderr}");
+        // Whether the handler gave up, and which thread it interrupted.
+        let ended = format!("{signal:?}, {} ms: {}", since.elapsed().as_millis(), drain(&mut both));
+        assert_eq!(status.code(), Some(code), "{ended}: {status}: {stderr}");
         let lines = parsed(&tmp.read("metrics"));
         let counted: Vec<_> = lines.iter().map(|line| line[group][name].as_u64()).collect();
-        assert_eq!(counted, [Some(0), Some(0), Some(1)], "{signal:?}: {}", tmp.read("log"));
+        assert_eq!(counted, [Some(0), Some(0), Some(1)], "{ended}");
         assert_eq!(lines[2]["get_api_requests"]["machine_cfg_count"], 1, "{}", lines[2]);
     }
 }
@@ -149,11 +166,7 @@ fn full_fifo_of_metrics_delays_no_guest() {
     let mut chunk = [0; 4096];
     while both.read(&mut chunk).is_ok() {}
     vmm.done("PUT", "/actions", FLUSH);
-    let mut line = Vec::new();
-    while let Ok(bytes) = both.read(&mut chunk) {
-        line.extend_from_slice(&chunk[..bytes]);
-    }
-    let lines = parsed(&text(&line));
+    let lines = parsed(&drain(&mut both));
     let [line] = &lines[..] else { panic!("{lines:?}") };
     assert!(line["logger"]["missed_metrics_count"].as_u64().unwrap() > 0, "{line}");
     vmm.signal(Signal::TERM);
