@@ -297,14 +297,17 @@ impl HandlerShared {
         if !is_complete() {
             return Ok(false);
         }
-        for region in self.ram.iter() {
-            let (start, len) = (region.as_ptr() as u64, region.len());
-            self.userfault.unregister(start, len)?;
-        }
+        self.unregister()?;
         self.serves.store(false, Ordering::Release);
         // The handler may never read that a page was discarded, for which the discard waits.
         self.userfault.drop_messages()?;
         Ok(true)
+    }
+
+    fn unregister(&self) -> io::Result<()> {
+        self.ram
+            .iter()
+            .try_for_each(|region| self.userfault.unregister(region.as_ptr() as u64, region.len()))
     }
 
     /// Ends the guest of `owner` once the handler has ended, unless that is not needed any more.
@@ -392,11 +395,13 @@ impl HandlerShared {
         for region in self.ram.iter() {
             let (start, len) = (region.as_ptr() as u64, region.len());
             let page = if is_pooled(region) { HUGE_PAGE } else { PAGE_SIZE };
-            // Nothing can be poisoned while a discard waits until its message is read.
-            let read = self.userfault.drop_messages();
-            if let Err(e) = read.and_then(|()| self.userfault.poison(start, len, page)) {
+            if let Err(e) = self.userfault.poison(start, len, page) {
                 tracing::error!("pages that are lost cannot be poisoned: {e}");
             }
+        }
+        // Poisoned pages stay so. A discard would wait until the handler reads of it.
+        if let Err(e) = self.unregister().and_then(|()| self.userfault.drop_messages()) {
+            tracing::error!("lost memory cannot be unregistered from userfaultfd: {e}");
         }
     }
 

@@ -265,9 +265,13 @@ impl Userfault {
     }
 
     /// Marks missing pages of `page` bytes as poisoned. A thread that touches one gets the error
-    /// that broken memory gives.
+    /// that broken memory gives. Reads and ignores all messages: the kernel refuses while a discard
+    /// waits until its message is read.
     pub(crate) fn poison(&self, start: u64, len: u64, page: u64) -> io::Result<()> {
         self.fill(start, len, Some(page), |_, start, len| {
+            if let Err(e) = self.drop_messages() {
+                return (Err(e), 0);
+            }
             let mut fill = UffdioFill { range: UffdioRange { start, len }, mode: 0, filled: 0 };
             // SAFETY: as for `zero`; a reference can exist only to pages that are present, and none
             // is.

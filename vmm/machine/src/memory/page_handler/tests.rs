@@ -8,6 +8,7 @@ use std::sync::atomic::AtomicU64;
 use std::thread;
 
 use driftline_dirty_tracker::Gfn;
+use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use serde_json::Value;
 use vm_memory::{Bytes, GuestAddress};
@@ -260,6 +261,23 @@ fn abandoned_memory_frees_what_waits() {
     served.memory.abandon();
     let e = served.memory.require(Gfn(3), SOON).unwrap_err().to_string();
     assert!(e.starts_with("fetching frames failed: "), "{e}");
+}
+
+#[test]
+fn discards_do_not_wait_for_abandoned_memory() {
+    let test = "discards_do_not_wait_for_abandoned_memory";
+    let Some(served) = serve(test, BYTES) else { return };
+    let ram = served.memory.ram().clone();
+    let mut discarder = Discarder::open(served.memory.protected_frames().clone()).unwrap();
+    // No thread reads the messages about them.
+    let discards = thread::spawn(move || {
+        (0..9).for_each(|i| assert!(discarder.discard(&ram, run(2 * i, 1)).is_ok()));
+    });
+    let mut wait = [PollFd::new(&served.received.userfault, PollFlags::IN)];
+    assert_eq!(poll(&mut wait, None).unwrap(), 1);
+    served.memory.abandon();
+    assert!(join_until(discards, Instant::now() + SOON).unwrap().is_ok());
+    assert!(served.memory.require(Gfn(1), SOON).is_err());
 }
 
 #[test]
