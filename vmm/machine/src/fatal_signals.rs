@@ -16,6 +16,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
+use std::time::{Duration, Instant};
 
 use libc::{c_int, c_void, siginfo_t};
 use rustix::event::{EventfdFlags, eventfd};
@@ -72,8 +73,8 @@ struct FatalSignals {
 
 static FATAL: OnceLock<FatalSignals> = OnceLock::new();
 
-/// Limit on waiting for the last work, in milliseconds.
-const LAST_WORK_LIMIT_MS: c_int = 1000;
+/// Limit on waiting for the last work.
+const LAST_WORK_LIMIT: Duration = Duration::from_secs(1);
 
 /// The means by which the handler and the thread of the last work notify each other.
 struct LastWork {
@@ -191,13 +192,21 @@ pub(crate) fn finish_last_work() {
 }
 
 impl LastWork {
-    /// Has the thread do the work, and waits until it has. Makes only async-signal-safe calls.
+    /// Has the thread do the work, and waits until it has, also if signals interrupt the wait.
+    /// Makes only async-signal-safe calls.
     fn run(&self, signal: c_int) {
         let _ = self.signal.compare_exchange(0, signal, Ordering::SeqCst, Ordering::SeqCst);
         write_if_ready(self.begin.as_raw_fd(), &1u64.to_ne_bytes());
         let mut done = libc::pollfd { fd: self.done.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-        // SAFETY: one pollfd, and a wait that ends.
-        unsafe { libc::poll(&raw mut done, 1, LAST_WORK_LIMIT_MS) };
+        let end = Instant::now() + LAST_WORK_LIMIT;
+        loop {
+            let left = end.saturating_duration_since(Instant::now()).as_millis();
+            // SAFETY: one pollfd, and a wait that ends.
+            let polled = unsafe { libc::poll(&raw mut done, 1, left as c_int) };
+            if polled >= 0 || io::Error::last_os_error().kind() != io::ErrorKind::Interrupted {
+                return;
+            }
+        }
     }
 }
 

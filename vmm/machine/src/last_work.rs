@@ -36,7 +36,7 @@ pub fn start(work: impl FnOnce(c_int) + Send + 'static) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use std::process::{Command, Output};
-    use std::sync::atomic::{AtomicI32, Ordering};
+    use std::sync::atomic::{AtomicI32, AtomicU32, Ordering};
     use std::thread;
     use std::time::{Duration, Instant};
 
@@ -63,6 +63,8 @@ mod tests {
 
     /// The thread to be interrupted; 0 until there is one.
     static INTERRUPTED: AtomicI32 = AtomicI32::new(0);
+    /// Number of signals sent to that thread.
+    static SENT: AtomicU32 = AtomicU32::new(0);
 
     /// Sends signals to that thread until the process ends, as a vCPU's thread receives kicks.
     fn interrupt_repeatedly() {
@@ -75,7 +77,10 @@ mod tests {
                 if to != 0 {
                     let process = libc::c_long::from(std::process::id());
                     // SAFETY: takes numbers; the handler of the signal does nothing.
-                    unsafe { libc::syscall(libc::SYS_tgkill, process, to, libc::SIGUSR2) };
+                    let sent =
+                        unsafe { libc::syscall(libc::SYS_tgkill, process, to, libc::SIGUSR2) };
+                    assert_eq!(sent, 0);
+                    SENT.fetch_add(1, Ordering::SeqCst);
                 }
             }
         });
@@ -97,8 +102,9 @@ mod tests {
             let options = SandboxOptions { seccomp: true, ..SandboxOptions::default() };
             sandbox::start(&options).unwrap();
             start(move |signal| {
-                if is_interrupted {
-                    thread::sleep(Duration::from_millis(200));
+                // Otherwise the work may precede the first signal.
+                while is_interrupted && SENT.load(Ordering::SeqCst) < 3 {
+                    thread::sleep(Duration::from_millis(5));
                 }
                 // As if the interrupted thread had a lock.
                 if is_stuck {
