@@ -50,6 +50,9 @@ pub(super) enum CaughtWrites {
 
 /// The state that the collector's thread owns.
 pub(crate) struct CollectorState {
+    /// Has the vCPUs' handles, which keep the kernel's VM alive. So it is declared before `source`
+    /// (see `KvmVm`).
+    pub(super) pacing: Pacing<ThrottleHandle>,
     pub(super) source: Box<dyn DirtySource>,
     pub(super) tracker: Arc<Tracker>,
     pub(super) many: u64,
@@ -63,7 +66,6 @@ pub(crate) struct CollectorState {
     pub(super) peaks: Peaks,
     /// The time of each collection.
     pub(super) times: Arc<Histogram>,
-    pub(super) pacing: Pacing<ThrottleHandle>,
 }
 
 impl CollectorState {

@@ -18,6 +18,11 @@ ioctl_io_nr!(KVM_RESET_DIRTY_RINGS, KVMIO, 0xc7);
 
 /// A VM and its memory. Every object that can run a vCPU holds a reference to it, so that the
 /// memory outlives them.
+///
+/// The kernel's VM lives as long as there is a mapping of one of its vCPUs. An object that has such
+/// mappings drops them before its reference to this. Otherwise the memory may be unmapped before
+/// the kernel's VM ends: KVM then looks for mappings of each frame, without letting other threads
+/// run on that processor, for about 5 ms if the guest has 16 GiB.
 #[derive(Debug)]
 pub struct KvmVm {
     fd: VmFd,

@@ -16,10 +16,11 @@ use crate::tracking::TrackingMode;
 /// Dirty source that reads the dirty rings of a VM and keeps its position in each.
 #[derive(Debug)]
 pub struct RingSource {
-    vm: Arc<KvmVm>,
     rings: Vec<RingMap>,
     harvester: Harvester,
     logging: bool,
+    /// Declared after `rings`, which keep the kernel's VM alive (see `KvmVm`).
+    vm: Arc<KvmVm>,
 }
 
 impl RingSource {
