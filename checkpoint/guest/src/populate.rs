@@ -1,6 +1,6 @@
 //! Putting contents into the memory of a guest: before its first run, or while it runs already.
 
-use driftline_dirty_tracker::{FrameRun, Gfn};
+use driftline_dirty_tracker::FrameRun;
 
 use crate::delegate::Delegate;
 use crate::error::GuestError;
@@ -12,16 +12,6 @@ pub trait Populate: Send + Sync {
     /// for one at a time. Frames that are not reached are populated by the write itself. Contents
     /// are unchanged.
     fn prefault(&self, frames: FrameRun);
-
-    /// Populates this process's page tables for the first frames from `from` on that are in memory
-    /// files, and allocates nothing. Returns the frame from which to continue; `None` at the end of
-    /// memory. Does little in one call, because the kernel may keep a processor from other threads
-    /// until the call ends.
-    ///
-    /// # Errors
-    ///
-    /// The kernel cannot say which frames are in memory.
-    fn prefault_shared(&self, from: Gfn) -> Result<Option<Gfn>, GuestError>;
 
     /// Returns a way to put contents into untouched memory of a paused guest that has never run, at
     /// less cost than a write. `None` means unsupported, or that the host's pages make a write
@@ -49,10 +39,6 @@ pub trait Populate: Send + Sync {
 impl<T: Delegate<dyn Populate>> Populate for T {
     fn prefault(&self, frames: FrameRun) {
         self.delegate().prefault(frames);
-    }
-
-    fn prefault_shared(&self, from: Gfn) -> Result<Option<Gfn>, GuestError> {
-        self.delegate().prefault_shared(from)
     }
 
     fn memory_loader(&self) -> Option<Box<dyn MemoryLoader>> {

@@ -8,25 +8,17 @@
 
 use std::fs::File;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
-use driftline_dirty_tracker::Gfn;
-use driftline_guest::{DeviceFile, GuestIdentity, OfferedClaim, Populate, SharedGuest};
+use driftline_guest::{DeviceFile, OfferedClaim, SharedGuest};
 use rustix::process::geteuid;
 use vm_memory::FileOffset;
 
-use crate::error::Cause;
 use crate::protocol::error::WireError;
 use crate::protocol::features::{DEVICE_FILES, FEATURES, LOCAL};
 use crate::protocol::message::{DeviceFileNames, MemoryPlaces};
 use crate::protocol::tag::Tag;
 use crate::transport::link::Link;
-use crate::transport::stop::StopFlag;
 use crate::transport::wire::Wire;
-
-/// Upper bound on populating page tables before the pause. The source waits for PASS_ACK meanwhile,
-/// by default for 10 s.
-const POPULATE_LIMIT: Duration = Duration::from_secs(4);
 
 /// Returns the features that this end offers over `link`.
 pub(super) fn features(link: &Link) -> u64 {
@@ -71,29 +63,6 @@ pub(super) fn receive_files(
 /// Whether a process of user `ours` builds a guest on memory of user `theirs`.
 fn may_send(theirs: u32, ours: u32) -> bool {
     theirs == ours || theirs == 0
-}
-
-/// Populates this process's page tables for memory that exists, so that the guest does not fault on
-/// each of its pages after the take-over. Holes stay holes. Ends early at [`POPULATE_LIMIT`]; the
-/// rest is populated when it is touched.
-pub(super) fn populate<G: GuestIdentity + Populate + ?Sized>(
-    guest: &G,
-    stop: &StopFlag,
-) -> Result<(), Cause> {
-    let begun = Instant::now();
-    let mut next = Some(Gfn(0));
-    while let Some(from) = next {
-        if stop.is_cancelled() {
-            return Err(Cause::Cancelled);
-        }
-        if begun.elapsed() >= POPULATE_LIMIT {
-            tracing::debug!(vm = %guest.vm_id(), %from, "page tables are populated in part");
-            return Ok(());
-        }
-        next = guest.prefault_shared(from)?;
-    }
-    tracing::debug!(vm = %guest.vm_id(), took = ?begun.elapsed(), "page tables populated");
-    Ok(())
 }
 
 #[cfg(test)]

@@ -14,7 +14,6 @@ use driftline_guest::{Clock, DriveHead, Guest, GuestError, Section};
 
 use super::channels::ReceiveChannels;
 use super::copies::Copies;
-use super::local;
 use super::memory_writer::MemoryWriter;
 use super::pace::PaceLimit;
 use super::prealloc;
@@ -74,8 +73,6 @@ pub(super) struct GuestReceiver<'g, G: Guest + ?Sized> {
     stream: StreamState,
     channels: ReceiveChannels,
     copies: &'g mut Copies,
-    /// Whether the guest is built on the source's memory.
-    shares_memory: bool,
 }
 
 /// Inputs of the first channel's thread besides the connection.
@@ -149,12 +146,12 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
     pub(super) fn new(guest: &'g G, drives: &'g [DriveHead], copies: &'g mut Copies) -> Self {
         let stream = StreamState::new(guest.layout().clone(), drives.to_vec());
         let channels = ReceiveChannels::new();
-        Self { guest, stream, channels, copies, shares_memory: false }
+        Self { guest, stream, channels, copies }
     }
 
     /// Expects no memory: the guest is built on that of its source.
     pub(super) fn with_shared_memory(self) -> Self {
-        Self { stream: self.stream.with_shared_memory(), shares_memory: true, ..self }
+        Self { stream: self.stream.with_shared_memory(), ..self }
     }
 
     /// Receives until the state is complete; acknowledges each pass.
@@ -316,9 +313,6 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
             reading.context.pace.renew(self.moved_bytes());
         }
         self.channels.acknowledge();
-        if self.shares_memory && pass == 0 {
-            local::populate(self.guest, &reading.context.control.stop)?;
-        }
         if matches!(reading.restore, StateRestore::NotBegun) {
             // The source may pause its guest after the acknowledgement.
             self.guest.stay_awake();

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, Subscription, Tracker};
+use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Subscription, Tracker};
 use parking_lot::Mutex;
 use vm_memory::{Bytes, GuestAddress};
 
@@ -332,16 +332,6 @@ impl GuestContents for MemoryGuest {
 impl Populate for MemoryGuest {
     fn prefault(&self, frames: FrameRun) {
         self.prefaulted.fetch_add(frames.count, SeqCst);
-    }
-
-    fn prefault_shared(&self, from: Gfn) -> Result<Option<Gfn>, GuestError> {
-        let slots = self.layout().slots().map(Slot::run);
-        let next = slots.filter(|slot| slot.end() > from).min_by_key(|slot| slot.start);
-        Ok(next.map(|slot| {
-            let start = from.max(slot.start);
-            self.prefault(FrameRun { start, count: 1 });
-            Gfn(start.0 + 1)
-        }))
     }
 
     fn memory_loader(&self) -> Option<Box<dyn MemoryLoader>> {

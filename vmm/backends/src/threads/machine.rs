@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Subscription};
+use driftline_dirty_tracker::{FrameRun, Layout, Subscription};
 use driftline_guest::{
     Clock, CollectionReport, DirtyLog, GuestContents, GuestDrive, GuestError, GuestIdentity,
     GuestRam, LazyRestoreProgress, Lifecycle, Line, MemoryLoader, MemoryRight, PageSource,
@@ -249,10 +249,6 @@ impl GuestContents for ThreadMachine {
 impl Populate for ThreadMachine {
     fn prefault(&self, frames: FrameRun) {
         self.memory.prefault(frames);
-    }
-
-    fn prefault_shared(&self, from: Gfn) -> Result<Option<Gfn>, GuestError> {
-        Ok(self.memory.prefault_shared(from)?)
     }
 
     fn memory_loader(&self) -> Option<Box<dyn MemoryLoader>> {

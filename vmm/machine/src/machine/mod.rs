@@ -47,7 +47,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, Layout, Subscription};
+use driftline_dirty_tracker::{FrameRun, FrameSet, Layout, Subscription};
 use driftline_guest::{
     Clock, CollectionReport, DirtyLog, GuestContents, GuestDrive, GuestError, GuestIdentity,
     GuestRam, HandOver, LazyRestoreProgress, Lifecycle, Line, MemoryLoader, MemoryRight, NextHost,
@@ -263,10 +263,6 @@ impl GuestContents for KvmMachine {
 impl Populate for KvmMachine {
     fn prefault(&self, frames: FrameRun) {
         self.memory.prefault(frames);
-    }
-
-    fn prefault_shared(&self, from: Gfn) -> Result<Option<Gfn>, GuestError> {
-        Ok(self.memory.prefault_shared(from)?)
     }
 
     fn memory_loader(&self) -> Option<Box<dyn MemoryLoader>> {

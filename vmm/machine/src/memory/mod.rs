@@ -356,27 +356,6 @@ impl Memory {
         }
     }
 
-    /// Populates the page tables for the first frames from `from` on that are in memory files, at
-    /// most 1 MiB, and allocates nothing. Returns the frame from which to continue; `None` at the
-    /// end of memory.
-    ///
-    /// # Errors
-    ///
-    /// The kernel cannot say which frames are in memory.
-    pub fn prefault_shared(&self, from: Gfn) -> Result<Option<Gfn>, FrameError> {
-        let failed = FrameError::system("looking for the pages of a memory file");
-        for region in self.ram.iter().filter(|region| region::all(region).end() > from) {
-            let mut runs = Vec::new();
-            if let Some(piece) =
-                resident::piece_in_file(region, from, &mut runs).map_err(&failed)?
-            {
-                runs.into_iter().for_each(|run| self.prefault(run));
-                return Ok(Some(piece.end()));
-            }
-        }
-        Ok(None)
-    }
-
     /// Behaves like [`prefault`](Self::prefault), in pages of the size that the guest's own first
     /// writes would get.
     pub(crate) fn fault_in(&self, run: FrameRun) {

@@ -114,52 +114,6 @@ fn in_file(
     Ok(())
 }
 
-/// Maximum frames of a piece. To find and populate them takes a quarter of a millisecond.
-pub(super) const SHARED_PIECE_FRAMES: u64 = 256;
-
-/// Finds the first frames of a region from `from` on that may be in its memory file. Adds those
-/// that are in memory to `runs`, as ascending runs. Returns all frames that were looked at; `None`
-/// if there are no more, or the region has no file that reports its holes.
-///
-/// `SEEK_HOLE` would need one call for all of the data, and many kernels run no other thread on
-/// that processor meanwhile.
-pub(super) fn piece_in_file(
-    region: &Region,
-    from: Gfn,
-    runs: &mut Vec<FrameRun>,
-) -> io::Result<Option<FrameRun>> {
-    let RegionSource::Shared(file) = source(region) else { return Ok(None) };
-    if is_pooled(region) {
-        return Ok(None);
-    }
-    let all = all(region);
-    let from = from.max(all.start);
-    let at = file.start() + (from.0 - all.start.0) * PAGE_SIZE;
-    let first = match rustix::fs::seek(file.file().as_fd(), SeekFrom::Data(at)) {
-        Ok(data) => all.start.0 + (data - file.start()) / PAGE_SIZE,
-        Err(rustix::io::Errno::NXIO) => return Ok(None),
-        Err(e) => return Err(e.into()),
-    };
-    if first >= all.end().0 {
-        return Ok(None);
-    }
-    let piece = FrameRun { start: Gfn(first), count: SHARED_PIECE_FRAMES.min(all.end().0 - first) };
-    let address = region.as_ptr() as u64 + (first - all.start.0) * PAGE_SIZE;
-    let mut is_in_memory = [0; SHARED_PIECE_FRAMES as usize];
-    // SAFETY: the range is part of the region's mapping. The kernel writes one byte for each of its
-    // pages, and the array has a byte for each.
-    let result = unsafe {
-        libc::mincore(address as *mut _, piece.bytes() as usize, is_in_memory.as_mut_ptr())
-    };
-    if result != 0 {
-        return Err(io::Error::last_os_error());
-    }
-    for (gfn, _) in piece.frames().zip(is_in_memory).filter(|(_, byte)| byte & 1 == 1) {
-        push(runs, 0, gfn);
-    }
-    Ok(Some(piece))
-}
-
 /// Adds a frame to the last of the runs from `floor` on that it follows, or as a run of its own.
 fn push(runs: &mut Vec<FrameRun>, floor: usize, gfn: Gfn) {
     match runs[floor..].last_mut() {
@@ -214,10 +168,10 @@ impl Pagemap {
 
 #[cfg(test)]
 mod tests {
-    use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
+    use vm_memory::GuestMemoryBackend;
 
     use super::*;
-    use crate::memory::{Backing, Memory, MemoryOptions};
+    use crate::memory::{Memory, MemoryOptions};
 
     #[test]
     fn data_discarded_between_two_seeks_is_skipped() {
@@ -236,35 +190,5 @@ mod tests {
         assert!(resident.find(region, frames, &mut runs).is_err());
         resident.find_or_all(region, frames, &mut runs).unwrap();
         assert_eq!(runs, [frames]);
-    }
-
-    /// A process that received a memory file populates its page tables for what is in the file.
-    #[test]
-    fn shared_memory_is_prefaulted_without_its_holes() {
-        let run = |start, count| FrameRun { start: Gfn(start), count };
-        let options = MemoryOptions { backing: Backing::Memfd, ..MemoryOptions::default() };
-        let here = Memory::new(64 << 20, &options).unwrap();
-        let written = [run(0, 1), run(700, 600), run(9000, 2)];
-        for gfn in written.iter().flat_map(|run| run.frames()) {
-            here.ram().write_obj(7u8, GuestAddress(gfn.gpa())).unwrap();
-        }
-        let there = Memory::shared(64 << 20, &options, &here.share().unwrap()).unwrap();
-        let in_tables = |memory: &Memory| {
-            let mut runs = Vec::new();
-            let mut pages = Pagemap::open().unwrap();
-            let region = memory.ram().iter().next().unwrap();
-            pages.find(region, run(0, 64 << 8), &mut runs).unwrap();
-            runs
-        };
-        assert!(in_tables(&there).is_empty());
-        let (mut next, mut calls) = (Some(Gfn(0)), 0);
-        while let Some(from) = next {
-            next = there.prefault_shared(from).unwrap();
-            calls += 1;
-        }
-        assert_eq!(in_tables(&there), written);
-        assert_eq!(there.resident().unwrap(), written, "no hole has got a page");
-        // A piece for the first frame, three for the second run, one for the third, and the end.
-        assert_eq!(calls, 6);
     }
 }

@@ -81,7 +81,7 @@ pub(super) const PROCESS: &[Sysno] = &[
     bind, listen, connect, accept, accept4, shutdown, sendto, sendmsg, sendmmsg, recvfrom, recvmsg,
     recvmmsg, getsockopt, setsockopt, getsockname, getpeername,
     // Memory.
-    memfd_create, mincore, msync, mlock, mlock2, munlock, userfaultfd, mbind, set_mempolicy,
+    memfd_create, msync, mlock, mlock2, munlock, userfaultfd, mbind, set_mempolicy,
     get_mempolicy,
     // Events.
     epoll_create, epoll_create1, epoll_ctl, epoll_wait, epoll_pwait, epoll_pwait2, select,
