@@ -2,46 +2,55 @@
 
 use crate::{Driftline, SOON, ScratchDir};
 
-/// Writes of the guest that is not paced.
-const FASTEST: &str = "rate=max,pattern=random";
-
 /// A guest of 2 vCPUs and 1 GiB that writes into 32 MiB.
 #[derive(Clone, Copy, Debug)]
 pub struct GuestLoad {
     tracking: &'static str,
-    writes: &'static str,
+    writes: LoadWrites,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum LoadWrites {
+    /// To random pages, as fast as the guest can.
+    Fastest,
+    /// 320 MiB/s, in order.
+    Paced,
 }
 
 impl GuestLoad {
     /// Returns a guest that writes to random pages, as fast as it can.
     pub const fn fastest(tracking: &'static str) -> Self {
-        Self { tracking, writes: FASTEST }
+        Self { tracking, writes: LoadWrites::Fastest }
     }
 
     /// Returns a guest that writes 320 MiB/s, in order.
     pub const fn paced(tracking: &'static str) -> Self {
-        Self { tracking, writes: "rate=320M" }
+        Self { tracking, writes: LoadWrites::Paced }
     }
 
     /// Returns whether the guest writes as fast as it can.
     pub fn is_fastest(&self) -> bool {
-        self.writes == FASTEST
+        self.writes == LoadWrites::Fastest
     }
 
     /// Starts the guest's process and waits until each vCPU has reported.
     pub fn start(&self, scratch: &ScratchDir, name: &str) -> Driftline {
-        let spec = format!("payload,ws=32M,{}", self.writes);
+        let spec = match self.writes {
+            LoadWrites::Fastest => "payload,ws=32M,rate=max,pattern=random",
+            LoadWrites::Paced => "payload,ws=32M,rate=320M",
+        };
         let args = ["--vcpus", "2", "--mem", "1G", "--tracking", self.tracking];
-        let vm = Driftline::run(scratch, name, &spec, &args);
+        let vm = Driftline::run(scratch, name, spec, &args);
         vm.console().wait_reports(2, 1, SOON);
         vm
     }
 }
 
 /// Defines a test for each load and for both tracking modes. Each calls `$run(load, times)`, where
-/// `times` is `$short`, or `$full` with `DRIFTLINE_FULL=1`. The short form has each load and each
-/// mode once, with `both_fastest` also the fastest load in the other mode; the other tests report
-/// that they were skipped, as all do if there is no KVM.
+/// `times` is `$short`, or `$full` with `DRIFTLINE_FULL=1`.
+///
+/// The short form runs each load and each mode once. With `both_fastest` it also runs the fastest
+/// load in the other mode. All other tests report that they were skipped. Without KVM all do.
 #[macro_export]
 macro_rules! under_each_load {
     ($run:path, $short:expr, $full:expr) => {

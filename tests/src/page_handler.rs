@@ -21,7 +21,7 @@ pub struct HandlerCounts {
     /// Faults that it has answered with zeros, because the page was discarded.
     pub zeroed: u64,
     /// Pages that were discarded.
-    pub removed: u64,
+    pub discarded: u64,
 }
 
 impl HandlerProcess {
@@ -68,7 +68,7 @@ impl HandlerProcess {
         let numbers: Vec<u64> =
             last.into_iter().flat_map(str::split_whitespace).flat_map(str::parse).collect();
         match numbers[..] {
-            [copied, zeroed, removed] => HandlerCounts { copied, zeroed, removed },
+            [copied, zeroed, discarded] => HandlerCounts { copied, zeroed, discarded },
             _ => HandlerCounts::default(),
         }
     }

@@ -176,7 +176,7 @@ fn working_set_is_prefetched_at_the_next_restore() {
     // The guest touches some hundred of 16,384 pages at random while they arrive.
     let spec = "payload,ws=64M,rate=320M,pattern=random";
     let mut vm = Driftline::run(&scratch, "before", spec, &["--vcpus", "2", "--mem", "1G"]);
-    // Pages that it has not written by then are zero, and do not arrive.
+    // A page that the guest has not written before the checkpoint is zero, and is not fetched.
     vm.console().wait_first_pass(2, SOON);
     let store = scratch.path("store");
     let path = store.to_str().expect("UTF-8");

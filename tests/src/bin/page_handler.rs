@@ -113,7 +113,7 @@ struct ServedMapping {
     offset: u64,
     page_size: u64,
     /// Which of its pages were discarded.
-    removed: Vec<bool>,
+    discarded: Vec<bool>,
 }
 
 /// A guest's memory, and what was done with it.
@@ -126,7 +126,7 @@ struct ServedMemory {
     faults: VecDeque<u64>,
     copied: u64,
     zeroed: u64,
-    removed: u64,
+    discarded: u64,
     /// The line that was printed last.
     reported: String,
 }
@@ -149,7 +149,7 @@ fn main() {
         faults: VecDeque::new(),
         copied: 0,
         zeroed: 0,
-        removed: 0,
+        discarded: 0,
         reported: String::new(),
     };
     match served.arguments.copies_all {
@@ -185,7 +185,7 @@ fn receive(connection: &UnixStream) -> (OwnedFd, Vec<ServedMapping>) {
             size,
             offset: number("offset"),
             page_size,
-            removed: vec![false; (size / page_size) as usize],
+            discarded: vec![false; (size / page_size) as usize],
         }
     });
     (userfault, mappings.collect())
@@ -230,8 +230,8 @@ impl ServedMemory {
         self.report();
     }
 
-    /// Reads all events once there are any, or after a moment if a fault is deferred: the kernel
-    /// sends no event when it can be answered.
+    /// Reads all events once there are any. The kernel sends no event when a deferred fault can be
+    /// answered, so while there is one the wait ends after [`RETRY_INTERVAL`].
     fn await_events(&mut self) {
         let mut wait = [PollFd::new(&self.userfault, PollFlags::IN)];
         let limit = (!self.faults.is_empty()).then_some(RETRY_INTERVAL);
@@ -265,8 +265,8 @@ impl ServedMemory {
         let mapping = mapping_of(&mut self.mappings, start);
         let pages = (start - mapping.start) / mapping.page_size
             ..(end - mapping.start).div_ceil(mapping.page_size);
-        self.removed += pages.end - pages.start;
-        mapping.removed[pages.start as usize..pages.end as usize].fill(true);
+        self.discarded += pages.end - pages.start;
+        mapping.discarded[pages.start as usize..pages.end as usize].fill(true);
     }
 
     /// Answers the fault at `address`, or keeps it for later.
@@ -275,8 +275,8 @@ impl ServedMemory {
         let len = mapping.page_size;
         let start = address & !(len - 1);
         let page = (start - mapping.start) / len;
-        let is_removed = mapping.removed[page as usize];
-        let result = if is_removed {
+        let is_discarded = mapping.discarded[page as usize];
+        let result = if is_discarded {
             let mut zero = UffdZero { start, len, mode: 0, zeroed: 0 };
             call::<ZERO, _>(&self.userfault, &mut zero)
         } else {
@@ -288,10 +288,10 @@ impl ServedMemory {
             call::<COPY, _>(&self.userfault, &mut copy)
         };
         match result {
-            Ok(()) if is_removed => self.zeroed += 1,
+            Ok(()) if is_discarded => self.zeroed += 1,
             Ok(()) => self.copied += 1,
-            // A discard is announced, and its thread has not continued: its event is unread, or the
-            // thread has not run since.
+            // A discard is in progress: its event has not been read, or the thread that discards
+            // has not run again since it was.
             Err(Errno::AGAIN) => self.faults.push_back(address),
             // It is there: another fault was for the same page.
             Err(Errno::EXIST) => {
@@ -307,8 +307,8 @@ impl ServedMemory {
 
     /// Prints the counts if they have changed.
     fn report(&mut self) {
-        let Self { copied, zeroed, removed, .. } = self;
-        let line = format!("counts {copied} {zeroed} {removed}");
+        let Self { copied, zeroed, discarded, .. } = self;
+        let line = format!("counts {copied} {zeroed} {discarded}");
         if line != self.reported {
             writeln!(io::stdout(), "{line}").expect("it can be written");
             self.reported = line;

@@ -1,6 +1,6 @@
 //! The log that a client of Firecracker's API configures, by arguments and by `PUT /logger`.
 
-use std::fs::{File, OpenOptions};
+use std::fs::OpenOptions;
 use std::io::Read;
 use std::os::unix::fs::OpenOptionsExt;
 use std::process::{Command, Stdio};
@@ -11,7 +11,7 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use crate::common::serving::ServeProcess;
-use crate::common::{TestDir, text, wait_for};
+use crate::common::{TestDir, read_now, text, wait_for};
 use crate::firecracker::{command, serve};
 use crate::serve_guest::{AfterPrint, await_line, configure};
 
@@ -126,15 +126,6 @@ fn logger_is_refused_as_firecracker_does() {
     let log = tmp.read("log");
     assert!(!log.contains(r#"Get request on "/"."#), "{log}");
     assert!(log.contains(r#"Get request on "/version"."#), "{log}");
-}
-
-/// Reads what a FIFO contains now.
-fn read_now(reader: &mut File) -> String {
-    let (mut read, mut chunk) = (Vec::new(), [0; 4096]);
-    while let Ok(bytes @ 1..) = reader.read(&mut chunk) {
-        read.extend_from_slice(&chunk[..bytes]);
-    }
-    text(&read)
 }
 
 #[test]

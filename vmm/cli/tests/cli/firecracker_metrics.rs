@@ -1,6 +1,5 @@
 //! The metrics that a client of Firecracker's API asks for, by an argument and by `PUT /metrics`.
 
-use std::fs::File;
 use std::io::{Read, Write};
 use std::time::Instant;
 
@@ -9,21 +8,12 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use crate::common::serving::ServeProcess;
-use crate::common::{TestDir, open_both_ends, text, wait_for};
+use crate::common::{TestDir, open_both_ends, read_now, wait_for};
 use crate::firecracker::{command, serve};
 use crate::serve_guest::{AfterPrint, await_line, configure};
 
 const START: &str = r#"{"action_type": "InstanceStart"}"#;
 const FLUSH: &str = r#"{"action_type": "FlushMetrics"}"#;
-
-/// Returns what a FIFO holds, which is not to be waited for.
-fn drain(fifo: &mut File) -> String {
-    let (mut held, mut chunk) = (Vec::new(), [0; 4096]);
-    while let Ok(bytes) = fifo.read(&mut chunk) {
-        held.extend_from_slice(&chunk[..bytes]);
-    }
-    text(&held)
-}
 
 fn parsed(lines: &str) -> Vec<Value> {
     lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
@@ -123,9 +113,8 @@ fn last_line_names_the_fatal_signal() {
         (Signal::SYS, 2, "seccomp", "num_faults"),
     ] {
         let tmp = TestDir::new();
-        // Not a file: a slow disk would end the process by the alarm of the handler's write.
-        let log = tmp.fifo("log");
-        let mut both = open_both_ends(&log);
+        // Not files: for a slow disk the handler does not wait.
+        let [mut log, mut metrics] = ["log", "metrics"].map(|name| open_both_ends(&tmp.fifo(name)));
         let paths = ["--metrics-path", &tmp.text("metrics"), "--log-path", &tmp.text("log")];
         let mut vmm = serve(&tmp, &paths);
         configure(&vmm, &tmp, AfterPrint::Wait);
@@ -137,9 +126,10 @@ fn last_line_names_the_fatal_signal() {
         vmm.signal(signal);
         let (status, stderr) = vmm.wait_status();
         // Whether the handler gave up, and which thread it interrupted.
-        let ended = format!("{signal:?}, {} ms: {}", since.elapsed().as_millis(), drain(&mut both));
+        let ended =
+            format!("{signal:?}, {} ms: {}", since.elapsed().as_millis(), read_now(&mut log));
         assert_eq!(status.code(), Some(code), "{ended}: {status}: {stderr}");
-        let lines = parsed(&tmp.read("metrics"));
+        let lines = parsed(&read_now(&mut metrics));
         let counted: Vec<_> = lines.iter().map(|line| line[group][name].as_u64()).collect();
         assert_eq!(counted, [Some(0), Some(0), Some(1)], "{ended}");
         assert_eq!(lines[2]["get_api_requests"]["machine_cfg_count"], 1, "{}", lines[2]);
@@ -163,10 +153,9 @@ fn full_fifo_of_metrics_delays_no_guest() {
     let refusal = vmm.refusal("PUT", "/actions", FLUSH);
     let start = "Internal VMM error: Metrics error: Failed to write metrics: ";
     assert!(refusal.starts_with(start), "{refusal}");
-    let mut chunk = [0; 4096];
-    while both.read(&mut chunk).is_ok() {}
+    read_now(&mut both);
     vmm.done("PUT", "/actions", FLUSH);
-    let lines = parsed(&drain(&mut both));
+    let lines = parsed(&read_now(&mut both));
     let [line] = &lines[..] else { panic!("{lines:?}") };
     assert!(line["logger"]["missed_metrics_count"].as_u64().unwrap() > 0, "{line}");
     vmm.signal(Signal::TERM);
@@ -187,19 +176,16 @@ fn partly_written_metrics_are_not_flushed() {
     vmm.done("PUT", "/actions", START);
     await_line(&tmp);
     vmm.done("PUT", "/actions", FLUSH);
-    let mut chunk = [0; 4096];
-    while both.read(&mut chunk).is_ok() {}
+    read_now(&mut both);
     while both.write(&[b'\n'; 4096]).is_ok() {}
     // Room for the beginning of a line.
-    both.read_exact(&mut chunk).unwrap();
+    both.read_exact(&mut [0; 4096]).unwrap();
     let refusal = vmm.refusal("PUT", "/actions", FLUSH);
     assert!(refusal.contains("Failed to write metrics"), "{refusal}");
     // The rest follows without another line.
     let mut read = String::new();
     wait_for("the rest", || {
-        while let Ok(bytes) = both.read(&mut chunk) {
-            read.push_str(&text(&chunk[..bytes]));
-        }
+        read.push_str(&read_now(&mut both));
         read.ends_with("}\n").then_some(())
     });
     assert_eq!(parsed(read.trim_start()).len(), 1);

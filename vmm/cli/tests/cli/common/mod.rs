@@ -164,6 +164,15 @@ pub fn open_both_ends(path: &Path) -> File {
     OpenOptions::new().read(true).write(true).custom_flags(flags).open(path).unwrap()
 }
 
+/// Reads what a FIFO contains now. Does not wait.
+pub fn read_now(reader: &mut File) -> String {
+    let (mut read, mut chunk) = (Vec::new(), [0; 4096]);
+    while let Ok(bytes @ 1..) = reader.read(&mut chunk) {
+        read.extend_from_slice(&chunk[..bytes]);
+    }
+    text(&read)
+}
+
 /// A TCP address on which nothing listens. It stays bound, so that no other program gets its port.
 pub struct ClosedAddress {
     pub address: SocketAddr,
