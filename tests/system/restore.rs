@@ -173,8 +173,9 @@ fn working_set_is_prefetched_at_the_next_restore() {
     }
     let _alone = tests::one_at_a_time();
     let scratch = ScratchDir::new();
-    // The guest touches some hundred of 16,384 pages at random while they arrive.
-    let spec = "payload,ws=64M,rate=320M,pattern=random";
+    // The guest touches some hundred of 16,384 pages at random while they arrive. It is slow enough
+    // not to touch many more as soon as it waits for fewer.
+    let spec = "payload,ws=64M,rate=64M,pattern=random";
     let mut vm = Driftline::run(&scratch, "before", spec, &["--vcpus", "2", "--mem", "1G"]);
     // A page that the guest has not written before the checkpoint is zero, and is not fetched.
     vm.console().wait_first_pass(2, SOON);
