@@ -30,7 +30,8 @@ use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE};
 use driftline_guest::GuestRam;
 use driftline_store::{MemoryFileLayout, SlotPlace};
 use parking_lot::Mutex;
-use rustix::event::{EventfdFlags, eventfd};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::io::Errno;
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
 pub use self::connection::PageHandlerSocket;
@@ -95,6 +96,8 @@ struct HandlerShared {
     lost: OnceLock<HandlerEnd>,
     /// Set when a restore has failed: the watching thread then poisons the missing pages.
     abandoned: AtomicBool,
+    /// Set before `stop` when the memory is dropped.
+    dropped: AtomicBool,
 }
 
 impl PageHandler {
@@ -132,6 +135,7 @@ impl PageHandler {
             finishing: Mutex::default(),
             lost: OnceLock::new(),
             abandoned: AtomicBool::new(false),
+            dropped: AtomicBool::new(false),
         });
         Ok(Self { shared, threads: OnceLock::new(), fetching_all: Mutex::default() })
     }
@@ -258,6 +262,7 @@ impl PageHandler {
 
 impl Drop for PageHandler {
     fn drop(&mut self) {
+        self.shared.dropped.store(true, Ordering::Release);
         self.shared.stop();
         let Some(HandlerThreads { watch, fetch, jobs }) = self.threads.take() else { return };
         drop(jobs);
@@ -297,17 +302,14 @@ impl HandlerShared {
         if !is_complete() {
             return Ok(false);
         }
-        self.unregister()?;
+        for region in self.ram.iter() {
+            let (start, len) = (region.as_ptr() as u64, region.len());
+            self.userfault.unregister(start, len)?;
+        }
         self.serves.store(false, Ordering::Release);
         // The handler may never read that a page was discarded, for which the discard waits.
         self.userfault.drop_messages()?;
         Ok(true)
-    }
-
-    fn unregister(&self) -> io::Result<()> {
-        self.ram
-            .iter()
-            .try_for_each(|region| self.userfault.unregister(region.as_ptr() as u64, region.len()))
     }
 
     /// Ends the guest of `owner` once the handler has ended, unless that is not needed any more.
@@ -399,9 +401,25 @@ impl HandlerShared {
                 tracing::error!("pages that are lost cannot be poisoned: {e}");
             }
         }
-        // Poisoned pages stay so. A discard would wait until the handler reads of it.
-        if let Err(e) = self.unregister().and_then(|()| self.userfault.drop_messages()) {
-            tracing::error!("lost memory cannot be unregistered from userfaultfd: {e}");
+        self.read_messages();
+    }
+
+    /// Reads messages until the memory is dropped. The handler does not any more, and a discard
+    /// waits until its message is read.
+    fn read_messages(&self) {
+        while !self.dropped.load(Ordering::Acquire) {
+            let waited = [self.stop.as_fd(), self.userfault.as_fd()];
+            let mut waited = waited.each_ref().map(|fd| PollFd::new(fd, PollFlags::IN));
+            let read = match poll(&mut waited, None) {
+                Err(Errno::INTR) => continue,
+                // The memory is dropped, or was abandoned before.
+                Ok(_) if self.is_stopped() => continue,
+                Ok(_) => self.userfault.drop_messages(),
+                Err(e) => Err(e.into()),
+            };
+            if let Err(e) = read {
+                return tracing::error!("a discard may wait for ever: {e}");
+            }
         }
     }
 

@@ -201,8 +201,9 @@ impl Userfault {
         check(unsafe { ioctl_with_mut_ref(&self.0, UFFDIO_REGISTER(), &mut register) })
     }
 
-    /// Unregisters the range and removes all protection in it. This does not wake waiting threads:
-    /// see [`wake`](Self::wake).
+    /// Unregisters the range and removes all protection in it. A thread that waits for a missing page
+    /// continues, with zeros. One that waits for a protected page does not: see
+    /// [`wake`](Self::wake).
     pub(crate) fn unregister(&self, start: u64, len: u64) -> io::Result<()> {
         let mut range = UffdioRange { start, len };
         // SAFETY: as for `register`.
@@ -265,18 +266,19 @@ impl Userfault {
     }
 
     /// Marks missing pages of `page` bytes as poisoned. A thread that touches one gets the error
-    /// that broken memory gives. Reads and ignores all messages: the kernel refuses while a discard
-    /// waits until its message is read.
+    /// that broken memory gives. The kernel refuses while a discard waits until its message is
+    /// read: then this reads and ignores all messages.
     pub(crate) fn poison(&self, start: u64, len: u64, page: u64) -> io::Result<()> {
         self.fill(start, len, Some(page), |_, start, len| {
-            if let Err(e) = self.drop_messages() {
-                return (Err(e), 0);
-            }
             let mut fill = UffdioFill { range: UffdioRange { start, len }, mode: 0, filled: 0 };
             // SAFETY: as for `zero`; a reference can exist only to pages that are present, and none
             // is.
             let r = unsafe { ioctl_with_mut_ref(&self.0, UFFDIO_POISON(), &mut fill) };
-            (check(r), fill.filled)
+            let refused = |e: &io::Error| e.kind() == io::ErrorKind::WouldBlock;
+            match check(r) {
+                Err(e) if refused(&e) => (self.drop_messages().and(Err(e)), fill.filled),
+                done => (done, fill.filled),
+            }
         })
     }
 

@@ -8,7 +8,6 @@ use std::sync::atomic::AtomicU64;
 use std::thread;
 
 use driftline_dirty_tracker::Gfn;
-use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use serde_json::Value;
 use vm_memory::{Bytes, GuestAddress};
@@ -274,7 +273,7 @@ fn discards_do_not_wait_for_abandoned_memory() {
         (0..9).for_each(|i| assert!(discarder.discard(&ram, run(2 * i, 1)).is_ok()));
     });
     let mut wait = [PollFd::new(&served.received.userfault, PollFlags::IN)];
-    assert_eq!(poll(&mut wait, None).unwrap(), 1);
+    assert_eq!(poll(&mut wait, Some(&SOON.try_into().unwrap())).unwrap(), 1);
     served.memory.abandon();
     assert!(join_until(discards, Instant::now() + SOON).unwrap().is_ok());
     assert!(served.memory.require(Gfn(1), SOON).is_err());
