@@ -182,7 +182,8 @@ fn upgrade_payload(count: usize) -> HandOverFigures {
         let after = vm.console().reports().len();
         samples.gap_ms.push(most_gap_ms(&vm.console().reports()[before..after]));
         // The next report of each vCPU may have the end of the old process in it.
-        let first = after + VCPUS as usize;
+        vm.console().wait_reports(VCPUS, 1, SOON);
+        let first = vm.console().reports().len();
         let baseline = tests::wait_for("as many reports", SOON, || {
             let reports = vm.console().reports();
             reports.get(first..first + (after - before)).map(most_gap_ms)

@@ -50,7 +50,7 @@ impl GuestLoad {
 /// `times` is `$short`, or `$full` with `DRIFTLINE_FULL=1`.
 ///
 /// The short form runs each load and each mode once. With `both_fastest` it also runs the fastest
-/// load in the other mode. All other tests report that they were skipped. Without KVM all do.
+/// load in the other mode. The others report a skip. Without KVM every test does.
 #[macro_export]
 macro_rules! under_each_load {
     ($run:path, $short:expr, $full:expr) => {

@@ -56,8 +56,8 @@ fn every_epoch_restores(load: GuestLoad, epochs: usize) {
         (lines, copied_after)
     };
     let copies_before_write = has_copy_before_write();
-    // For a paced guest all frames may be copied before the pause, so none is required after it,
-    // and this test would not notice if its frames were never copied after the pause.
+    // For a paced guest all frames may be copied before the pause. With it, this test does not
+    // detect that copying after the pause is broken.
     let must_copy_after = copies_before_write && load.is_fastest();
     // A fast guest that gets little processor time may write so little that all frames are copied
     // in the pause: the test then tries again.

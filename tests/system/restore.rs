@@ -173,8 +173,8 @@ fn working_set_is_prefetched_at_the_next_restore() {
     }
     let _alone = tests::one_at_a_time();
     let scratch = ScratchDir::new();
-    // The guest touches some hundred of 16,384 pages at random while they arrive. It is slow enough
-    // not to touch many more as soon as it waits for fewer.
+    // The guest touches some hundred of 16,384 pages at random while they arrive. At a higher rate
+    // it would touch more pages as soon as it waits for fewer, and hide the effect.
     let spec = "payload,ws=64M,rate=64M,pattern=random";
     let mut vm = Driftline::run(&scratch, "before", spec, &["--vcpus", "2", "--mem", "1G"]);
     // A page that the guest has not written before the checkpoint is zero, and is not fetched.
@@ -210,9 +210,9 @@ fn working_set_is_prefetched_at_the_next_restore() {
         let [again, prefetched] = restored(name, &[]);
         println!("{waits} waits the first time, {again} the {name}");
         assert!(prefetched >= waits, "{prefetched} prefetched of {waits}");
-        again < waits
+        4 * again <= 3 * waits
     });
-    assert!(fewer, "{waits} waits the first time, and no fewer after");
+    assert!(fewer, "{waits} waits the first time, and not much fewer after");
 
     let mut damaged = std::fs::read(&working_set).expect("readable");
     *damaged.last_mut().expect("bytes") ^= 1;

@@ -1,8 +1,8 @@
 //! What takes the place of pre-copy if memory is handed over as it is (`shared_guest`).
 //!
-//! The passes carry no frames. The first one waits until the destination has populated its page
-//! tables; the last one belongs to the protocol of the pause. This side does not subscribe to the
-//! guest's writes, so a hand-over works without tracking.
+//! The passes carry no frames. The destination's acknowledgement of pass 0 ends the preparation;
+//! the last pass belongs to the protocol of the pause. This side does not subscribe to the guest's
+//! writes, so a hand-over works without tracking.
 
 use std::time::{Duration, Instant};
 

@@ -366,7 +366,8 @@ fn late_is_bounded_and_comes_once() {
         let there = hosts.receiver();
         let mut source = TcpStream::connect(&there.to).unwrap();
         source.write_all(&[&stream[..ends[until]], &more].concat()).unwrap();
-        // Otherwise the receiver waits for seconds until this side closes the connection.
+        // Otherwise the receiver waits for seconds until this side closes the connection. It may
+        // have reset the connection already.
         let _ = source.shutdown(std::net::Shutdown::Write);
         let message = there.failure();
         assert!(message.contains(reason), "{what}: {message}");

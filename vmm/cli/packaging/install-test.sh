@@ -106,7 +106,7 @@ mmdebstrap --quiet --variant=apt --include=systemd,systemd-sysv \
     "$(. /etc/os-release && echo "$VERSION_CODENAME")" "$root" 2>"$work/log" ||
     skip "mmdebstrap makes no system"
 echo 0123456789abcdef0123456789abcdef >"$root/etc/machine-id"
-# Not in /root, which the system that starts may mount over. It is in both lists of files.
+# Both lists of files contain it, so their comparison ignores it.
 cp "$deb" "$root/driftline.deb"
 export root
 export -f boot

@@ -29,8 +29,7 @@ pub(crate) fn block_all() {
     change_mask(libc::SIG_SETMASK, &all());
 }
 
-/// Returns the set of all signals.
-pub(crate) fn all() -> libc::sigset_t {
+fn all() -> libc::sigset_t {
     let mut set = MaybeUninit::<libc::sigset_t>::uninit();
     // SAFETY: sigfillset initializes the set that it is given.
     unsafe { libc::sigfillset(set.as_mut_ptr()) };

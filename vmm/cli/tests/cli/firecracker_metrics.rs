@@ -113,7 +113,7 @@ fn last_line_names_the_fatal_signal() {
         (Signal::SYS, 2, "seccomp", "num_faults"),
     ] {
         let tmp = TestDir::new();
-        // Not files: for a slow disk the handler does not wait.
+        // FIFOs: the limits of the handler would cut off writes to a slow disk.
         let [mut log, mut metrics] = ["log", "metrics"].map(|name| open_both_ends(&tmp.fifo(name)));
         let paths = ["--metrics-path", &tmp.text("metrics"), "--log-path", &tmp.text("log")];
         let mut vmm = serve(&tmp, &paths);

@@ -50,8 +50,7 @@ pub(super) enum CaughtWrites {
 
 /// The state that the collector's thread owns.
 pub(crate) struct CollectorState {
-    /// Has the vCPUs' handles, which keep the kernel's VM alive. So it is declared before `source`
-    /// (see `KvmVm`).
+    /// Declared before `source`: it has mappings of the vCPUs (see `KvmVm`).
     pub(super) pacing: Pacing<ThrottleHandle>,
     pub(super) source: Box<dyn DirtySource>,
     pub(super) tracker: Arc<Tracker>,

@@ -85,7 +85,8 @@ enum Halted {
 
 /// The state that the supervisor's thread owns.
 pub(super) struct Supervisor {
-    /// The first field: dropping it joins the threads, so that none of them drops the bus.
+    /// The first field: dropping it joins the threads, so that none of them drops the bus, and
+    /// drops the mappings of the vCPUs (see `KvmVm`).
     vcpus: Vcpus,
     vm: Arc<KvmVm>,
     bus: Arc<Bus>,

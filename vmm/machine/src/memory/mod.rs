@@ -193,9 +193,7 @@ impl Memory {
             regions.push(region.ok_or(MisfitCause::End).map_err(MemoryError::does_not_fit(bytes))?);
         }
         let is_of_file = !matches!(contents, MemoryContents::Zeros);
-        // Pages that exist already stay as they are.
-        let chooses = options.huge_pages.is_none() && !is_shared;
-        let adaptive_prefault = chooses.then(AdaptivePrefault::default);
+        let adaptive_prefault = options.huge_pages.is_none().then(AdaptivePrefault::default);
         let ram = GuestRam::from_regions(regions).map_err(MemoryError::does_not_fit(bytes))?;
         Ok(Self {
             ram,
@@ -335,13 +333,7 @@ impl Memory {
     /// pages are currently the cheaper way. One huge page then usually costs as much as a few small
     /// ones. If the kernel cannot populate (before 5.14) or has no memory, the frames get memory at
     /// their first write.
-    ///
-    /// Does nothing to memory from the huge page pool that another process has handed over: its
-    /// holes cannot be told from its pages, and would be filled.
     pub fn prefault(&self, run: FrameRun) {
-        if self.is_of_file && self.options.is_pooled() {
-            return;
-        }
         let start = GuestAddress(run.start.gpa());
         let Ok(len) = usize::try_from(run.bytes()) else { return };
         for slice in self.ram.get_slices(start, len).map_while(Result::ok) {

@@ -201,8 +201,8 @@ impl Userfault {
         check(unsafe { ioctl_with_mut_ref(&self.0, UFFDIO_REGISTER(), &mut register) })
     }
 
-    /// Unregisters the range and removes all protection in it. A thread that waits for a missing page
-    /// continues, with zeros. One that waits for a protected page does not: see
+    /// Unregisters the range and removes all protection in it. A thread that waits for a missing
+    /// page continues, with zeros. One that waits for a protected page does not: see
     /// [`wake`](Self::wake).
     pub(crate) fn unregister(&self, start: u64, len: u64) -> io::Result<()> {
         let mut range = UffdioRange { start, len };

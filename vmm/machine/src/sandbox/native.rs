@@ -10,7 +10,6 @@ use libc::{c_int, c_void, siginfo_t};
 use syscalls::Sysno;
 
 use crate::fatal_signals::{self, SigsysInfo};
-use crate::signals;
 use crate::stack_text::StackText;
 
 /// Installs the handler that reports a forbidden system call: one line on standard error that names
@@ -21,7 +20,6 @@ pub(super) fn report_violations() -> io::Result<()> {
     let handler: extern "C" fn(c_int, *mut siginfo_t, *mut c_void) = on_violation;
     action.sa_sigaction = handler as usize;
     action.sa_flags = libc::SA_SIGINFO;
-    action.sa_mask = signals::all();
     // SAFETY: the handler makes only async-signal-safe calls, and the old action is not requested.
     let ret = unsafe { libc::sigaction(libc::SIGSYS, &action, std::ptr::null_mut()) };
     if ret == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }

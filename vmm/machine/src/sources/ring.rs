@@ -19,7 +19,7 @@ pub struct RingSource {
     rings: Vec<RingMap>,
     harvester: Harvester,
     logging: bool,
-    /// Declared after `rings`, which keep the kernel's VM alive (see `KvmVm`).
+    /// Declared after `rings`, which are mappings of the vCPUs (see `KvmVm`).
     vm: Arc<KvmVm>,
 }
 
