@@ -50,8 +50,6 @@ pub(super) enum CaughtWrites {
 
 /// The state that the collector's thread owns.
 pub(crate) struct CollectorState {
-    /// Declared before `source`: it has mappings of the vCPUs (see `KvmVm`).
-    pub(super) pacing: Pacing<ThrottleHandle>,
     pub(super) source: Box<dyn DirtySource>,
     pub(super) tracker: Arc<Tracker>,
     pub(super) many: u64,
@@ -65,6 +63,7 @@ pub(crate) struct CollectorState {
     pub(super) peaks: Peaks,
     /// The time of each collection.
     pub(super) times: Arc<Histogram>,
+    pub(super) pacing: Pacing<ThrottleHandle>,
 }
 
 impl CollectorState {

@@ -8,8 +8,8 @@
 //! yet, or has ended, needs no signal.
 
 use std::io;
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicI32, AtomicU8, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use kvm_bindings::kvm_run;
 use kvm_ioctls::VcpuFd;
@@ -19,6 +19,7 @@ use vmm_sys_util::errno;
 use vmm_sys_util::signal::{SIGRTMIN, register_signal_handler, unblock_signal};
 
 use super::mapping::Mapping;
+use super::vm::KvmVm;
 
 const MAP_BYTES: usize = 4096;
 const FLAG_OFFSET: usize = std::mem::offset_of!(kvm_run, immediate_exit);
@@ -35,9 +36,9 @@ pub struct ImmediateExit {
 }
 
 impl ImmediateExit {
-    /// Maps the `kvm_run` of `vcpu`. The mapping keeps the vCPU alive in the kernel.
-    pub fn new(vcpu: &VcpuFd) -> io::Result<Self> {
-        let map = Mapping::new(vcpu, MAP_BYTES, 0)?;
+    /// Maps the `kvm_run` of a vCPU of `vm`.
+    pub fn new(vm: Arc<KvmVm>, vcpu: &VcpuFd) -> io::Result<Self> {
+        let map = Mapping::new(vm, vcpu, MAP_BYTES, 0)?;
         Ok(Self { map, thread: AtomicI32::new(0) })
     }
 

@@ -1,6 +1,7 @@
 //! One vCPU's dirty ring: the memory that it shares with the kernel, as a slice of atomics.
 
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use driftline_dirty_tracker::PAGE_SIZE;
@@ -9,6 +10,7 @@ use kvm_bindings::KVM_DIRTY_LOG_PAGE_OFFSET;
 use kvm_ioctls::VcpuFd;
 
 use super::mapping::Mapping;
+use super::vm::KvmVm;
 
 /// Mapping of one vCPU's dirty ring.
 #[derive(Debug)]
@@ -18,13 +20,12 @@ pub struct RingMap {
 }
 
 impl RingMap {
-    /// Maps the ring of `vcpu`, whose VM was given rings of `count` entries. The mapping keeps the
-    /// vCPU alive in the kernel.
-    pub fn new(vcpu: &VcpuFd, count: u32) -> io::Result<Self> {
+    /// Maps the ring of a vCPU of `vm`, which was given rings of `count` entries.
+    pub fn new(vm: Arc<KvmVm>, vcpu: &VcpuFd, count: u32) -> io::Result<Self> {
         let count = count as usize;
         let bytes = count * size_of::<RingEntry>();
         let offset = u64::from(KVM_DIRTY_LOG_PAGE_OFFSET) * PAGE_SIZE;
-        Ok(Self { map: Mapping::new(vcpu, bytes, offset)?, count })
+        Ok(Self { map: Mapping::new(vm, vcpu, bytes, offset)?, count })
     }
 
     /// Reads an entry of each page, so that the first harvests take no page faults. A guest that is

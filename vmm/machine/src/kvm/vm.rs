@@ -18,12 +18,6 @@ ioctl_io_nr!(KVM_RESET_DIRTY_RINGS, KVMIO, 0xc7);
 
 /// A VM and its memory. Every object that can run a vCPU holds a reference to it, so that the
 /// memory outlives them.
-///
-/// The kernel's VM lives as long as there is a mapping of one of its vCPUs. So every such mapping
-/// is dropped before the last reference to this: a struct that owns both, directly or through its
-/// fields, declares the mappings first. Otherwise the memory is unmapped while the kernel's VM
-/// lives, and KVM searches all of it, during which that processor runs no other thread. The row
-/// "16 GiB, sparse" of `cargo bench -p tests --bench local` shows that as a longer gap.
 #[derive(Debug)]
 pub struct KvmVm {
     fd: VmFd,

@@ -63,7 +63,8 @@ pub(super) fn create(
     let mut ring_full = vec![None; vcpus.len()];
     let source: Option<Box<dyn DirtySource>> = match config.tracking {
         TrackingMode::DirtyRing => {
-            let map = |(vcpu, _): &(VcpuFd, CpuId)| RingMap::new(vcpu, config.ring_entries);
+            let entries = config.ring_entries;
+            let map = |(vcpu, _): &(VcpuFd, CpuId)| RingMap::new(vm.clone(), vcpu, entries);
             let rings: Result<_, _> = vcpus.iter().map(map).collect();
             let rings = rings.map_err(MachineError::system("mapping a dirty ring"))?;
             let source = RingSource::new(vm.clone(), rings);

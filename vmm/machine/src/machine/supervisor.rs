@@ -85,8 +85,7 @@ enum Halted {
 
 /// The state that the supervisor's thread owns.
 pub(super) struct Supervisor {
-    /// The first field: dropping it joins the threads, so that none of them drops the bus, and
-    /// drops the mappings of the vCPUs (see `KvmVm`).
+    /// The first field: dropping it joins the threads, so that none of them drops the bus.
     vcpus: Vcpus,
     vm: Arc<KvmVm>,
     bus: Arc<Bus>,

@@ -36,7 +36,7 @@ pub(super) fn start_vcpus(
     for (((fd, cpuid), ring_full), id) in vcpus.zip(0u8..) {
         step("kvm_run")?;
         let immediate_exit =
-            ImmediateExit::new(&fd).map_err(MachineError::system("mapping kvm_run"))?;
+            ImmediateExit::new(vm.clone(), &fd).map_err(MachineError::system("mapping kvm_run"))?;
         let immediate_exit = Arc::new(immediate_exit);
         let counters = Arc::new(Counters::default());
         let (handle, inbox) = actor::inbox(format!("vCPU {id}"));

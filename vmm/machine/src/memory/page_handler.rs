@@ -404,8 +404,8 @@ impl HandlerShared {
         self.read_messages();
     }
 
-    /// Reads messages until the memory is dropped. The handler does not any more, and a discard
-    /// waits until its message is read.
+    /// Reads messages until the memory is dropped, in place of the handler: a discard waits until
+    /// its message is read.
     fn read_messages(&self) {
         while !self.dropped.load(Ordering::Acquire) {
             let waited = [self.stop.as_fd(), self.userfault.as_fd()];

@@ -16,11 +16,10 @@ use crate::tracking::TrackingMode;
 /// Dirty source that reads the dirty rings of a VM and keeps its position in each.
 #[derive(Debug)]
 pub struct RingSource {
+    vm: Arc<KvmVm>,
     rings: Vec<RingMap>,
     harvester: Harvester,
     logging: bool,
-    /// Declared after `rings`, which are mappings of the vCPUs (see `KvmVm`).
-    vm: Arc<KvmVm>,
 }
 
 impl RingSource {
