@@ -205,10 +205,10 @@ fn working_set_is_prefetched_at_the_next_restore() {
     assert!(waits > 10 && prefetched == 0, "{waits} waits, {prefetched} prefetched");
     tests::wait_for("the recorded working set", SOON, || working_set.exists().then_some(()));
     // Which other pages the guest touches before all have arrived depends on chance and on the
-    // host.
-    let fewer = ["second", "third", "fourth"].iter().any(|name| {
-        let [again, prefetched] = restored(name, &[]);
-        println!("{waits} waits the first time, {again} the {name}");
+    // host, whose other load may also delay the prefetch.
+    let fewer = (2..=11).any(|number| {
+        let [again, prefetched] = restored(&format!("restore-{number}"), &[]);
+        println!("{waits} waits the first time, {again} in restore {number}");
         assert!(prefetched >= waits, "{prefetched} prefetched of {waits}");
         4 * again <= 3 * waits
     });

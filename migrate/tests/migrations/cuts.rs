@@ -38,20 +38,23 @@ fn config() -> MemoryConfig {
     MemoryConfig::small()
 }
 
-/// Starts a guest, and waits until it has written runs that are long enough for FRAMES.
-fn start(hosts: &HostPair, kind: HandOverKind) -> Arc<MemoryGuest> {
+/// Enough writes for runs that are long enough for FRAMES.
+const WRITES: u64 = 1000;
+
+/// Starts a guest, and waits until it has written more than `writes` times.
+fn start(hosts: &HostPair, kind: HandOverKind, writes: u64) -> Arc<MemoryGuest> {
     let guest = match kind {
         HandOverKind::Copying => hosts.start(config()),
         HandOverKind::Local => hosts.start_in_files(config()),
     };
-    within(LONG, "1,000 writes", || guest.writes() > 1000);
+    within(LONG, &format!("{writes} writes"), || guest.writes() > writes);
     guest
 }
 
 /// Returns the tags of a whole migration from the source and from the destination; 0 is the header.
 fn units(kind: HandOverKind) -> (Vec<u16>, Vec<u16>) {
     let hosts = HostPair::new();
-    let guest = start(&hosts, kind);
+    let guest = start(&hosts, kind, WRITES);
     let there = receiver(&hosts, kind, hosts.receive_options());
     let proxy = Proxy::start(&there.to, ProxyPlan::default());
     let sent = Sender::start(&guest, &proxy.to, &options(&hosts, kind)).result();
@@ -100,7 +103,7 @@ fn cut_at(kind: HandOverKind, cut: CutPoint, source: bool, unit: usize, tag: u16
     let context = format!("{kind:?}, {cut:?} unit {unit} (tag {tag}) from the {side}");
     println!("{context}");
     let hosts = HostPair::new();
-    let guest = start(&hosts, kind);
+    let guest = start(&hosts, kind, WRITES);
     let mut receiving = hosts.receive_options();
     let mut sending = options(&hosts, kind);
     receiving.commit_deadline = CUT_COMMIT_DEADLINE;
@@ -192,9 +195,11 @@ fn flip_everywhere(kind: HandOverKind) {
 /// Flips a bit in the first message of a tag.
 fn flip(kind: HandOverKind, source: bool, tag_number: u16, byte: usize) {
     let context = format!("{kind:?}, bit flipped in byte {byte} of tag {tag_number}");
-    for _ in 0..10 {
+    for attempt in 1..=10 {
         let hosts = HostPair::new();
-        let guest = start(&hosts, kind);
+        // After a few thousand writes no frame of the working set is zero, so that there is a run
+        // of the length that EXPECT needs.
+        let guest = start(&hosts, kind, attempt * WRITES);
         let mut there = receiver(&hosts, kind, hosts.receive_options());
         // After cuts, the short form sends the guest again, too.
         there.again = repeats(false, true);
