@@ -307,25 +307,20 @@ impl HandlerShared {
             self.userfault.unregister(start, len)?;
         }
         self.serves.store(false, Ordering::Release);
-        // The handler may never read that a page was discarded, for which the discard waits.
-        self.userfault.drop_messages()?;
         Ok(true)
     }
 
     /// Ends the guest of `owner` once the handler has ended, unless that is not needed any more.
+    /// Returns when the memory is dropped.
     fn watch(&self, owner: &dyn RestoreOwner) {
         let why = match self.connection.wait_end(self.stop.as_fd()) {
-            Ok(None) => {
-                if self.abandoned.load(Ordering::Acquire) {
-                    self.poison();
-                }
-                return;
-            }
+            Ok(None) if self.abandoned.load(Ordering::Acquire) => return self.poison(),
+            Ok(None) => return self.read_messages(),
             Ok(Some(end)) => {
                 match self.finish(|| self.is_complete()) {
                     Ok(true) => {
                         tracing::info!("{}; all pages have arrived", self.describe(end));
-                        return;
+                        return self.read_messages();
                     }
                     Ok(false) => {}
                     Err(e) => tracing::warn!("memory cannot be unregistered from userfaultfd: {e}"),
@@ -405,7 +400,8 @@ impl HandlerShared {
     }
 
     /// Reads messages until the memory is dropped, in place of the handler: a discard waits until
-    /// its message is read.
+    /// its message is read. A discard that began before the memory was unregistered may send its
+    /// message after that.
     fn read_messages(&self) {
         while !self.dropped.load(Ordering::Acquire) {
             let waited = [self.stop.as_fd(), self.userfault.as_fd()];
