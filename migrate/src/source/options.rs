@@ -103,6 +103,18 @@ impl SendOptions {
         }
     }
 
+    /// Returns the defaults for a hand-over on this host, during which clients of the guest may
+    /// wait: a receiver that hangs before COMMIT is given up after at most 10 s.
+    pub fn on_this_host(records: impl Into<PathBuf>) -> Self {
+        Self {
+            local: true,
+            connect_timeout: Duration::from_secs(5),
+            // The memory exists.
+            setup_timeout: Duration::from_secs(10),
+            ..Self::new(records)
+        }
+    }
+
     /// Returns the upper bound on the pause that `reason` led to.
     pub(super) fn pause_limit(&self, reason: &Reason) -> Duration {
         let expected = reason.expected().unwrap_or_default().max(self.downtime);

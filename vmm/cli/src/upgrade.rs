@@ -5,11 +5,12 @@ use std::env;
 use std::os::unix::net::UnixListener;
 use std::path;
 use std::path::Path;
+use std::pin::pin;
 use std::process::{Child, Command, ExitCode, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use driftline_control::api::ClientError;
+use driftline_control::api::{Client, ClientError};
 use driftline_control::model::{GuestState, InfoPage, UpgradeRequest};
 use driftline_migrate::{SendReport, SendStatus};
 use hyper::Method;
@@ -19,6 +20,7 @@ use rustix::io::{FdFlags, fcntl_setfd};
 use super::args::UpgradeArgs;
 use super::client::block_on;
 use super::failure::Failure;
+use super::interrupts::Interrupts;
 use super::output::{print_json, print_message};
 
 /// Upper bound on waiting for the end of a next process that does not have the guest.
@@ -28,6 +30,13 @@ const CHECK_INTERVAL: Duration = Duration::from_millis(20);
 
 /// `driftline upgrade`.
 pub(super) fn upgrade(args: &UpgradeArgs) -> Result<ExitCode, Failure> {
+    let client = args.query.api.client();
+    let was_paused = match block_on(client.get::<InfoPage>("/v1/info"))? {
+        Ok(InfoPage::Guest(info)) => info.state == GuestState::Paused,
+        // The upgrade is refused.
+        Ok(InfoPage::Arriving(_)) | Err(ClientError::Fault(_)) => false,
+        Err(e) => return Err(e.into()),
+    };
     // A path, which is not looked up in PATH.
     let binary = args.binary.as_ref().map_or_else(env::current_exe, path::absolute)?;
     // Only this user can enter the directory.
@@ -37,10 +46,8 @@ pub(super) fn upgrade(args: &UpgradeArgs) -> Result<ExitCode, Failure> {
     let next = start(&binary, &listener)?;
     // The next process is the only one that listens.
     drop(listener);
-    let client = args.query.api.client();
-    let request = UpgradeRequest { socket };
     let (answer, page) = block_on(async {
-        let answer = client.call::<SendReport>(Method::POST, "/v1/upgrade", Some(&request)).await;
+        let answer = ask(&client, &UpgradeRequest { socket }).await;
         let page = match &answer {
             Err(ClientError::Fault(_)) => client.get::<InfoPage>("/v1/info").await.ok(),
             _ => None,
@@ -55,10 +62,7 @@ pub(super) fn upgrade(args: &UpgradeArgs) -> Result<ExitCode, Failure> {
         Err(ClientError::Fault(why)) => Err(match page {
             Some(InfoPage::Guest(info)) if info.pid != next.id() => {
                 end(next);
-                match info.state {
-                    GuestState::Running | GuestState::Paused => Failure::still_running(why),
-                    _ => Failure::error(why),
-                }
+                failure(why, info.state, was_paused)
             }
             _ => Failure::error(why),
         }),
@@ -70,6 +74,31 @@ pub(super) fn upgrade(args: &UpgradeArgs) -> Result<ExitCode, Failure> {
             let next = format!("; process {} may still receive the guest", next.id());
             Err(Failure::from(e).followed_by(&next))
         }
+    }
+}
+
+/// Asks the guest's process to hand the guest over. Ctrl-C does not end that, because the directory
+/// of the socket would stay behind.
+async fn ask(client: &Client, request: &UpgradeRequest) -> Result<SendReport, ClientError> {
+    let mut interrupts = Interrupts::listen();
+    let mut answer = pin!(client.call(Method::POST, "/v1/upgrade", Some(request)));
+    loop {
+        tokio::select! {
+            answer = &mut answer => return answer,
+            _ = interrupts.pressed() => {
+                print_message("an upgrade cannot be cancelled; it ends within --timeout");
+            }
+        }
+    }
+}
+
+/// Returns the failure of an upgrade whose guest is still in its process, in `state`. A guest that
+/// only the upgrade has paused could not be resumed.
+fn failure(why: String, state: GuestState, was_paused: bool) -> Failure {
+    match state {
+        GuestState::Running => Failure::still_running(why),
+        GuestState::Paused if was_paused => Failure::still_running(why),
+        _ => Failure::error(why),
     }
 }
 
@@ -112,4 +141,19 @@ fn conclude(args: &UpgradeArgs, report: &SendReport, pid: u32) -> Result<(), Fai
         report.vm_id, report.downtime_ms
     ));
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn guest_left_paused_is_not_still_running() {
+        let still_runs =
+            |state, was_paused| failure("no".to_owned(), state, was_paused).is_still_running();
+        assert!(still_runs(GuestState::Running, false));
+        assert!(still_runs(GuestState::Paused, true));
+        assert!(!still_runs(GuestState::Paused, false));
+        assert!(!still_runs(GuestState::InDoubt, false));
+    }
 }

@@ -50,6 +50,10 @@ impl MigrationJob {
             end_was_read: AtomicBool::new(false),
             lost: AtomicBool::new(false),
         });
+        let defaults = match request.local {
+            true => SendOptions::on_this_host(records),
+            false => SendOptions::new(records),
+        };
         let options = SendOptions {
             downtime: Duration::from_millis(request.downtime_ms),
             timeout: Duration::from_secs(request.timeout_s),
@@ -62,8 +66,7 @@ impl MigrationJob {
             throttle: request.throttle,
             tls: request.tls.clone(),
             insecure: request.insecure,
-            local: request.local,
-            ..SendOptions::new(records)
+            ..defaults
         };
         let (worker, counted) = (job.clone(), pauses.clone());
         pauses.begin_migration();

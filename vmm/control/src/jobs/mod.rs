@@ -436,6 +436,8 @@ impl Jobs {
         if let Some(job) = self.migration_job() {
             wait(&|| job.is_over() && job.end_was_read());
         }
+        // A client may have read the end of a hand-over before the checkpoint run has moved.
+        wait(&|| !self.upgrading.is_locked());
         if let Some(job) = self.checkpoint_job() {
             job.guest_ended();
             wait(&|| job.is_over() && job.end_was_read());

@@ -138,7 +138,22 @@ impl Jobs {
 
 #[cfg(test)]
 mod tests {
+    use std::thread;
+
     use super::*;
+
+    #[test]
+    fn end_waits_for_the_upgrade() {
+        let (_vm, jobs) = super::super::paused_guest();
+        let upgrade = jobs.begin_upgrade().unwrap();
+        jobs.is_upgraded.store(true, Ordering::Relaxed);
+        thread::scope(|scope| {
+            let end = scope.spawn(|| jobs.await_last_readers());
+            thread::sleep(Duration::from_millis(200));
+            assert!(!end.is_finished());
+            drop(upgrade);
+        });
+    }
 
     #[test]
     fn numbers_of_another_process_cannot_overflow() {
