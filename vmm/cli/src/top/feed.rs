@@ -12,6 +12,10 @@ use hyper::Method;
 /// Limit for the request that ends a watch. Without that request the watch ends by itself.
 const END_LIMIT: Duration = Duration::from_secs(1);
 
+/// Upper bound on watches that are begun anew for one window. The guest may change its process at
+/// each.
+const MAX_RENEWALS: u32 = 3;
+
 /// An answer.
 pub(super) enum Update {
     /// A window. The guest may have ended.
@@ -36,17 +40,24 @@ impl Feed {
 
     /// Returns the next window, whose length is `interval`.
     pub(super) async fn next(&mut self, interval: Duration) -> Result<Update, ClientError> {
-        if let Some(watch) = self.watch {
+        let mut renewals = 0;
+        loop {
+            let watch = match self.watch {
+                Some(watch) => watch,
+                None => match self.begin(interval).await? {
+                    Ok(watch) => watch,
+                    Err(arriving) => return Ok(Update::Arriving(Box::new(arriving))),
+                },
+            };
             match self.ask(watch, interval).await {
-                // The server has ended the watch of a client that was stopped for a while. Begin a
-                // new one.
-                Err(ClientError::Fault(_)) => self.watch = None,
+                // The server has ended the watch of a client that was stopped for a while, or the
+                // guest has changed its process.
+                Err(ClientError::Fault(_)) if renewals < MAX_RENEWALS => {
+                    renewals += 1;
+                    self.watch = None;
+                }
                 answer => return answer,
             }
-        }
-        match self.begin(interval).await? {
-            Ok(watch) => self.ask(watch, interval).await,
-            Err(arriving) => Ok(Update::Arriving(Box::new(arriving))),
         }
     }
 

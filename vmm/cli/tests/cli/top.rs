@@ -9,6 +9,7 @@ use std::process::{Child, Stdio};
 use std::sync::mpsc::{self, Receiver};
 use std::thread;
 
+use crate::common::latest_process::LatestProcess;
 use crate::common::pty::Pty;
 use crate::common::{TestDir, Vmm, driftline, fail, receiver, request, text, wait_for};
 use rustix::process::{Pid, Signal, kill_process};
@@ -245,6 +246,34 @@ fn end_of_the_guest_is_no_error() {
     assert!(out.contains("the guest was stopped: stopped over the API"), "{out:?}");
 }
 
+/// Starts `top --json`, which writes to the file `name`: a slow reader of a pipe would block it.
+fn follow(tmp: &TestDir, vmm: &Vmm, name: &str) -> Child {
+    driftline(&["top", "--json", "--interval", "100ms", "--api-sock", &vmm.socket()])
+        .stdout(File::create(tmp.path(name)).unwrap())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap()
+}
+
+#[test]
+fn top_continues_with_the_next_process() {
+    let tmp = TestDir::new();
+    let vmm = Vmm::run(&tmp, "guest", &[MACHINE, GUEST, &["--memory-backing", "memfd"]].concat());
+    let top = follow(&tmp, &vmm, "pages");
+    let latest = LatestProcess::of(&vmm);
+    for _ in 0..2 {
+        wait_for("a watch", || (subscribers(&vmm) == 1).then_some(()));
+        latest.upgrade();
+        let next = format!("\"pid\":{},", latest.pid());
+        wait_for("a page of the next process", || tmp.read("pages").contains(&next).then_some(()));
+    }
+    vmm.tell(&["stop"]);
+    let ended = top.wait_with_output().unwrap();
+    let stderr = text(&ended.stderr);
+    assert_eq!(ended.status.code(), Some(0), "{stderr}");
+    assert!(stderr.contains("the guest was stopped"), "{stderr}");
+}
+
 #[test]
 fn guest_is_followed_until_it_moves() {
     let tmp = TestDir::new();
@@ -252,14 +281,7 @@ fn guest_is_followed_until_it_moves() {
     let (destination, address) = receiver(&tmp, "destination", &[]);
     let waits = destination.refuse(1, &["top", "--once"]);
     assert!(waits.contains("there is no guest yet"), "{waits}");
-    // A file instead of a pipe: a slow reader would block the writer.
-    let follow = |vmm: &Vmm, name| {
-        driftline(&["top", "--json", "--interval", "100ms", "--api-sock", &vmm.socket()])
-            .stdout(File::create(tmp.path(name)).unwrap())
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap()
-    };
+    let follow = |vmm: &Vmm, name| follow(&tmp, vmm, name);
     let (leaving, arriving) = (follow(&source, "left"), follow(&destination, "stayed"));
     wait_for("a watch", || (subscribers(&source) == 1).then_some(()));
     source.tell(&["send-migration", &address, "--max-bandwidth", "16M"]);
