@@ -33,9 +33,10 @@ const FROM_SOURCE: [&str; 9] = [
     "COMMIT",
 ];
 /// The messages of a hand-over on one host.
-const FROM_LOCAL_SOURCE: [&str; 9] = [
+const FROM_LOCAL_SOURCE: [&str; 10] = [
     "HELLO",
     "MEMORY",
+    "FILES",
     "CONFIG",
     "PASS_BEGIN",
     "PASS_END",

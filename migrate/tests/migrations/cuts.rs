@@ -81,7 +81,9 @@ fn some_of_each(tags: &[u16]) -> Vec<(usize, u16)> {
 /// Cuts at each unit; in the long form in each of the ways, otherwise in the ways in turn.
 fn cut_everywhere(kind: HandOverKind, cuts: &[CutPoint]) {
     let (from_source, from_destination) = units(kind);
-    assert_eq!(from_source.contains(&tag("MEMORY")), kind == HandOverKind::Local);
+    for name in ["MEMORY", "FILES"] {
+        assert_eq!(from_source.contains(&tag(name)), kind == HandOverKind::Local, "{name}");
+    }
     assert_eq!(from_source.last(), Some(&tag("ENDED")), "{from_source:?}");
     assert_eq!(from_destination.last(), Some(&tag("RUNNING")), "{from_destination:?}");
     let sides = [(true, from_source), (false, from_destination)];
@@ -112,10 +114,10 @@ fn cut_at(kind: HandOverKind, cut: CutPoint, source: bool, unit: usize, tag: u16
         // which a busy machine may delay.
         let limit = |here| if here { Duration::from_millis(300) } else { LONG };
         sending.connect_timeout = limit(unit <= 1);
-        // The unit of CONFIG, which MEMORY precedes.
-        let config = if kind == HandOverKind::Local { 3 } else { 2 };
+        // The unit of CONFIG, which MEMORY and FILES precede.
+        let config = if kind == HandOverKind::Local { 4 } else { 2 };
         receiving.handshake_timeout = limit(unit <= if source { config } else { 1 });
-        sending.setup_timeout = limit(unit == 2 || source && unit == config);
+        sending.setup_timeout = limit(unit == 2 || source && (2..=config).contains(&unit));
         receiving.progress_timeout = limit(true);
         sending.progress_timeout = limit(true);
         receiving.commit_deadline = Duration::from_millis(500);
@@ -185,7 +187,8 @@ fn flip_everywhere(kind: HandOverKind) {
         let flips = tags.into_iter().enumerate().flat_map(|(number, tag)| {
             let bytes = [13, 30].into_iter().cycle().skip(number % 2);
             // A hand-over that copies has the other messages as well, each with both flips.
-            let is_short = kind == HandOverKind::Local && tag != self::tag("MEMORY");
+            let is_both = ["MEMORY", "FILES"].map(self::tag).contains(&tag);
+            let is_short = kind == HandOverKind::Local && !is_both;
             bytes.take(if is_short { repeats(1, 2) } else { 2 }).map(move |byte| (tag, byte))
         });
         each(flips.collect(), AT_ONCE, |(tag, byte)| flip(kind, source, tag, byte));

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::config::MemoryConfig;
+use super::device_file;
 use super::drives::{TestDisk, TestDiskHandle};
 use super::faults::{ExclusiveDrive, Faults, Op};
 use super::guest::MemoryGuest;
@@ -64,6 +65,7 @@ impl GuestFactory for MemoryGuestFactory {
         config: &[u8],
         shared: &SharedGuest,
     ) -> Result<Arc<MemoryGuest>, GuestError> {
+        device_file::check(shared, vm_id)?;
         self.build(vm_id, config, TestGuestMemory::Shared(shared))
     }
 

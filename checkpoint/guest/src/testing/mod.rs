@@ -20,6 +20,7 @@
 //! ```
 
 mod config;
+mod device_file;
 mod drives;
 mod factory;
 mod faults;

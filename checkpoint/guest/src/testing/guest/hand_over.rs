@@ -10,6 +10,7 @@ use super::MemoryGuest;
 use crate::error::GuestError;
 use crate::hand_over::{HandOver, NextHost};
 use crate::shared_guest::SharedGuest;
+use crate::testing::device_file;
 use crate::testing::faults::Op;
 
 impl HandOver for MemoryGuest {
@@ -19,7 +20,8 @@ impl HandOver for MemoryGuest {
         let place = |region: &GuestRegionMmap<TrackedBitmap>| region.file_offset().cloned();
         let places: Option<Vec<_>> = self.ram.iter().map(place).collect();
         let private = || GuestError::unsupported("its memory", "it is private to its process");
-        Ok(SharedGuest::new(places.ok_or_else(private)?, self.right.offer()?))
+        let shared = SharedGuest::new(places.ok_or_else(private)?, self.right.offer()?);
+        Ok(shared.with_device_files(vec![device_file::of(self.vm_id)?]))
     }
 
     fn flush(&self, _: Duration) -> Result<bool, GuestError> {
