@@ -66,7 +66,8 @@ fn guest_of_threads_changes_hands() {
 #[test]
 fn kvm_guest_changes_hands() {
     if kvm_or_skip("kvm_guest_changes_hands") {
-        side_by_side(["dirty-ring", "dirty-bitmap", "userfault-wp", "none"], |mode| {
+        let modes = ["dirty-ring", "dirty-bitmap", "dirty-bitmap-manual", "userfault-wp", "none"];
+        side_by_side(modes, |mode| {
             changes_hands_three_times(&[KVM, &["--tracking", mode]].concat(), 128 << 20);
         });
     }

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::time::{Duration, Instant};
 
+use crate::common::latest_process::LatestProcess;
 use crate::common::{
     TIMEOUT, TestDir, Vmm, echo, fail, output, receiver, status_field, text, thread_statuses,
     wait_for,
@@ -18,19 +19,19 @@ const KVM_GUEST: &[&str] = &["--mem", "64M", "--guest", "payload,ws=1M,rate=1M,r
 /// Number of filters on each thread of a process, by thread name.
 type FilterCounts = BTreeMap<String, u32>;
 
-fn filters(vmm: &Vmm) -> FilterCounts {
+fn filters(pid: u32) -> FilterCounts {
     let of = |status: &String| {
         let count = status_field(status, "Seccomp_filters:")?.parse().ok()?;
         Some((status_field(status, "Name:")?.to_owned(), count))
     };
-    thread_statuses(vmm.pid()).iter().filter_map(of).collect()
+    thread_statuses(pid).iter().filter_map(of).collect()
 }
 
-/// Waits until the threads of `vmm` have filters that `are_expected` accepts.
-fn await_filters(vmm: &Vmm, are_expected: impl Fn(&FilterCounts) -> bool) {
+/// Waits until the threads of a process have filters that `are_expected` accepts.
+fn await_filters(pid: u32, are_expected: impl Fn(&FilterCounts) -> bool) {
     let end = Instant::now() + TIMEOUT;
     loop {
-        let filters = filters(vmm);
+        let filters = filters(pid);
         if are_expected(&filters) {
             return;
         }
@@ -43,7 +44,7 @@ fn await_filters(vmm: &Vmm, are_expected: impl Fn(&FilterCounts) -> bool) {
 fn guest_threads_have_more_filters() {
     let tmp = TestDir::new();
     let vmm = Vmm::run(&tmp, "a", GUEST);
-    await_filters(&vmm, |filters| {
+    await_filters(vmm.pid(), |filters| {
         let [worker, main] = ["worker-0", "driftline"].map(|name| filters.get(name).copied());
         let all_have_some = filters.len() >= 4 && filters.values().all(|n| *n > 1);
         all_have_some && main.is_some() && worker > main
@@ -84,7 +85,7 @@ fn guest_threads_block_process_signals() {
 fn without_a_sandbox_the_operator_is_warned() {
     let tmp = TestDir::new();
     let vmm = Vmm::run(&tmp, "a", &[GUEST, &["--no-seccomp", "--no-landlock"][..]].concat());
-    await_filters(&vmm, |filters| filters.len() >= 4 && filters.values().all(|n| *n == 0));
+    await_filters(vmm.pid(), |filters| filters.len() >= 4 && filters.values().all(|n| *n == 0));
     let stderr = vmm.stderr();
     assert!(stderr.contains("--no-seccomp: the process can make all system calls"), "{stderr}");
     assert!(
@@ -129,6 +130,28 @@ fn with_devices<'p>(tmp: &'p TestDir, more: &[&str]) -> Vmm<'p> {
     Vmm::run(tmp, "a", &[KVM_GUEST, &["--disk", &disk, "--vsock", &vsock], more].concat())
 }
 
+/// Returns whether these are the filters of a guest with a disk and a socket.
+fn are_of_devices(filters: &FilterCounts) -> bool {
+    let narrow = ["vcpu0", "supervisor", "collector", "serial", "virtio-disk0", "virtio-vsock"];
+    let wide = ["driftline", "control", "opener"];
+    let have = |names: &[&str], n| names.iter().all(|name| filters.get(*name) == Some(&n));
+    have(&narrow, 3) && have(&wide, 2)
+}
+
+#[test]
+fn next_process_of_a_guest_has_its_filters() {
+    if !kvm_or_skip("next_process_of_a_guest_has_its_filters") {
+        return;
+    }
+    let tmp = TestDir::new();
+    let vmm = with_devices(&tmp, &["--memory-backing", "memfd"]);
+    let latest = LatestProcess::of(&vmm);
+    for _ in 0..2 {
+        latest.upgrade();
+        await_filters(latest.pid(), are_of_devices);
+    }
+}
+
 #[test]
 fn device_threads_have_more_filters_than_opener() {
     if !kvm_or_skip("device_threads_have_more_filters_than_opener") {
@@ -136,12 +159,7 @@ fn device_threads_have_more_filters_than_opener() {
     }
     let tmp = TestDir::new();
     let mut vmm = with_devices(&tmp, &[]);
-    let narrow = ["vcpu0", "supervisor", "collector", "serial", "virtio-disk0", "virtio-vsock"];
-    let wide = ["driftline", "control", "opener"];
-    await_filters(&vmm, |filters| {
-        let have = |names: &[&str], n| names.iter().all(|name| filters.get(*name) == Some(&n));
-        have(&narrow, 3) && have(&wide, 2)
-    });
+    await_filters(vmm.pid(), are_of_devices);
     std::os::unix::net::UnixStream::connect(tmp.path("vsock")).unwrap();
     vmm.tell(&["stop"]);
     assert_eq!(vmm.wait(), Some(0));

@@ -11,8 +11,10 @@ use std::thread::{scope, sleep, spawn};
 use std::time::Duration;
 
 use crate::common::latest_process::{LatestProcess, is_running, taken_by_first_run};
-use crate::common::{TIMEOUT, TestDir, Vmm, driftline, echo, output, succeed, text, wait_for};
-use driftline_machine::testing::{full, kvm_or_skip};
+use crate::common::{
+    TIMEOUT, TestDir, Vmm, driftline, echo, output, side_by_side, succeed, text, wait_for,
+};
+use driftline_machine::testing::{full, kvm_or_skip, most_in_upgrade, share_kib};
 use parking_lot::Mutex;
 use serde_json::Value;
 
@@ -158,6 +160,32 @@ fn kvm_guest_outlives_its_processes() {
     }
 }
 
+#[test]
+fn untracked_guest_outlives_its_processes() {
+    if kvm_or_skip("untracked_guest_outlives_its_processes") {
+        upgrades(&[KVM, &["--tracking", "none"]].concat(), 2);
+    }
+}
+
+#[test]
+fn both_processes_have_one_guests_memory() {
+    if !kvm_or_skip("both_processes_have_one_guests_memory") {
+        return;
+    }
+    let tmp = TestDir::new();
+    let vmm = Vmm::run(&tmp, "first", &[KVM, GUEST, &["--prefault"]].concat());
+    let _latest = LatestProcess::of(&vmm);
+    // The next process maps only the pages that its guest touches.
+    let own_kib = share_kib(vmm.pid()).unwrap();
+    assert!(own_kib > 128 << 10, "{own_kib} KiB are less than the guest's memory");
+    let command = driftline(&["upgrade", "--api-sock", &vmm.socket()]);
+    let (upgraded, most_kib) = most_in_upgrade(vmm.pid(), command).unwrap();
+    assert!(upgraded.status.success(), "{}", text(&upgraded.stderr));
+    let most_kib = most_kib.expect("both processes were there");
+    println!("{own_kib} KiB before, at most {most_kib} KiB together");
+    assert!(most_kib < own_kib + (32 << 10), "{most_kib} KiB, and {own_kib} KiB before");
+}
+
 /// Replaces the process `times` times during a checkpoint run that a client follows. The run has
 /// one full checkpoint, and its last one holds what the guest has written.
 fn checkpoints_continue(machine: &[&str], times: u32) {
@@ -209,10 +237,10 @@ fn checkpoints_continue_in_every_tracking_mode() {
     if !kvm_or_skip("checkpoints_continue_in_every_tracking_mode") {
         return;
     }
-    for mode in ["dirty-ring", "dirty-bitmap", "userfault-wp"] {
-        println!("--tracking {mode}");
+    let modes = ["dirty-ring", "dirty-bitmap", "dirty-bitmap-manual", "userfault-wp"];
+    side_by_side(modes, |mode| {
         checkpoints_continue(&[KVM, &["--tracking", mode]].concat(), if full() { 50 } else { 2 });
-    }
+    });
 }
 
 /// The next process refuses the guest's state after the run was suspended.
@@ -302,14 +330,16 @@ fn guest_stays_if_the_next_process_fails() {
     let unlogged = program("unlogged", &format!("RUST_LOG== exec {real} take-over $2"));
     let said = vmm.refuse(4, &["upgrade", "--binary", &unlogged]);
     assert!(said.contains("the next process refuses: ") && said.contains("RUST_LOG"), "{said}");
-    if full() {
-        let hangs = program("hangs", "sleep 100");
-        vmm.refuse(4, &["upgrade", "--binary", &hangs]);
-    }
     assert_eq!(vmm.info().unwrap()["pid"], vmm.pid());
     vmm.await_progress(2, &vmm.reports());
+    let other = tmp.path("other");
+    if fs::hard_link(real, &other).is_err() {
+        fs::copy(real, &other).unwrap();
+    }
+    vmm.tell(&["upgrade", "--binary", &tmp.text("other")]);
     let latest = LatestProcess::of(&vmm);
-    latest.upgrade();
+    assert_eq!(fs::read_link(format!("/proc/{}/exe", latest.pid())).unwrap(), other);
+    vmm.await_progress(2, &vmm.reports());
 }
 
 #[test]

@@ -1,20 +1,25 @@
-//! `driftline upgrade` while one of its two processes is killed, during a checkpoint run: the guest
-//! is in one process or in none, never in two, and the run continues with it.
+//! An upgrade while one of its two processes is killed, or the next one hangs, during a checkpoint
+//! run: the guest is in one process or in none, never in two, and the run continues with it.
 
-use std::fs;
-use std::process::{Output, Stdio};
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixListener;
+use std::process::{Child, Command, Output, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use crate::common::latest_process::{LatestProcess, is_running, taken_by_first_run};
-use crate::common::{TestDir, Vmm, driftline, output, side_by_side, text, wait_for};
-use driftline_machine::testing::{full, kvm_or_skip};
+use crate::common::upgrade_proxy::{StepAction, Then, UpgradeProxy, UpgradeStep};
+use crate::common::{TestDir, Vmm, driftline, output, request, side_by_side, text, wait_for};
+use driftline_machine::testing::{full, kvm_or_skip, only_child};
 use rustix::process::{Pid, Signal, kill_process};
 
 const THREADS: &[&str] = &["--backend", "threads", "--mem", "64M", "--vcpus", "2"];
 const KVM: &[&str] = &["--backend", "kvm", "--mem", "64M", "--vcpus", "2"];
 const GUEST: &[&str] =
     &["--memory-backing", "memfd", "--guest", "payload,ws=2M,rate=8M,report=200"];
+/// Cases at the same time.
+const AT_ONCE: usize = 4;
 
 /// The process that is killed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -23,8 +28,213 @@ enum Victim {
     Next,
 }
 
-fn only_child(pid: u32) -> Option<u32> {
-    fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).ok()?.trim().parse().ok()
+/// A guest with a checkpoint run, whose process is about to be replaced.
+struct Upgraded<'p> {
+    tmp: &'p TestDir,
+    vmm: Vmm<'p>,
+    vm_id: String,
+}
+
+impl<'p> Upgraded<'p> {
+    fn start(tmp: &'p TestDir, machine: &[&str]) -> Self {
+        let disk = format!("path={}", tmp.text("disk"));
+        let disk: &[&str] = if machine == KVM { &["--disk", &disk] } else { &[] };
+        File::create(tmp.path("disk")).unwrap().set_len(1 << 20).unwrap();
+        let vmm = Vmm::run(tmp, "first", &[machine, GUEST, disk].concat());
+        let vm_id = vmm.info().unwrap()["vm_id"].as_str().unwrap().to_owned();
+        let store = tmp.text("store");
+        vmm.tell(&["checkpoint", "--store", &store, "--every", "10ms", "--detach"]);
+        let upgraded = Self { tmp, vmm, vm_id };
+        upgraded.await_taken(0);
+        upgraded
+    }
+
+    fn await_taken(&self, more_than: u64) -> u64 {
+        wait_for("a checkpoint", || Some(taken_by_first_run(&self.vmm)).filter(|n| *n > more_than))
+    }
+
+    /// Waits until `process` has the guest, or has ended. Returns whether it has the guest.
+    fn has_guest(&self, process: u32) -> bool {
+        wait_for("the guest's process, or its end", || match is_running(process) {
+            false => Some(false),
+            true => (self.vmm.info()?["pid"] == process).then_some(true),
+        })
+    }
+
+    /// Checks that the guest and its checkpoint run continue.
+    fn assert_continues(&self) {
+        assert_eq!(self.vmm.state(), "running");
+        let taken = self.await_taken(0);
+        self.await_taken(taken + 1);
+        self.vmm.await_progress(2, &self.vmm.reports());
+    }
+
+    /// Ends `process`, and checks that the store's latest checkpoint restores.
+    fn assert_restores(self, process: u32, has_guest: bool) {
+        if has_guest {
+            self.vmm.tell(&["checkpoint", "--stop"]);
+        }
+        drop(LatestProcess::of(&self.vmm));
+        wait_for("the process's end", || (!is_running(process)).then_some(()));
+        // A process that was killed in the hand-over leaves a record, and a restore asks the
+        // operator.
+        let (state, store) = (self.tmp.text("state"), self.tmp.text("store"));
+        output(&["resolve", "--discard", "--vm", &self.vm_id, "--state-dir", &state]);
+        let restore = ["restore", "--same-id", "--store", &store];
+        let mut restored = Vmm::start(self.tmp, "second", &restore);
+        restored.await_api();
+        restored.await_checked_pages(2, &[]);
+    }
+}
+
+/// The next process of an upgrade through a proxy. Killed when dropped.
+struct KilledNextProcess(Child);
+
+impl Drop for KilledNextProcess {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn signal(process: u32, signal: Signal) {
+    // It may have ended already.
+    let _ = kill_process(Pid::from_raw(process as i32).unwrap(), signal);
+}
+
+/// Replaces the process of `guest` through a proxy with the action that `plan` returns for the next
+/// process. Returns that process, the proxy and the API's answer.
+fn upgrade(
+    guest: &Upgraded<'_>,
+    plan: impl FnOnce(u32) -> Option<StepAction>,
+) -> (KilledNextProcess, UpgradeProxy, String) {
+    let (at, next_at) = (guest.tmp.path("proxy"), guest.tmp.path("next"));
+    let listener = UnixListener::bind(&next_at).unwrap();
+    // Another process that starts meanwhile must not get the listener.
+    let take_over = "exec \"$0\" take-over 3 3<&0 </dev/null";
+    let next = Command::new("sh")
+        .args(["-c", take_over, env!("CARGO_BIN_EXE_driftline")])
+        .env_remove("RUST_LOG")
+        .stdin(OwnedFd::from(listener))
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let proxy = UpgradeProxy::start(&at, next_at, plan(next.id()));
+    let body = format!("{{\"socket\":{at:?}}}");
+    let answer = request(&guest.vmm.socket(), "POST", "/v1/upgrade", &body);
+    (KilledNextProcess(next), proxy, answer)
+}
+
+/// Returns the messages of an upgrade: the first and the last one of each name.
+fn steps(machine: &[&str]) -> Vec<UpgradeStep> {
+    let tmp = TestDir::new();
+    let guest = Upgraded::start(&tmp, machine);
+    let (next, proxy, answer) = upgrade(&guest, |_| None);
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    assert!(guest.has_guest(next.0.id()));
+    let all = proxy.steps();
+    let named = |name: &str| all.iter().any(|step| step.name == name);
+    for name in ["descriptors", "answer", "MEMORY", "STATE", "COMMIT", "RUNNING", "serving"] {
+        assert!(named(name), "{name} is not in {all:?}");
+    }
+    assert_eq!(named("FILES"), machine == KVM, "{all:?}");
+    let is_last = |step: &UpgradeStep| {
+        let next = UpgradeStep { nth: step.nth + 1, ..*step };
+        !all.contains(&next)
+    };
+    all.iter().copied().filter(|step| step.nth == 0 || is_last(step)).collect()
+}
+
+/// Returns the steps up to COMMIT: if the next process does not get that, the guest stays.
+fn until_commit(steps: &[UpgradeStep]) -> &[UpgradeStep] {
+    let commit = steps.iter().position(|step| step.name == "COMMIT").unwrap();
+    &steps[..=commit]
+}
+
+/// Kills `victim` before `step` is passed on. The other process has the guest if `stays`.
+fn killed_at(machine: &[&str], victim: Victim, step: UpgradeStep, stays: bool) {
+    let tmp = TestDir::new();
+    let guest = Upgraded::start(&tmp, machine);
+    let previous = guest.vmm.pid();
+    let (next, proxy, answer) = upgrade(&guest, |next| {
+        let killed = if victim == Victim::Next { next } else { previous };
+        let act = Box::new(move || signal(killed, Signal::KILL));
+        Some(StepAction { at: step, act, then: Then::End })
+    });
+    let other = if victim == Victim::Next { previous } else { next.0.id() };
+    let has_guest = guest.has_guest(other);
+    println!("{victim:?} at {step:?}: {has_guest} {answer}");
+    assert!(proxy.has_acted(), "{step:?} did not come");
+    assert_eq!(has_guest, stays, "{victim:?} at {step:?}: {answer}");
+    if has_guest {
+        guest.assert_continues();
+    }
+    guest.assert_restores(other, has_guest);
+}
+
+/// Stops the next process before it gets `step`. The guest and its run must stay, and the next
+/// process must end when it runs again.
+fn hangs_at(machine: &[&str], step: UpgradeStep) {
+    let tmp = TestDir::new();
+    let guest = Upgraded::start(&tmp, machine);
+    let previous = guest.vmm.pid();
+    let (mut next, proxy, answer) = upgrade(&guest, |next| {
+        let act = Box::new(move || signal(next, Signal::STOP));
+        Some(StepAction { at: step, act, then: Then::Pass })
+    });
+    println!("hangs at {step:?}: {answer}");
+    assert!(proxy.has_acted(), "{step:?} did not come");
+    assert!(answer.starts_with("HTTP/1.1 400"), "{step:?}: {answer}");
+    assert!(guest.has_guest(previous), "{step:?}");
+    guest.assert_continues();
+    signal(next.0.id(), Signal::CONT);
+    let ended = wait_for("the next process's end", || next.0.try_wait().unwrap());
+    assert_eq!(ended.code(), Some(1), "{step:?}");
+    guest.assert_continues();
+    guest.assert_restores(previous, true);
+}
+
+/// Kills each of the processes at each step in the long form, otherwise one of them at some.
+fn kills_at_steps(machine: &[&str], every: usize) {
+    let steps = steps(machine);
+    let before = until_commit(&steps).len();
+    let all = steps.iter().enumerate().flat_map(|(number, step)| {
+        let is_before = number < before;
+        [(Victim::Previous, *step, !is_before), (Victim::Next, *step, is_before)]
+    });
+    let cases: Vec<_> = all.step_by(if full() { 1 } else { every }).collect();
+    for some in cases.chunks(AT_ONCE) {
+        side_by_side(some.iter().copied(), |(victim, step, stays)| {
+            killed_at(machine, victim, step, stays);
+        });
+    }
+}
+
+#[test]
+fn kill_at_any_step_leaves_one_threads_guest() {
+    // An odd number, so that both are killed.
+    kills_at_steps(THREADS, 3);
+}
+
+#[test]
+fn kill_at_any_step_leaves_one_kvm_guest() {
+    if kvm_or_skip("kill_at_any_step_leaves_one_kvm_guest") {
+        kills_at_steps(KVM, 11);
+    }
+}
+
+#[test]
+fn guest_stays_if_the_next_process_hangs() {
+    let steps = steps(THREADS);
+    let last = |name: &str| *steps.iter().rfind(|step| step.to_next && step.name == name).unwrap();
+    let cases = match full() {
+        true => until_commit(&steps).to_vec(),
+        // Before it answers the offer, while it builds the guest, and in the pause.
+        false => ["offer", "CONFIG", "STATE_END"].map(last).to_vec(),
+    };
+    for some in cases.chunks(AT_ONCE) {
+        side_by_side(some.iter().copied(), |step| hangs_at(THREADS, step));
+    }
 }
 
 /// Replaces the process of `vmm` and kills `victim` at `after` from the start of the next process.
@@ -38,54 +248,33 @@ fn upgrade_and_kill(vmm: &Vmm<'_>, victim: Victim, after: Duration) -> (Output, 
         Victim::Previous => (vmm.pid(), next),
         Victim::Next => (next, vmm.pid()),
     };
-    // It may have ended already.
-    let _ = kill_process(Pid::from_raw(killed as i32).unwrap(), Signal::KILL);
+    signal(killed, Signal::KILL);
     (upgrade.wait_with_output().unwrap(), other)
 }
 
-fn guest_of_a_killed_process(machine: &[&str], victim: Victim, after: Duration) {
+fn killed_after(machine: &[&str], victim: Victim, after: Duration) {
     let tmp = TestDir::new();
-    let store = tmp.text("store");
-    let vmm = Vmm::run(&tmp, "first", &[machine, GUEST].concat());
-    let latest = LatestProcess::of(&vmm);
-    let id = vmm.info().unwrap()["vm_id"].as_str().unwrap().to_owned();
-    vmm.tell(&["checkpoint", "--store", &store, "--every", "10ms", "--detach"]);
-    let await_taken = |more_than: u64| {
-        wait_for("a checkpoint", || Some(taken_by_first_run(&vmm)).filter(|n| *n > more_than))
-    };
-    await_taken(0);
-    let (said, other) = upgrade_and_kill(&vmm, victim, after);
+    let guest = Upgraded::start(&tmp, machine);
+    let (said, other) = upgrade_and_kill(&guest.vmm, victim, after);
     let stderr = text(&said.stderr);
-    let is_left = wait_for("the guest's process, or its end", || match is_running(other) {
-        false => Some(false),
-        true => (vmm.info()?["pid"] == other).then_some(true),
-    });
-    println!("{victim:?} after {after:?}: {} {is_left} {stderr}", said.status);
+    let has_guest = guest.has_guest(other);
+    println!("{victim:?} after {after:?}: {} {has_guest} {stderr}", said.status);
     match victim {
-        Victim::Previous if said.status.success() => assert!(is_left, "the guest had moved"),
+        Victim::Previous if said.status.success() => assert!(has_guest, "the guest had moved"),
         // The code of a guest that runs where it was.
-        Victim::Next if said.status.code() == Some(4) => assert!(is_left, "{stderr}"),
+        Victim::Next if said.status.code() == Some(4) => assert!(has_guest, "{stderr}"),
         _ => {}
     }
-    if is_left {
-        assert_eq!(vmm.state(), "running");
-        let taken = await_taken(0);
-        await_taken(taken + 1);
-        vmm.await_progress(2, &vmm.reports());
-        vmm.tell(&["checkpoint", "--stop"]);
+    if has_guest {
+        guest.assert_continues();
     }
-    drop(latest);
-    wait_for("the process's end", || (!is_running(other)).then_some(()));
-    // A process that was killed in the hand-over leaves a record, and a restore asks the operator.
-    let state = tmp.text("state");
-    output(&["resolve", "--discard", "--vm", &id, "--state-dir", &state]);
-    let mut restored = Vmm::start(&tmp, "second", &["restore", "--same-id", "--store", &store]);
-    restored.await_api();
-    restored.await_checked_pages(2, &[]);
+    guest.assert_restores(other, has_guest);
 }
 
-/// Kills each of the processes `times` times, at even intervals of the time that an upgrade takes.
-fn kills(machine: &[&str], times: u32) {
+/// Kills each of the processes at even intervals of the time that an upgrade takes: also between
+/// two messages, and while the checkpoint run and the clients' connections move.
+fn kills_at_moments(machine: &[&str]) {
+    let times = if full() { 40 } else { 1 };
     let tmp = TestDir::new();
     let vmm = Vmm::run(&tmp, "alone", &[machine, GUEST].concat());
     let latest = LatestProcess::of(&vmm);
@@ -96,21 +285,15 @@ fn kills(machine: &[&str], times: u32) {
     let moments = (0..times).map(|i| took * (2 * i + 1) / (2 * times));
     let cases = moments.flat_map(|after| [(Victim::Previous, after), (Victim::Next, after)]);
     let cases: Vec<_> = cases.collect();
-    for some in cases.chunks(4) {
-        side_by_side(some.iter().copied(), |(victim, after)| {
-            guest_of_a_killed_process(machine, victim, after);
-        });
+    for some in cases.chunks(AT_ONCE) {
+        side_by_side(some.iter().copied(), |(victim, after)| killed_after(machine, victim, after));
     }
 }
 
 #[test]
-fn killed_process_of_threads_leaves_one_guest() {
-    kills(THREADS, if full() { 40 } else { 3 });
-}
-
-#[test]
-fn killed_kvm_process_leaves_one_guest() {
-    if kvm_or_skip("killed_kvm_process_leaves_one_guest") {
-        kills(KVM, if full() { 40 } else { 1 });
+fn kill_at_any_moment_leaves_one_guest() {
+    kills_at_moments(THREADS);
+    if kvm_or_skip("kill_at_any_moment_leaves_one_guest") {
+        kills_at_moments(KVM);
     }
 }

@@ -1,7 +1,14 @@
 //! Resident memory of processes that share some of it.
 
+use std::io;
+use std::process::{Command, Output, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
+
+use super::process_usage::only_child;
+
+/// Attempts, one per ms, to find the process that an upgrade starts.
+const NEXT_ATTEMPTS: usize = 10_000;
 
 /// Returns a process's share of resident memory (PSS), in KiB. `None` once it has ended.
 pub fn share_kib(pid: u32) -> Option<u64> {
@@ -35,4 +42,22 @@ pub fn most_together<T>(pids: [u32; 2], work: impl FnOnce() -> T) -> (T, Option<
         over.store(true, Ordering::SeqCst);
         (result, sampler.join().unwrap_or_default())
     })
+}
+
+/// Runs `upgrade`, a command whose only child takes over the guest of process `previous`. Returns
+/// its output, and the most memory that both processes had together meanwhile, in KiB; `None` if
+/// that was never read.
+///
+/// # Errors
+///
+/// The command cannot be started.
+pub fn most_in_upgrade(previous: u32, mut upgrade: Command) -> io::Result<(Output, Option<u64>)> {
+    let upgrade = upgrade.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
+    let next = (0..NEXT_ATTEMPTS).find_map(|_| {
+        std::thread::sleep(Duration::from_millis(1));
+        only_child(upgrade.id())
+    });
+    let next = next.ok_or(io::ErrorKind::NotFound)?;
+    let (output, most) = most_together([previous, next], || upgrade.wait_with_output());
+    Ok((output?, most))
 }

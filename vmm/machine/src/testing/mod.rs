@@ -26,8 +26,8 @@ use crate::config::{
 use crate::kvm;
 use crate::tracking::TrackingMode;
 pub use elf::{CODE_AT, ECHO, Elf, note};
-pub use memory_share::{most_together, share_kib};
-pub use process_usage::ProcessUsage;
+pub use memory_share::{most_in_upgrade, most_together, share_kib};
+pub use process_usage::{ProcessUsage, only_child};
 pub use tap::TestTap;
 
 /// Environment variable that names a file. Each skipped test adds a line to it, to be counted.

@@ -31,3 +31,9 @@ impl ProcessUsage {
         })
     }
 }
+
+/// Returns the only child of a process's first thread.
+pub fn only_child(pid: u32) -> Option<u32> {
+    let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).ok()?;
+    children.trim().parse().ok()
+}

@@ -8,6 +8,7 @@ pub mod script;
 pub mod serving;
 pub mod stuck_guest;
 pub mod stuck_storage;
+pub mod upgrade_proxy;
 
 use std::fs::{DirEntry, File, OpenOptions};
 use std::io::{ErrorKind, Read, Write};

@@ -337,6 +337,8 @@ fn check_peer(stream: &UnixStream) -> Result<(), OfferError> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsFd;
+
     use super::*;
 
     #[test]
@@ -348,5 +350,35 @@ mod tests {
         for cut in 0..message.len() {
             assert!(matches!(read(&message[..cut], 6), Err(OfferError::Closed)), "{cut} bytes");
         }
+    }
+
+    /// Offers `json` with `count` descriptors. Returns what the next process finds, and what it
+    /// answers.
+    fn received(json: &[u8], count: usize) -> (OfferError, OfferAnswer) {
+        let (mut offers, next) = UnixStream::pair().unwrap();
+        let file = io::stdin();
+        descriptors::send(&offers, &vec![file.as_fd(); count]).unwrap();
+        write(&mut offers, json).unwrap();
+        let refused = TakenOffer::receive(next).unwrap_err();
+        let answer = read(&mut offers, MAX_ANSWER_BYTES).unwrap();
+        (refused, serde_json::from_slice(&answer).unwrap())
+    }
+
+    #[test]
+    fn refused_offer_is_answered_with_the_reason() {
+        let json = br#"{"version":1,"line":{"arguments":[],"directory":"/"},"api_file":null,
+            "notify_socket":null,"numbers":{"jobs":1,"watches":1},"run":null,"has_api":true,
+            "has_metrics":false}"#;
+        for count in [4, 6] {
+            let (refused, answer) = received(json, count);
+            assert!(matches!(refused, OfferError::Descriptors { expected: 5, .. }), "{refused}");
+            let OfferAnswer::Refused(why) = answer else { panic!("it is ready") };
+            assert_eq!(why, format!("{count} descriptors came with the offer instead of 5"));
+        }
+        // A later version may have other fields.
+        let (refused, answer) = received(br#"{"version":2,"more":[]}"#, 4);
+        assert!(matches!(refused, OfferError::Version(2)));
+        let OfferAnswer::Refused(why) = answer else { panic!("it is ready") };
+        assert_eq!(why, "the offer has version 2, and this program understands version 1");
     }
 }
