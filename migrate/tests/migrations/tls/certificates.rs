@@ -14,16 +14,28 @@ const CONFIG: &str = "[ca]\ndefault_ca=d\n[d]\ndatabase=index\nserial=serial\nne
 /// A certificate authority in a directory of its own.
 pub struct TestCa {
     dir: tempfile::TempDir,
+    name: String,
 }
 
 impl TestCa {
     pub fn new() -> Self {
-        let ca = Self { dir: tempfile::tempdir().unwrap() };
+        let dir = tempfile::tempdir().unwrap();
+        let name = dir.path().file_name().unwrap().to_string_lossy().into_owned();
+        Self::named(dir, name)
+    }
+
+    /// Returns another authority of the same name.
+    pub fn twin(&self) -> Self {
+        Self::named(tempfile::tempdir().unwrap(), self.name.clone())
+    }
+
+    fn named(dir: tempfile::TempDir, name: String) -> Self {
+        let ca = Self { dir, name };
         for (name, content) in [("ca.cnf", CONFIG), ("index", ""), ("serial", "01\n")] {
             std::fs::write(ca.dir.path().join(name), content).unwrap();
         }
         ca.new_key("ca-key.pem");
-        let subject = format!("/CN={}", ca.dir.path().file_name().unwrap().to_string_lossy());
+        let subject = format!("/CN={}", ca.name);
         ca.openssl(&[
             "req",
             "-x509",

@@ -2,6 +2,7 @@
 //! certificates and is the foreign peer.
 
 mod certificates;
+mod runbook;
 
 use std::fs;
 use std::io::{Read, Write};
@@ -143,7 +144,7 @@ fn sources_without_the_right_certificate_are_refused() {
     let guest = secure.hosts.start(MemoryConfig::small());
     let there = secure.hosts.receiver_with(secure.receive_options());
     let to = there.to.clone();
-    let stranger = TestCa::new();
+    let (stranger, twin) = (TestCa::new(), secure.ca.twin());
     let issued = |name: &str, ca: &TestCa, names, dates| {
         let dir = secure.other_client(name);
         ca.issue(&dir, "client", names, dates);
@@ -153,6 +154,11 @@ fn sources_without_the_right_certificate_are_refused() {
         (
             issued("other-ca", &stranger, CLIENT, NOW),
             "the peer does not trust the CA that signed this host's certificate",
+            "is not signed by the CA in ca-cert.pem of this host",
+        ),
+        (
+            issued("twin", &twin, CLIENT, NOW),
+            "it trusts another CA of that name",
             "is not signed by the CA in ca-cert.pem of this host",
         ),
         (
@@ -189,9 +195,9 @@ fn sources_without_the_right_certificate_are_refused() {
 #[test]
 fn unusable_files_of_a_source_are_named() {
     let secure = SecureHosts::new();
-    let guest = secure.hosts.start(MemoryConfig::still());
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let to = listener.local_addr().unwrap().to_string();
+    let guest = secure.hosts.start(MemoryConfig::small());
+    let there = secure.hosts.receiver_with(secure.receive_options());
+    let to = there.to.clone();
     let said = |name: &str, change: &dyn Fn(&Path)| {
         let dir = secure.other_client(name);
         change(&dir);
@@ -215,6 +221,9 @@ fn unusable_files_of_a_source_are_named() {
             .unwrap();
     });
     assert!(e.contains("it is not a file"), "{e}");
+    assert_eq!(there.control.progress().refused, 0, "no connection is made without the files");
+    let sent = Sender::start(&guest, &to, &secure.send_options()).result();
+    exactly_one_runs(&secure.hosts, &guest, &sent, there, "after refusals");
 }
 
 #[test]
@@ -398,11 +407,37 @@ fn source_refuses_foreign_servers() {
     assert!(said.contains("the peer sent bytes that are not TLS"), "{said}");
     let said = answered(b"");
     assert!(said.contains("the peer closed the connection during the TLS handshake"), "{said}");
+    // The head of a ServerHello, and a part of it.
+    let begun: &[u8] = b"\x16\x03\x03\x00\x7a\x02\x00\x00\x76\x03\x03";
+    let said = answered(begun);
+    assert!(said.contains("the peer closed the connection during the TLS handshake"), "{said}");
     let mute = free();
     let to = mute.local_addr().unwrap().to_string();
     let impatient = SendOptions { connect_timeout: Duration::from_millis(300), ..options.clone() };
     let said = refused(&guest, &to, &impatient);
     assert!(said.contains("the peer sent nothing for"), "{said}");
+    // More bytes arrive before each limit on a read would pass.
+    for pause in [LONG, Duration::from_millis(20)] {
+        let stalls = free();
+        let to = stalls.local_addr().unwrap().to_string();
+        let server = std::thread::spawn(move || {
+            let (mut stream, _) = stalls.accept().unwrap();
+            stream.write_all(begun).unwrap();
+            stream.set_read_timeout(Some(pause)).unwrap();
+            let mut piece = [0; 4096];
+            loop {
+                match stream.read(&mut piece) {
+                    Ok(0) => return,
+                    Ok(_) => {}
+                    Err(_) if stream.write_all(&[0]).is_err() => return,
+                    Err(_) => {}
+                }
+            }
+        });
+        let said = refused(&guest, &to, &impatient);
+        assert!(said.contains(&format!("no TLS session with {to}")), "{said}");
+        server.join().unwrap();
+    }
     let said = refused_by_s_server(&secure, &guest, &["-tls1_2"]);
     assert!(said.contains("the peer does not offer TLS 1.3"), "{said}");
     // A server with the right certificate that is no receiver.
