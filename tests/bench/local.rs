@@ -8,14 +8,17 @@
 //! | baseline gap | the longest gap in an equally long time without a hand-over |
 //! | both | the most memory that both processes had together, above what one had before |
 //!
-//! The guests have 2 vCPUs, which write 32 MiB/s, and Linux has checkers that use its disk and its
-//! network all the time. The figures are medians of 50 hand-overs, and their maximum; a
-//! number as an argument is the number of hand-overs, and words select the rows whose name contains
-//! one of them. The Linux guest needs what `images/linux/README.md` describes.
+//! The guests have 2 vCPUs, which write 32 MiB/s. Those of `upgrade` have a disk and a tap. Linux
+//! has checkers that use them all the time; its gap is not known, because its own scheduler makes
+//! longer ones. The figures are medians of 50 hand-overs, and their maximum; a number as an
+//! argument is the number of hand-overs, and words select the rows whose name contains one of them.
+//! The Linux guest needs what `images/linux/README.md` describes.
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a bench")]
 
+use std::process::Command;
+
 use driftline_images::PayloadReport;
-use driftline_machine::testing::{most_together, share_kib};
+use driftline_machine::testing::{most_in_upgrade, most_together, share_kib};
 use tests::{
     CheckerProgress, Driftline, EchoClient, LinuxImage, Network, SOON, ScratchDir, StopsLatest,
     json_of,
@@ -41,7 +44,9 @@ struct HandOverRow {
     of: usize,
 }
 
-const PAYLOAD_UPGRADE: &str = "1 GiB, populated, `upgrade`";
+/// Guests whose process is replaced by `upgrade`: the name, and the options.
+const UPGRADES: [(&str, &[&str]); 2] =
+    [("1 GiB, populated, `upgrade`", ROWS[0].guest), ("16 GiB, sparse, `upgrade`", ROWS[1].guest)];
 const LINUX_UPGRADE: &str = "Linux, 1 GiB, populated, `upgrade`";
 
 const ROWS: [HandOverRow; 3] = [
@@ -84,7 +89,8 @@ fn main() {
     let words: Vec<&String> = args.iter().filter(|a| a.parse::<usize>().is_err()).collect();
     let is_wanted =
         |name: &str| words.is_empty() || words.iter().any(|word| name.contains(word.as_str()));
-    let names = ROWS.iter().map(|row| row.name).chain([PAYLOAD_UPGRADE, LINUX_UPGRADE]);
+    let upgrades = UPGRADES.map(|(name, _)| name);
+    let names = ROWS.iter().map(|row| row.name).chain(upgrades).chain([LINUX_UPGRADE]);
     assert!(
         names.clone().any(is_wanted),
         "no row has such a name: {:?}",
@@ -96,11 +102,13 @@ fn main() {
     for row in ROWS.iter().filter(|row| is_wanted(row.name)) {
         print_row(row.name, hand_over(row, count.div_ceil(row.of)));
     }
-    if is_wanted(PAYLOAD_UPGRADE) {
-        print_row(PAYLOAD_UPGRADE, upgrade_payload(count));
+    let network = Network::new().inspect_err(|why| println!("`upgrade`: not measured: {why}"));
+    let Ok(network) = network else { return };
+    for (name, guest) in UPGRADES.iter().filter(|(name, _)| is_wanted(name)) {
+        print_row(name, upgrade_payload(&network, guest, count));
     }
     if is_wanted(LINUX_UPGRADE)
-        && let Some(samples) = upgrade_linux(count)
+        && let Some(samples) = upgrade_linux(&network, count)
     {
         print_row(LINUX_UPGRADE, samples);
     }
@@ -167,11 +175,23 @@ fn hand_over(row: &HandOverRow, count: usize) -> HandOverFigures {
     samples
 }
 
-/// Replaces the process of a guest `count` times.
-fn upgrade_payload(count: usize) -> HandOverFigures {
+/// Creates a disk. Returns the options of a guest that has it, a tap and [`VCPUS`].
+fn devices(scratch: &ScratchDir) -> Vec<String> {
+    let disk = scratch.path("disk");
+    std::fs::File::create(&disk).unwrap().set_len(DISK_BYTES).unwrap();
+    let disk = format!("path={}", disk.display());
+    ["--vcpus", "2", "--disk", &disk, "--net", "tap=tap0"].map(str::to_owned).to_vec()
+}
+
+/// Replaces the process of a guest `count` times. In a few more upgrades it reads the processes'
+/// memory, which delays them.
+fn upgrade_payload(network: &Network, guest: &[&str], count: usize) -> HandOverFigures {
     let scratch = ScratchDir::new();
-    let args = [ROWS[0].guest, &["--vcpus", "2"]].concat();
-    let vm = Driftline::run(&scratch, "0", SPEC, &args);
+    let devices = devices(&scratch);
+    let own: Vec<&str> = devices.iter().map(String::as_str).collect();
+    let spec = format!("{SPEC},report=100");
+    let args = [&["run", "--guest", &spec], guest, &own].concat();
+    let vm = Driftline::start_at(&network.hosts[0], &scratch, "0", &args);
     let _stops = StopsLatest(vm.socket().to_owned());
     vm.console().wait_reports(VCPUS, 3, SOON);
     let mut samples = HandOverFigures::default();
@@ -190,19 +210,27 @@ fn upgrade_payload(count: usize) -> HandOverFigures {
         });
         samples.baseline_gap_ms.push(baseline);
     }
+    for _ in 0..MEMORY_COUNT {
+        let previous = vm.info().expect("it answers")["pid"].as_u64().expect("a number") as u32;
+        let before = share_kib(previous).expect("a process");
+        let mut command = Command::new(tests::driftline());
+        command.args(["upgrade", "--api-sock", vm.socket()]);
+        let (replaced, most) = most_in_upgrade(previous, command).expect("an upgrade");
+        assert!(replaced.status.success(), "{}", String::from_utf8_lossy(&replaced.stderr));
+        let most = most.expect("both processes were there");
+        samples.more_mib.push(most.saturating_sub(before) as f64 / 1024.0);
+        vm.console().wait_reports(VCPUS, 1, SOON);
+    }
     samples
 }
 
 /// Replaces the process of a Linux guest `count` times while it uses its disk and its tap.
-fn upgrade_linux(count: usize) -> Option<HandOverFigures> {
+fn upgrade_linux(network: &Network, count: usize) -> Option<HandOverFigures> {
     let linux = LinuxImage::or_skip("Linux")?;
-    let network = Network::new().inspect_err(|why| println!("Linux: not measured: {why}")).ok()?;
     let scratch = ScratchDir::new();
-    let disk = scratch.path("disk");
-    std::fs::File::create(&disk).unwrap().set_len(DISK_BYTES).unwrap();
-    let disk = format!("path={}", disk.display());
-    let devices = ["--vcpus", "2", "--disk", &disk, "--net", "tap=tap0"];
-    let args = [ROWS[0].guest, &devices].concat();
+    let devices = devices(&scratch);
+    let own: Vec<&str> = devices.iter().map(String::as_str).collect();
+    let args = [ROWS[0].guest, &own].concat();
     let mut vm = linux.boot("vmlinux", &network.hosts[0], &scratch, "0", CHECKERS, &args);
     let _stops = StopsLatest(vm.socket().to_owned());
     CheckerProgress::wait(&mut vm, false);
