@@ -1,28 +1,19 @@
-//! Metrics of a guest: its state, its vCPUs, its memory and its devices.
+//! Metrics of a guest: its state, its vCPUs and its memory.
 
 use std::fmt;
 
 use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_machine::config::Lineage;
-use driftline_machine::devices::{BalloonStats, DeviceStats};
 use driftline_machine::vm::{Timings, VcpuInfo};
 
 use super::page::{MetricsPage, bytes, number, seconds};
 use crate::model::{GuestState, Info};
 
-pub(super) fn write(
-    page: &mut MetricsPage<'_>,
-    info: &Info,
-    timings: &Timings,
-    balloon: Option<BalloonStats>,
-) -> fmt::Result {
+pub(super) fn write(page: &mut MetricsPage<'_>, info: &Info, timings: &Timings) -> fmt::Result {
     write_state(page, info)?;
     write_vcpus(page, &info.vcpu)?;
     write_dirty(page, info, timings)?;
-    write_restore(page, timings)?;
-    write_disks(page, &info.devices)?;
-    write_interfaces(page, &info.devices)?;
-    write_balloon(page, balloon)
+    write_restore(page, timings)
 }
 
 fn write_state(page: &mut MetricsPage<'_>, info: &Info) -> fmt::Result {
@@ -114,93 +105,5 @@ fn write_restore(page: &mut MetricsPage<'_>, timings: &Timings) -> fmt::Result {
     page.times(
         seconds("driftline_restore_fault", "Time from reading a page fault to answering it."),
         Some(&restore.faults),
-    )
-}
-
-fn write_disks(page: &mut MetricsPage<'_>, devices: &[DeviceStats]) -> fmt::Result {
-    let (mut requests, mut moved) = (Vec::new(), Vec::new());
-    let (mut failed, mut stalled) = (Vec::new(), Vec::new());
-    for device in devices {
-        let DeviceStats::Disk {
-            id,
-            reads,
-            read_bytes,
-            writes,
-            written_bytes,
-            flushes,
-            errors,
-            stalls,
-        } = device
-        else {
-            continue;
-        };
-        let labels = |operation| [("device", id.as_str()), ("operation", operation)];
-        requests.extend([
-            (labels("read"), *reads),
-            (labels("write"), *writes),
-            (labels("flush"), *flushes),
-        ]);
-        moved.extend([(labels("read"), *read_bytes), (labels("write"), *written_bytes)]);
-        failed.push(([("device", id.as_str())], *errors));
-        stalled.push(([("device", id.as_str())], *stalls));
-    }
-    page.counters(number("driftline_disk_requests", "Requests to a disk."), requests)?;
-    page.counters(bytes("driftline_disk", "Bytes of the requests to a disk."), moved)?;
-    page.counters(
-        number("driftline_disk_errors", "Requests that the disk's file failed."),
-        failed,
-    )?;
-    page.counters(
-        number("driftline_disk_stalls", "How often a queue waited for requests under way."),
-        stalled,
-    )
-}
-
-fn write_interfaces(page: &mut MetricsPage<'_>, devices: &[DeviceStats]) -> fmt::Result {
-    let (mut packets, mut moved) = (Vec::new(), Vec::new());
-    let (mut lost, mut stalled) = (Vec::new(), Vec::new());
-    for device in devices {
-        let DeviceStats::Net {
-            id,
-            received_frames,
-            received_bytes,
-            sent_frames,
-            sent_bytes,
-            lost_frames,
-            stalls,
-        } = device
-        else {
-            continue;
-        };
-        let labels = |direction| [("device", id.as_str()), ("direction", direction)];
-        packets.extend([(labels("receive"), *received_frames), (labels("send"), *sent_frames)]);
-        moved.extend([(labels("receive"), *received_bytes), (labels("send"), *sent_bytes)]);
-        lost.push(([("device", id.as_str())], *lost_frames));
-        stalled.push(([("device", id.as_str())], *stalls));
-    }
-    page.counters(number("driftline_net_packets", "Packets of an interface."), packets)?;
-    page.counters(bytes("driftline_net", "Bytes of those packets."), moved)?;
-    page.counters(
-        number("driftline_net_lost_packets", "Packets that neither the guest nor the tap took."),
-        lost,
-    )?;
-    page.counters(
-        number("driftline_net_stalls", "How often a packet waited for a buffer of the guest."),
-        stalled,
-    )
-}
-
-fn write_balloon(page: &mut MetricsPage<'_>, balloon: Option<BalloonStats>) -> fmt::Result {
-    page.gauge(
-        bytes("driftline_balloon_target", "Size of the balloon that the operator wants."),
-        balloon.map(|b| b.target_bytes),
-    )?;
-    page.gauge(
-        bytes("driftline_balloon_actual", "Size of the balloon that the guest reports."),
-        balloon.map(|b| b.actual_bytes),
-    )?;
-    page.counter(
-        bytes("driftline_balloon_discarded", "Memory given back to the host."),
-        balloon.map(|b| b.discarded_bytes),
     )
 }

@@ -4,6 +4,7 @@
 //! All metrics of a process with a guest have the labels `vm_id` and, if the guest has a name,
 //! `name`.
 
+mod devices;
 mod format;
 mod guest;
 mod jobs;
@@ -15,13 +16,13 @@ mod tests;
 use std::borrow::Cow;
 use std::fmt;
 
-use driftline_machine::devices::BalloonStats;
 use driftline_machine::vm::Timings;
 use driftline_migrate::Progress;
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, prometheus_text, text};
 use prometheus_client::registry::Registry;
 
+use self::devices::DeviceFigures;
 use self::page::MetricsPage;
 use self::process::ProcessFigures;
 use crate::jobs::{CheckpointFigures, Jobs, MigrationFigures};
@@ -42,7 +43,7 @@ pub(crate) struct Scrape {
 struct GuestFigures {
     info: Info,
     timings: Timings,
-    balloon: Option<BalloonStats>,
+    devices: DeviceFigures,
     checkpoints: CheckpointFigures,
     migrations: MigrationFigures,
 }
@@ -55,7 +56,7 @@ impl Scrape {
             Box::new(GuestFigures {
                 info: jobs.info(),
                 timings: vm.timings(),
-                balloon: vm.balloon().map(|balloon| balloon.stats()),
+                devices: DeviceFigures::read(&**vm),
                 checkpoints: jobs.checkpoint_figures(),
                 migrations: jobs.migration_figures(),
             })
@@ -93,7 +94,8 @@ impl Collector for Scrape {
         let mut page = MetricsPage(encoder);
         self.process.write(&mut page)?;
         if let Some(guest) = &self.guest {
-            guest::write(&mut page, &guest.info, &guest.timings, guest.balloon)?;
+            guest::write(&mut page, &guest.info, &guest.timings)?;
+            devices::write(&mut page, &guest.info.devices, &guest.devices)?;
             jobs::write_checkpoints(&mut page, &guest.info, &guest.checkpoints)?;
         }
         let sent = self.guest.as_ref().map(|guest| &guest.migrations);

@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime};
 
 use driftline_guest::VmId;
 use driftline_machine::config::{BackendKind, HostConfig, Lineage, SerialSink};
-use driftline_machine::devices::DeviceStats;
+use driftline_machine::devices::{BalloonStats, DeviceStats, RngCounts, SerialCounts, VsockCounts};
 use driftline_machine::histogram::Histogram;
 use driftline_machine::memory::RestoreFigures;
 use driftline_machine::testing::payload_config;
@@ -68,12 +68,17 @@ fn everything() -> Scrape {
     let faults = some.read();
     guest.timings.collections = Some(some.read());
     guest.timings.restore = Some(RestoreFigures { left: 1, fetched: 2, prefetched: 3, faults });
-    guest.balloon = Some(BalloonStats {
+    guest.devices.balloon = Some(BalloonStats {
         target_bytes: 1,
         actual_bytes: 2,
         discarded_bytes: 3,
         ..Default::default()
     });
+    guest.devices.serial = Some(SerialCounts::default());
+    guest.devices.entropy = Some(RngCounts { requests: 1, bytes: 2, failures: 3 });
+    guest.devices.vsock =
+        Some(VsockCounts { connections_begun: 5, connections_ended: 2, ..Default::default() });
+    guest.devices.throttles = vec![("disk0".to_owned(), vec![3]), ("net0".to_owned(), vec![4, 5])];
     guest.checkpoints.counts.last_interval = Some(Duration::from_millis(99));
     guest.checkpoints.counts.last_success = Some(SystemTime::now());
     let report = json!({
@@ -228,6 +233,7 @@ fn values_have_base_units() {
         line.unwrap_or_else(|| panic!("no {begin}")).rsplit_once(' ').unwrap().1.to_owned()
     };
     assert_eq!(sample("driftline_migration_downtime_seconds"), "0.0025");
+    assert_eq!(sample("driftline_vsock_open_connections"), "3");
     assert_eq!(sample("driftline_checkpoint_requested_interval_seconds"), "0.1");
     assert_eq!(sample("driftline_checkpoint_last_interval_seconds"), "0.099");
     assert_eq!(sample("driftline_dirty_harvest_seconds_sum"), "1.0");
