@@ -8,6 +8,7 @@ use std::io::{Read, Seek, SeekFrom};
 use linux_loader::loader::bootparam::{LOADED_HIGH, XLF_KERNEL_64, setup_header};
 use vm_memory::{ByteValued, Bytes, GuestAddress, ReadVolatile};
 
+use super::defect::{BootMisfit, HeaderDefect};
 use super::error::BootError;
 use super::loaded::{Loaded, Start};
 use super::map;
@@ -62,7 +63,7 @@ pub(super) fn load<F: Read + Seek + ReadVolatile>(
 
 /// Returns the header up to the end that the file declares; fields past that end are 0.
 fn read_header(what: &str, head: &[u8]) -> Result<setup_header, BootError> {
-    let bad = |why: String| BootError::BadHeader { what: what.to_owned(), cause: why.into() };
+    let bad = |cause| BootError::BadHeader { what: what.to_owned(), cause };
     let mut header = setup_header::default();
     let claimed = MAGIC_AT + head.get(JUMP_AT).copied().map_or(0, usize::from);
     let end = claimed.min(HEADER_AT + header.as_slice().len()).min(head.len());
@@ -70,20 +71,17 @@ fn read_header(what: &str, head: &[u8]) -> Result<setup_header, BootError> {
     header.as_mut_slice()[..bytes.len()].copy_from_slice(bytes);
 
     let version = header.version;
-    let spelled = format!("its boot protocol is {}.{:02}", version >> 8, version & 0xff);
     if version < OLDEST {
-        return Err(bad(format!("{spelled}, and the 64-bit entry needs 2.12")));
+        return Err(bad(HeaderDefect::OldProtocol { version }));
     }
     if version > NEWEST {
-        return Err(bad(format!("{spelled}, and only protocol 2 is supported")));
+        return Err(bad(HeaderDefect::NewProtocol { version }));
     }
     if header.loadflags & LOADED_HIGH == 0 {
-        let flags = header.loadflags;
-        return Err(bad(format!("it wants to be loaded below 1 MiB (loadflags {flags:#x})")));
+        return Err(bad(HeaderDefect::LoadedLow { loadflags: header.loadflags }));
     }
     if header.xloadflags & XLF_KERNEL_64 == 0 {
-        let flags = header.xloadflags;
-        return Err(bad(format!("it has no 64-bit entry (xloadflags {flags:#x})")));
+        return Err(bad(HeaderDefect::NoEntry64 { xloadflags: header.xloadflags }));
     }
     Ok(header)
 }
@@ -109,7 +107,7 @@ impl ImagePlacement {
         file_bytes: u64,
         memory: &Memory,
     ) -> Result<Self, BootError> {
-        let bad = |why: String| BootError::BadHeader { what: what.to_owned(), cause: why.into() };
+        let bad = |cause| BootError::BadHeader { what: what.to_owned(), cause };
         let sectors = match header.setup_sects {
             // Kernels older than this field have four.
             0 => 4,
@@ -124,20 +122,18 @@ impl ImagePlacement {
         // memory.
         let needed = syssize.saturating_sub(PARAGRAPH - 1).max(ENTRY_64 + 1);
         if bytes < needed {
-            return Err(bad(format!(
-                "it is cut short: it has {file_bytes} bytes, and needs {}",
-                setup_bytes + needed
-            )));
+            let needed = setup_bytes + needed;
+            return Err(bad(HeaderDefect::CutShort { bytes: file_bytes, needed }));
         }
         let (wanted, alignment) = (header.pref_address, u64::from(header.kernel_alignment));
         if wanted < map::ONE_MIB {
-            return Err(bad(format!("its preferred address {wanted:#x} lies below 1 MiB")));
+            return Err(bad(HeaderDefect::LowAddress { address: wanted }));
         }
         let load = if header.relocatable_kernel == 0 {
             // It moves itself to the preferred address.
             map::ONE_MIB
         } else if !alignment.is_power_of_two() {
-            return Err(bad(format!("its alignment {alignment:#x} is not a power of two")));
+            return Err(bad(HeaderDefect::Alignment { alignment }));
         } else {
             wanted.checked_next_multiple_of(alignment).unwrap_or(u64::MAX)
         };
@@ -145,14 +141,9 @@ impl ImagePlacement {
         let end = |start: u64, bytes| start.saturating_add(bytes);
         let (load, run) = ((load, end(load, bytes)), (run, end(run, init_size.max(bytes))));
         let low_end = map::low_end(memory);
-        for (start, end) in [load, run] {
-            if end > low_end {
-                let why = format!(
-                    "its {bytes} bytes, which become {init_size} (init_size), go to \
-                     {start:#x}..{end:#x}, and memory below 4 GiB ends at {low_end:#x}"
-                );
-                return Err(BootError::does_not_fit(what, memory.layout(), why));
-            }
+        if let Some(&place) = [load, run].iter().find(|place| place.1 > low_end) {
+            let cause = BootMisfit::Image { bytes, init_size, place, low_end };
+            return Err(BootError::does_not_fit(what, memory.layout(), cause));
         }
         Ok(Self { setup_bytes, load, run })
     }

@@ -15,6 +15,7 @@ use object::elf::{ET_CORE, ET_DYN, ET_REL, FileType, PT_GNU_STACK, PT_INTERP, PT
 use vm_memory::{Bytes, GuestAddress, ReadVolatile};
 
 use self::headers::{ElfReader, ProgramSegment};
+use super::defect::{BootMisfit, ElfDefect, HeaderDefect};
 use super::error::BootError;
 use super::loaded::{Loaded, Start};
 use super::platform::GuestRange;
@@ -44,23 +45,22 @@ pub(super) fn load<F: Read + Seek + ReadVolatile>(
             let header = Box::new(zero_page::header_of_an_elf());
             ("entry", rip, Start::Linux64 { rip, header })
         }
-        (None, None) => return Err(BootError::NoPvhNote(what.to_owned())),
+        (None, None) => return Err(BootError::NoPvhNote { what: what.to_owned() }),
     };
     let is_loaded = |s: &ProgramSegment| s.kind == PT_LOAD && s.mem_bytes > 0;
     let loads: Vec<ProgramSegment> = headers.segments.into_iter().filter(is_loaded).collect();
     if loads.is_empty() {
-        return Err(file.damaged("it has nothing to load"));
+        return Err(file.damaged(ElfDefect::NothingToLoad));
     }
     let room_for = |s| file.room_for(s, memory);
     let segments: Vec<GuestRange> = loads.iter().map(room_for).collect::<Result<_, _>>()?;
     file.refuse_overlap(&segments)?;
     if !segments.iter().any(|&(start, end)| (start..end).contains(&rip)) {
-        return Err(file.damaged(format!("its {kind} {rip:#x} lies in no segment")));
+        return Err(file.damaged(ElfDefect::EntryOutside { kind, entry: rip }));
     }
     if matches!(start, Start::Linux64 { .. }) && rip >= zero_page::MAPPED_END {
-        let end = zero_page::MAPPED_END;
-        let why = format!("its {kind} {rip:#x} lies at or above {end:#x}, which is not mapped yet");
-        return Err(BootError::BadHeader { what: what.to_owned(), cause: why.into() });
+        let cause = HeaderDefect::EntryNotMapped { entry: rip, mapped_end: zero_page::MAPPED_END };
+        return Err(BootError::BadHeader { what: what.to_owned(), cause });
     }
     for s in &loads {
         file.read_segment(s, from, memory)?;
@@ -72,15 +72,15 @@ impl ElfReader<'_> {
     /// Checks that a segment lies in memory, and returns its range.
     fn room_for(&self, s: &ProgramSegment, memory: &Memory) -> Result<GuestRange, BootError> {
         if s.file_bytes > s.mem_bytes {
-            return Err(self.damaged("a segment is longer in the file than in memory"));
+            return Err(self.damaged(ElfDefect::LongerInFile));
         }
         let end = s.paddr.checked_add(s.mem_bytes);
-        let end = end.ok_or_else(|| self.damaged("a segment ends past the last address"))?;
+        let end = end.ok_or_else(|| self.damaged(ElfDefect::PastLastAddress))?;
         let start = Gfn::containing(s.paddr);
         let count = Gfn::containing(end - 1).0 - start.0 + 1;
         if !memory.layout().contains(FrameRun { start, count }) {
-            let why = format!("a segment goes to {:#x}..{end:#x}", s.paddr);
-            return Err(BootError::does_not_fit(self.what, memory.layout(), why));
+            let cause = BootMisfit::Segment((s.paddr, end));
+            return Err(BootError::does_not_fit(self.what, memory.layout(), cause));
         }
         Ok((s.paddr, end))
     }
@@ -91,10 +91,7 @@ impl ElfReader<'_> {
         sorted.sort_unstable();
         match sorted.windows(2).find(|w| w[1].0 < w[0].1) {
             None => Ok(()),
-            Some(w) => Err(self.damaged(format!(
-                "its segments {:#x}..{:#x} and {:#x}..{:#x} overlap",
-                w[0].0, w[0].1, w[1].0, w[1].1
-            ))),
+            Some(w) => Err(self.damaged(ElfDefect::Overlap(w[0], w[1]))),
         }
     }
 
@@ -108,14 +105,14 @@ impl ElfReader<'_> {
             Ok(_) => {}
             // An offset that the system cannot express is the file's fault.
             Err(e) if e.kind() == ErrorKind::InvalidInput => {
-                return Err(self.damaged(format!("it refers to its byte {:#x}", s.offset)));
+                return Err(self.damaged(ElfDefect::Offset { offset: s.offset }));
             }
             Err(cause) => return Err(self.unreadable(cause)),
         }
         memory
             .ram()
             .read_exact_volatile_from(GuestAddress(s.paddr), from, s.file_bytes as usize)
-            .map_err(|e| self.damaged(format!("a segment cannot be read: {e}")))
+            .map_err(|e| self.damaged(ElfDefect::Segment(e)))
     }
 }
 

@@ -1,8 +1,8 @@
 //! The reasons why a guest cannot be booted.
 
-use std::error::Error;
-
 use driftline_dirty_tracker::Layout;
+
+use super::defect::{BootMisfit, ElfDefect, HeaderDefect};
 
 /// The reason why a guest cannot be booted.
 #[derive(Debug, thiserror::Error)]
@@ -18,8 +18,11 @@ pub enum BootError {
         cause: std::io::Error,
     },
     /// The file is not a kernel.
-    #[error("{0} is neither an ELF file nor a bzImage")]
-    NoKernel(String),
+    #[error("{what} is neither an ELF file nor a bzImage")]
+    NoKernel {
+        /// The file, as the user knows it.
+        what: String,
+    },
     /// The file is an ELF file for another purpose.
     #[error(
         "{what} is {is}, not a kernel: --kernel takes a vmlinux, another kernel as a static ELF \
@@ -41,18 +44,21 @@ pub enum BootError {
     },
     /// A 32-bit kernel does not name its PVH entry.
     #[error(
-        "{0} is a 32-bit ELF file without a PVH note (XEN_ELFNOTE_PHYS32_ENTRY), so there is no \
+        "{what} is a 32-bit ELF file without a PVH note (XEN_ELFNOTE_PHYS32_ENTRY), so there is no \
          way to enter it"
     )]
-    NoPvhNote(String),
-    /// A bzImage's setup header asks for something that this VMM cannot provide.
+    NoPvhNote {
+        /// The file, as the user knows it.
+        what: String,
+    },
+    /// A kernel's header asks for something that this VMM cannot provide.
     #[error("{what} cannot be booted: {cause}")]
     BadHeader {
         /// The file, as the user knows it.
         what: String,
         /// The field and its value.
         #[source]
-        cause: Box<dyn Error + Send + Sync>,
+        cause: HeaderDefect,
     },
     /// The kernel's headers contradict themselves or its length.
     #[error("{what} is a damaged ELF file: {cause}")]
@@ -61,7 +67,7 @@ pub enum BootError {
         what: String,
         /// The defect.
         #[source]
-        cause: Box<dyn Error + Send + Sync>,
+        cause: ElfDefect,
     },
     /// Something does not fit in guest memory.
     #[error("{what} does not fit in guest memory of {mem_bytes} bytes: {cause}")]
@@ -72,7 +78,7 @@ pub enum BootError {
         mem_bytes: u64,
         /// The range that it needs.
         #[source]
-        cause: Box<dyn Error + Send + Sync>,
+        cause: BootMisfit,
     },
     /// The command line contains a byte that none can have.
     #[error("the kernel's command line contains a NUL byte")]
@@ -81,15 +87,18 @@ pub enum BootError {
     #[error("the kernel's command line cannot be extended: {0}")]
     Cmdline(linux_loader::cmdline::Error),
     /// The configuration names an embedded guest, and the program embeds none.
-    #[error("this program embeds no guest \"{0}\"")]
-    NoImage(String),
+    #[error("this program embeds no guest \"{name}\"")]
+    NoImage {
+        /// The guest's name.
+        name: String,
+    },
 }
 
 impl BootError {
     pub(super) fn does_not_fit(
         what: impl Into<String>,
         layout: &Layout,
-        cause: impl Into<Box<dyn Error + Send + Sync>>,
+        cause: impl Into<BootMisfit>,
     ) -> Self {
         let mem_bytes = layout.frames() * driftline_dirty_tracker::PAGE_SIZE;
         Self::DoesNotFit { what: what.into(), mem_bytes, cause: cause.into() }

@@ -3,6 +3,7 @@
 use driftline_dirty_tracker::Gfn;
 use vm_memory::{Bytes, GuestAddress};
 
+use super::defect::BootMisfit;
 use super::error::BootError;
 use super::loaded::Loaded;
 use super::platform::DescribedMachine;
@@ -23,24 +24,15 @@ pub(super) fn write(
         ("the generation ID", map::GENERATION_ID, fresh_generation_id().to_vec()),
     ];
     for (what, place, bytes) in parts {
-        let misfit = |why| BootError::does_not_fit(what, memory.layout(), why);
-        if let Some(s) = kernel.segments.iter().find(|s| map::overlap(**s, place)) {
-            let why = format!(
-                "the kernel needs {:#x}..{:#x}, and {what} must lie in {:#x}..{:#x}",
-                s.0, s.1, place.0, place.1
-            );
-            return Err(misfit(why));
+        let misfit = |cause| BootError::does_not_fit(what, memory.layout(), cause);
+        if let Some(&kernel) = kernel.segments.iter().find(|s| map::overlap(**s, place)) {
+            return Err(misfit(BootMisfit::Occupied { kernel, table: what, place }));
         }
         if bytes.len() as u64 > place.1 - place.0 {
-            return Err(misfit(format!(
-                "{} bytes must lie in {:#x}..{:#x}",
-                bytes.len(),
-                place.0,
-                place.1
-            )));
+            return Err(misfit(BootMisfit::Table { bytes: bytes.len(), place }));
         }
         let written = memory.ram().write_slice(&bytes, GuestAddress(place.0));
-        written.map_err(|e| misfit(e.to_string()))?;
+        written.map_err(|e| misfit(e.into()))?;
     }
     Ok(rsdp)
 }

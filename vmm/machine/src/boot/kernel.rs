@@ -6,6 +6,7 @@ use std::io::{Read, Seek, SeekFrom};
 use driftline_dirty_tracker::PAGE_SIZE;
 use vm_memory::{Bytes, GuestAddress, ReadVolatile};
 
+use super::defect::BootMisfit;
 use super::error::BootError;
 use super::loaded::Loaded;
 use super::platform::GuestRange;
@@ -45,8 +46,8 @@ pub(super) fn load_initrd(
     let floor = low_kernel_end.unwrap_or(0).max(map::ONE_MIB);
     let start = ceiling.checked_sub(bytes).map(|s| s & !(PAGE_SIZE - 1)).filter(|s| *s >= floor);
     let Some(start) = start else {
-        let why = format!("its {bytes} bytes must lie between {floor:#x} and {ceiling:#x}");
-        return Err(BootError::does_not_fit(what, memory.layout(), why));
+        let cause = BootMisfit::Initrd { bytes, floor, ceiling };
+        return Err(BootError::does_not_fit(what, memory.layout(), cause));
     };
     memory
         .ram()

@@ -11,6 +11,7 @@
 mod acpi;
 mod bzimage;
 mod cmdline;
+mod defect;
 mod elf;
 mod error;
 mod firmware;
@@ -60,7 +61,8 @@ pub(crate) fn load(
     let OpenedFiles { kernel: opened_kernel, initrd: opened_initrd, .. } = &host.opened;
     match &config.boot {
         Boot::Payload(spec) => {
-            let image = host.image.as_ref().ok_or_else(|| BootError::NoImage(spec.clone()))?;
+            let no_image = || BootError::NoImage { name: spec.clone() };
+            let image = host.image.as_ref().ok_or_else(no_image)?;
             let mut elf = Cursor::new(image.elf);
             let kernel = kernel::load(&format!("guest \"{spec}\""), &mut elf, memory)?;
             enter(machine, memory, &kernel, None, &image.cmdline)

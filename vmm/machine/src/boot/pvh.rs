@@ -9,6 +9,7 @@ use linux_loader::start_info::{
 };
 use vm_memory::{Bytes, GuestAddress};
 
+use super::defect::BootMisfit;
 use super::error::BootError;
 use super::map::{self, RangeKind};
 use super::platform::{Entry, GuestRange};
@@ -30,9 +31,8 @@ pub(super) fn write(
     let layout = memory.layout();
     let bytes = CMDLINE_AT + cmdline.len() as u64 + 1;
     let Some(block) = map::low_gap(bytes, segments) else {
-        let (from, to) = map::LOW;
-        let why = format!("the kernel leaves no {bytes} bytes free between {from:#x} and {to:#x}");
-        return Err(BootError::does_not_fit("the command line", layout, why));
+        let cause = BootMisfit::NoGap { bytes };
+        return Err(BootError::does_not_fit("the command line", layout, cause));
     };
     let memmap = memmap(memory);
     let start_info = hvm_start_info {
@@ -52,12 +52,10 @@ pub(super) fn write(
         let module = hvm_modlist_entry { paddr: start, size: end - start, ..Default::default() };
         params.set_modules(&[module], GuestAddress(block + MODULES_AT));
     }
-    let cannot = |e: &dyn std::fmt::Display| {
-        BootError::does_not_fit("the boot information", layout, e.to_string())
-    };
-    PvhBootConfigurator::write_bootparams(&params, memory.ram()).map_err(|e| cannot(&e))?;
+    let misfit = |cause: BootMisfit| BootError::does_not_fit("the boot information", layout, cause);
+    PvhBootConfigurator::write_bootparams(&params, memory.ram()).map_err(|e| misfit(e.into()))?;
     let line = GuestAddress(block + CMDLINE_AT);
-    memory.ram().write_slice(cmdline.as_bytes(), line).map_err(|e| cannot(&e))?;
+    memory.ram().write_slice(cmdline.as_bytes(), line).map_err(|e| misfit(e.into()))?;
     Ok(Entry::Pvh { rip, start_info: block })
 }
 

@@ -12,6 +12,7 @@ use driftline_dirty_tracker::PAGE_SIZE;
 use linux_loader::loader::bootparam::{CAN_USE_HEAP, boot_e820_entry, boot_params, setup_header};
 use vm_memory::{ByteValued, Bytes, GuestAddress};
 
+use super::defect::BootMisfit;
 use super::error::BootError;
 use super::map::{self, RangeKind};
 use super::platform::{Entry, GuestRange};
@@ -66,14 +67,13 @@ pub(super) fn write(memory: &Memory, rip: u64, inputs: &BootInputs) -> Result<En
     let layout = memory.layout();
     let most = inputs.header.cmdline_size;
     if inputs.cmdline.len() > most as usize {
-        let why = format!("it has {} bytes, and the kernel takes {most}", inputs.cmdline.len());
-        return Err(BootError::does_not_fit("the command line", layout, why));
+        let cause = BootMisfit::Cmdline { bytes: inputs.cmdline.len(), most };
+        return Err(BootError::does_not_fit("the command line", layout, cause));
     }
     let bytes = CMDLINE_AT + inputs.cmdline.len() as u64 + 1;
     let Some(block) = map::low_gap(bytes, inputs.segments) else {
-        let (from, to) = map::LOW;
-        let why = format!("the kernel leaves no {bytes} bytes free between {from:#x} and {to:#x}");
-        return Err(BootError::does_not_fit("the boot information", layout, why));
+        let cause = BootMisfit::NoGap { bytes };
+        return Err(BootError::does_not_fit("the boot information", layout, cause));
     };
     let params = params(memory, block, inputs);
     let gdt: Vec<u8> = GDT.iter().flat_map(|d| d.to_le_bytes()).collect();
@@ -85,8 +85,7 @@ pub(super) fn write(memory: &Memory, rip: u64, inputs: &BootInputs) -> Result<En
         (CMDLINE_AT + inputs.cmdline.len() as u64, &[0]),
     ] {
         let written = memory.ram().write_slice(bytes, GuestAddress(block + at));
-        written
-            .map_err(|e| BootError::does_not_fit("the boot information", layout, e.to_string()))?;
+        written.map_err(|e| BootError::does_not_fit("the boot information", layout, e))?;
     }
     let (page_tables, gdt) = (block + TABLES_AT, block + GDT_AT);
     Ok(Entry::Linux64 { rip, zero_page: block, page_tables, gdt })

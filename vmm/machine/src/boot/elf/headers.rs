@@ -1,6 +1,5 @@
 //! The headers and the notes of an ELF file of either class, as `object` reads them.
 
-use std::error::Error;
 use std::io::{self, Read, Seek, SeekFrom};
 
 use object::elf::{
@@ -11,6 +10,7 @@ use object::read::elf::{FileHeader, NoteIterator, ProgramHeader};
 use object::read::{ReadCache, ReadCacheOps, ReadRef};
 use object::{Endian, Endianness};
 
+use crate::boot::defect::ElfDefect;
 use crate::boot::error::BootError;
 
 /// `XEN_ELFNOTE_PHYS32_ENTRY`.
@@ -60,12 +60,12 @@ impl ElfReader<'_> {
 
     fn headers_of_class<'d>(&self, data: impl ReadRef<'d>) -> Result<Headers, BootError> {
         let Ok([0x7f, b'E', b'L', b'F', class]) = data.read_bytes_at(0, 5) else {
-            return Err(BootError::NoKernel(self.what.to_owned()));
+            return Err(BootError::NoKernel { what: self.what.to_owned() });
         };
         match FileClass(*class) {
             ELFCLASS32 => self.parse::<FileHeader32<Endianness>>(data),
             ELFCLASS64 => self.parse::<FileHeader64<Endianness>>(data),
-            _ => Err(self.damaged(format!("its class is {class}"))),
+            _ => Err(self.damaged(ElfDefect::Class { class: *class })),
         }
     }
 
@@ -73,8 +73,7 @@ impl ElfReader<'_> {
     where
         H: FileHeader<Endian = Endianness>,
     {
-        let header =
-            H::parse(data).map_err(|_| self.damaged("its header is cut short or wrong"))?;
+        let header = H::parse(data).map_err(|e| self.damaged(ElfDefect::Header(e)))?;
         let endian = if header.is_big_endian() { Endianness::Big } else { Endianness::Little };
         let machine = header.e_machine(endian);
         if endian.is_big_endian() || ![EM_386, EM_X86_64].contains(&machine) {
@@ -83,16 +82,12 @@ impl ElfReader<'_> {
         }
         let count = header.e_phnum(endian);
         if count > MAX_HEADERS {
-            let why = format!("it has {count} program headers, more than {MAX_HEADERS}");
-            return Err(self.damaged(why));
+            return Err(self.damaged(ElfDefect::TooManyHeaders { count, most: MAX_HEADERS }));
         }
         let table = header.program_headers(endian, data);
-        let table = table.map_err(|_| {
+        let table = table.map_err(|cause| {
             let (size, at) = (header.e_phentsize(endian), header.e_phoff(endian).into());
-            self.damaged(format!(
-                "its {count} program headers of {size} bytes at {at:#x} are cut short, or of \
-                 another size"
-            ))
+            self.damaged(ElfDefect::Headers { count, size, at, cause })
         })?;
         let mut headers = Headers {
             kind: header.e_type(endian),
@@ -120,11 +115,11 @@ impl ElfReader<'_> {
         for segment in table.iter().filter(|segment| segment.p_type(endian) == PT_NOTE) {
             total = total.saturating_add(segment.p_filesz(endian).into());
             if total > MAX_NOTE_BYTES {
-                let why = format!("it has {total} bytes of notes, more than {MAX_NOTE_BYTES}");
-                return Err(self.damaged(why));
+                let (bytes, most) = (total, MAX_NOTE_BYTES);
+                return Err(self.damaged(ElfDefect::TooManyNotes { bytes, most }));
             }
             let bytes = segment.data(endian, data);
-            let bytes = bytes.map_err(|()| self.damaged("its notes are cut short"))?;
+            let bytes = bytes.map_err(|()| self.damaged(ElfDefect::Notes))?;
             // Linkers align some segments to 8 bytes although their notes, such as Xen's, are
             // padded to 4. The default alignment is that of the notes.
             let notes = NoteIterator::<H>::new(endian, Default::default(), bytes);
@@ -146,8 +141,8 @@ impl ElfReader<'_> {
         BootError::Unreadable { what: self.what.to_owned(), cause }
     }
 
-    pub(super) fn damaged(&self, cause: impl Into<Box<dyn Error + Send + Sync>>) -> BootError {
-        BootError::Damaged { what: self.what.to_owned(), cause: cause.into() }
+    pub(super) fn damaged(&self, cause: ElfDefect) -> BootError {
+        BootError::Damaged { what: self.what.to_owned(), cause }
     }
 }
 
