@@ -3,6 +3,10 @@
 //!
 //! Names are those of Linux's `/proc/cpuinfo`; KVM's own features have the prefix `kvm`.
 
+use std::fmt;
+
+use vmm_sys_util::fam;
+
 /// Place of a feature: leaf, subleaf, register (EAX, EBX, ECX, EDX), bit.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct FeatureBit {
@@ -12,10 +16,63 @@ pub struct FeatureBit {
     pub(crate) bit: u8,
 }
 
-/// A feature that the host's processor lacks, by its name.
+/// Writes the feature's name and where CPUID reports it.
+impl fmt::Display for FeatureBit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let &Self { function, index, register, bit } = self;
+        let found = NAMES.iter().find(|n| (n.0, n.1, n.2) == (function, index, register));
+        let name = found.and_then(|n| n.3.iter().find(|(b, _)| *b == bit)).map(|(_, name)| *name);
+        let place = describe_register(*self);
+        match name {
+            Some(name) => write!(f, "{name} ({place} bit {bit})"),
+            None => write!(f, "{place} bit {bit}"),
+        }
+    }
+}
+
+/// A number in a register of CPUID that is not the one that a guest needs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct FeatureNumber {
+    /// The register; its bit is not used.
+    pub(crate) place: FeatureBit,
+    /// The number's lowest bit.
+    pub(crate) low: u32,
+    /// Number of bits.
+    pub(crate) count: u32,
+    /// The number that the guest needs.
+    pub(crate) wants: u32,
+    /// The number that the host has.
+    pub(crate) has: u32,
+}
+
+/// Writes the number that the guest needs, what it counts, its place, and this host's number.
+impl fmt::Display for FeatureNumber {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let &Self { place, low, count, wants, has } = self;
+        let named = |n: &&NumberName| n.0 == place.function && n.1 == place.register && n.2 == low;
+        match NUMBER_NAMES.iter().find(named).filter(|_| count < 32) {
+            Some((.., name)) => write!(f, "{wants} {name}")?,
+            None => write!(f, "the value {wants}")?,
+        }
+        write!(f, " ({}", describe_register(place))?;
+        if count < 32 {
+            write!(f, " bits {}:{low}", low + count - 1)?;
+        }
+        write!(f, ", here {has})")
+    }
+}
+
+/// What the host's processor lacks for a processor model.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
-#[error("{0}")]
-pub struct MissingFeature(pub(crate) String);
+#[non_exhaustive]
+pub enum MissingFeature {
+    /// The processor does not have a feature.
+    #[error("{0}")]
+    Feature(FeatureBit),
+    /// KVM takes no CPUID table of the model's size.
+    #[error("a CPUID table of its size ({0})")]
+    Table(#[source] fam::Error),
+}
 
 const EAX: usize = 0;
 const EBX: usize = 1;
@@ -358,15 +415,6 @@ pub fn find(name: &str) -> Option<FeatureBit> {
     })
 }
 
-/// Returns a description of the feature at `place`: its name and where CPUID reports it.
-pub(crate) fn describe(place: FeatureBit) -> String {
-    let FeatureBit { function, index, register, bit } = place;
-    let found = NAMES.iter().find(|n| (n.0, n.1, n.2) == (function, index, register));
-    let name = found.and_then(|n| n.3.iter().find(|(b, _)| *b == bit)).map(|(_, name)| *name);
-    let place = format!("{} bit {bit}", describe_register(place));
-    name.map_or(place.clone(), |name| format!("{name} ({place})"))
-}
-
 fn describe_register(FeatureBit { function, index, register, .. }: FeatureBit) -> String {
     let leaf = if index == 0 { format!("{function:#x}") } else { format!("{function:#x}.{index}") };
     let register = ["EAX", "EBX", "ECX", "EDX"].get(register).copied().unwrap_or("?");
@@ -385,26 +433,6 @@ const NUMBER_NAMES: &[NumberName] = &[
     (0x8000_0008, EAX, 0, "physical address bits"),
     (0x8000_0008, EAX, 8, "linear address bits"),
 ];
-
-/// Returns a description of the number of `count` bits from bit `low` on in a register, where the
-/// guest needs `wants` and this host has `has`.
-pub(crate) fn describe_number(
-    place: FeatureBit,
-    (low, count): (u32, u32),
-    wants: u32,
-    has: u32,
-) -> String {
-    let named = |n: &&NumberName| n.0 == place.function && n.1 == place.register && n.2 == low;
-    let what = match NUMBER_NAMES.iter().find(named).filter(|_| count < 32) {
-        Some((.., name)) => format!("{wants} {name}"),
-        None => format!("the value {wants}"),
-    };
-    let bits = match count {
-        32 => String::new(),
-        count => format!(" bits {}:{low}", low + count - 1),
-    };
-    format!("{what} ({}{bits}, here {has})", describe_register(place))
-}
 
 #[cfg(test)]
 mod tests {
@@ -426,9 +454,9 @@ mod tests {
     #[test]
     fn a_feature_is_described_by_name_and_place() {
         let place = find("avx2").unwrap();
-        assert_eq!(describe(place), "avx2 (CPUID leaf 0x7 EBX bit 5)");
-        assert_eq!(describe(FeatureBit { bit: 2, ..place }), "CPUID leaf 0x7 EBX bit 2");
-        assert_eq!(describe(find("avx_vnni").unwrap()), "avx_vnni (CPUID leaf 0x7.1 EAX bit 4)");
+        assert_eq!(place.to_string(), "avx2 (CPUID leaf 0x7 EBX bit 5)");
+        assert_eq!(FeatureBit { bit: 2, ..place }.to_string(), "CPUID leaf 0x7 EBX bit 2");
+        assert_eq!(find("avx_vnni").unwrap().to_string(), "avx_vnni (CPUID leaf 0x7.1 EAX bit 4)");
         assert_eq!(find("warp_drive"), None);
     }
 

@@ -17,7 +17,7 @@ fn extra_words(bytes: usize) -> usize {
 }
 
 fn new_xsave(bytes: usize) -> io::Result<Xsave> {
-    Xsave::new(extra_words(bytes)).map_err(|e| io::Error::other(format!("{e:?}")))
+    Xsave::new(extra_words(bytes)).map_err(io::Error::other)
 }
 
 /// Returns the XSAVE area of `vcpu`. `bytes` is the host's size
@@ -37,6 +37,14 @@ pub fn get_xsave(vcpu: &VcpuFd, bytes: usize, extended: bool) -> io::Result<Vec<
     Ok(words.flat_map(|w| w.to_le_bytes()).collect())
 }
 
+/// An XSAVE area has features that this host's area does not have.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("its {bytes} bytes do not fit the {fits} bytes of this host")]
+struct XsaveMisfit {
+    bytes: usize,
+    fits: usize,
+}
+
 /// Loads an XSAVE area into `vcpu`, whose own area has `bytes`. A shorter area is padded with
 /// zeros, which is how an area without the later features looks. A longer one is truncated.
 ///
@@ -47,8 +55,8 @@ pub fn set_xsave(vcpu: &VcpuFd, area: &[u8], bytes: usize) -> io::Result<()> {
     let mut xsave = new_xsave(bytes)?;
     let fits = size_of::<kvm_xsave>() + xsave.as_slice().len() * 4;
     if area.iter().skip(fits).any(|&b| b != 0) {
-        let why = format!("its {} bytes do not fit the {fits} bytes of this host", area.len());
-        return Err(io::Error::new(io::ErrorKind::InvalidData, why));
+        let misfit = XsaveMisfit { bytes: area.len(), fits };
+        return Err(io::Error::new(io::ErrorKind::InvalidData, misfit));
     }
     let word = |i: usize| {
         let mut word = [0; 4];

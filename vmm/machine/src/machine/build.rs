@@ -352,12 +352,12 @@ fn set_template_msrs(
 /// lacks something that the guest has seen elsewhere, or that its template needs.
 fn offered_cpuid(kvm: &Kvm, supported: &CpuId, cpu: &CpuConfig) -> Result<CpuId, HostLack> {
     let lacks = cpu_compat::missing(&cpu.shown, supported.as_slice())
-        .or_else(|| msrs::missing(&cpu.shown_msrs, &msrs::offered(kvm)));
+        .or_else(|| Some(msrs::missing(&cpu.shown_msrs, &msrs::offered(kvm))?.into()));
     if let Some(lacks) = lacks {
-        return Err(HostLack::Shown(lacks));
+        return Err(HostLack::Exposed(lacks));
     }
     template::check_capabilities(kvm, &cpu.template)?;
-    let mut offered = cpuid::narrow(supported, cpu)
+    let mut offered = cpuid::restrict(supported, cpu)
         .map_err(|cause| HostLack::Feature { cpu: Box::new(cpu.clone()), cause })?;
     template::change_cpuid(&mut offered, &cpu.template)?;
     Ok(offered)
@@ -371,8 +371,8 @@ fn record_exposed_features(
     fd: &VcpuFd,
     cpuid: &CpuId,
 ) -> Result<(), MachineError> {
-    cpu.shown = cpu_compat::shown(cpuid.as_slice(), supported.as_slice());
-    cpu.shown_msrs = msrs::shown(fd, cpuid.as_slice(), &msrs::offered(kvm))
+    cpu.shown = cpu_compat::exposed(cpuid.as_slice(), supported.as_slice());
+    cpu.shown_msrs = msrs::exposed(fd, cpuid.as_slice(), &msrs::offered(kvm))
         .map_err(|e| MachineError::system("reading MSRs")(io::Error::other(e)))?;
     // Fails where KVM does not know the rate; then there is nothing to compare.
     cpu.tsc_khz = tsc::is_promised(cpuid.as_slice()).then(|| fd.get_tsc_khz().ok()).flatten();

@@ -4,7 +4,8 @@ use std::io;
 
 use crate::config::CpuConfig;
 use crate::cpu_model::MissingFeature;
-use crate::vcpu::TemplateLack;
+use crate::vcpu::tsc::TscLack;
+use crate::vcpu::{ProcessorLack, TemplateLack};
 
 /// Something that this host lacks and that the guest's configuration needs.
 #[derive(Debug, thiserror::Error)]
@@ -76,9 +77,9 @@ pub enum HostLack {
         /// Bits of a physical address.
         bits: u32,
     },
-    /// The guest was shown a feature, named by the text, on another host.
+    /// The guest was shown something on another host.
     #[error("{0}: the guest has seen it on the host where it started, and may rely on it")]
-    Shown(String),
+    Exposed(#[source] ProcessorLack),
     /// The processor lacks a feature of the model.
     #[error("{cause}: --cpu {cpu} needs it")]
     Feature {
@@ -91,7 +92,7 @@ pub enum HostLack {
     /// KVM lacks a part of the guest's CPU template.
     #[error(transparent)]
     Template(#[from] TemplateLack),
-    /// The time stamp counter, described by the text, cannot have the rate that it had.
+    /// The time stamp counter cannot have the rate that it had.
     #[error("{0}: the guest was promised that the rate never changes")]
-    TscRate(String),
+    TscRate(#[source] TscLack),
 }

@@ -37,13 +37,12 @@ pub(super) fn baseline(supported: &CpuId, without: &[String]) -> Result<CpuId, M
     let wanted: Vec<FeatureBit> = wanted.filter_map(|name| cpu_model::find(name)).collect();
     for place in &wanted {
         if !has_bit(supported.as_slice(), *place) {
-            return Err(MissingFeature(cpu_model::describe(*place)));
+            return Err(MissingFeature::Feature(*place));
         }
     }
     let entries: Vec<kvm_cpuid_entry2> =
         supported.as_slice().iter().filter_map(|e| entry(e, &wanted)).collect();
-    CpuId::from_entries(&entries)
-        .map_err(|e| MissingFeature(format!("a CPUID table of its size ({e:?})")))
+    CpuId::from_entries(&entries).map_err(MissingFeature::Table)
 }
 
 /// Returns the names of the baseline features that `supported` lacks.

@@ -45,7 +45,7 @@ const CR4: &[Needs] = &[
 /// A bit of a control register that the processor does not have.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("bit {bit} of its {register} {value:#x} {}", because(.needs))]
-pub(super) struct ForeignBit {
+pub struct ForeignBit {
     register: &'static str,
     value: u64,
     bit: u32,

@@ -5,13 +5,14 @@
 
 use kvm_bindings::kvm_cpuid_entry2;
 
+use super::lack::ProcessorLack;
 use super::leaves::{
     AMD_LEGACY_CMP, HTT, HYPERVISOR, LEAF_AMD_FEATURES, LEAF_BASE, LEAF_EXTENDED_FEATURES,
     LEAF_FEATURES, LEAF_KVM_FEATURES, LEAF_SIZES, LEAF_SVM, LEAF_XSAVE, OSPKE, OSXSAVE,
     TSC_DEADLINE, find,
 };
 use crate::config::CpuidWord;
-use crate::cpu_model::{self, FeatureBit};
+use crate::cpu_model::{FeatureBit, FeatureNumber};
 
 const LEAF_POWER: u32 = 0x6;
 const LEAF_PERFMON: u32 = 0xa;
@@ -104,7 +105,7 @@ fn ones(count: u32) -> u32 {
 
 /// Returns the CPUID words of this processor that other hosts must match. `host` is what this host
 /// supports. No other host needs to have what the guest's template adds to that.
-pub fn shown(entries: &[kvm_cpuid_entry2], host: &[kvm_cpuid_entry2]) -> Vec<CpuidWord> {
+pub fn exposed(entries: &[kvm_cpuid_entry2], host: &[kvm_cpuid_entry2]) -> Vec<CpuidWord> {
     let word = |function, index, registers| CpuidWord { function, index, registers };
     let [_, b, c, d] = find(entries, LEAF_BASE, 0);
     let mut words = vec![word(LEAF_BASE, 0, [0, b, c, d])];
@@ -127,23 +128,23 @@ pub fn shown(entries: &[kvm_cpuid_entry2], host: &[kvm_cpuid_entry2]) -> Vec<Cpu
 }
 
 /// Returns the part of a register that this host has as well.
-fn had(rule: Rule, shown: u32, host: u32) -> u32 {
+fn had(rule: Rule, exposed: u32, host: u32) -> u32 {
     match rule {
-        Rule::Bits(_) => shown & host,
+        Rule::Bits(_) => exposed & host,
         Rule::AtLeast(fields) | Rule::Mixed(_, fields) => {
             let numbers = mask(Rule::AtLeast(fields));
-            fields.iter().fold(shown & host & !numbers, |all, &(low, count)| {
+            fields.iter().fold(exposed & host & !numbers, |all, &(low, count)| {
                 let field = |register: u32| register >> low & ones(count);
-                all | field(shown).min(field(host)) << low
+                all | field(exposed).min(field(host)) << low
             })
         }
         Rule::Same => host,
-        Rule::NoEvents => shown | host,
+        Rule::NoEvents => exposed | host,
     }
 }
 
 /// Returns the first thing that a guest that was shown `words` would lack on this host.
-pub fn missing(words: &[CpuidWord], supported: &[kvm_cpuid_entry2]) -> Option<String> {
+pub fn missing(words: &[CpuidWord], supported: &[kvm_cpuid_entry2]) -> Option<ProcessorLack> {
     let entries: Vec<kvm_cpuid_entry2> =
         words
             .iter()
@@ -152,14 +153,17 @@ pub fn missing(words: &[CpuidWord], supported: &[kvm_cpuid_entry2]) -> Option<St
             })
             .collect();
     if !words.is_empty() && !same_vendor(&entries, supported) {
-        return Some("a processor of its vendor".to_owned());
+        return Some(ProcessorLack::Vendor);
     }
     lacking(&entries, supported)
 }
 
-/// Returns the name of the first thing that the guest's processor has and `supported` lacks. With
-/// such a lack the guest cannot continue here.
-pub fn lacking(guest: &[kvm_cpuid_entry2], supported: &[kvm_cpuid_entry2]) -> Option<String> {
+/// Returns the first thing that the guest's processor has and `supported` lacks. With such a lack
+/// the guest cannot continue here.
+pub fn lacking(
+    guest: &[kvm_cpuid_entry2],
+    supported: &[kvm_cpuid_entry2],
+) -> Option<ProcessorLack> {
     guest.iter().find_map(|e| {
         let rules = rules(e.function, e.index)?;
         let has = [e.eax, e.ebx, e.ecx, e.edx];
@@ -175,26 +179,33 @@ pub fn lacking(guest: &[kvm_cpuid_entry2], supported: &[kvm_cpuid_entry2]) -> Op
     })
 }
 
-fn compare(place: FeatureBit, rule: Rule, has: [u32; 4], offers: [u32; 4]) -> Option<String> {
+fn compare(
+    place: FeatureBit,
+    rule: Rule,
+    has: [u32; 4],
+    offers: [u32; 4],
+) -> Option<ProcessorLack> {
     let (whole_guest, guest, host) = (has, has[place.register], offers[place.register]);
     let first_bit = |bits: u32| {
         let bit = bits.trailing_zeros() as u8;
-        (bits != 0).then(|| cpu_model::describe(FeatureBit { bit, ..place }))
+        (bits != 0).then_some(FeatureBit { bit, ..place })
     };
     match rule {
-        Rule::Bits(bits) => first_bit(guest & !host & bits),
+        Rule::Bits(bits) => first_bit(guest & !host & bits).map(ProcessorLack::Feature),
         Rule::AtLeast(fields) => fields.iter().find_map(|&(low, count)| {
             let (wants, has) = (guest >> low & ones(count), host >> low & ones(count));
-            (wants > has).then(|| cpu_model::describe_number(place, (low, count), wants, has))
+            let number = FeatureNumber { place, low, count, wants, has };
+            (wants > has).then_some(ProcessorLack::Number(number))
         }),
         Rule::Mixed(bits, fields) => compare(place, Rule::Bits(bits), has, offers)
             .or_else(|| compare(place, Rule::AtLeast(fields), has, offers)),
         Rule::Same => {
-            (guest != host).then(|| cpu_model::describe_number(place, (0, 32), guest, host))
+            let number = FeatureNumber { place, low: 0, count: 32, wants: guest, has: host };
+            (guest != host).then_some(ProcessorLack::Number(number))
         }
         Rule::NoEvents => {
             let events = ones(whole_guest[0] >> 24);
-            first_bit(host & !guest & events).map(|bit| format!("the event of {bit}"))
+            first_bit(host & !guest & events).map(ProcessorLack::Event)
         }
     }
 }
@@ -226,7 +237,7 @@ mod tests {
             entry(0x8000_0008, 0, [57 << 8 | 40, 0, 0, 0]),
         ];
         let words: Vec<_> =
-            shown(&template, &host)[1..].iter().map(|w| (w.function, w.registers)).collect();
+            exposed(&template, &host)[1..].iter().map(|w| (w.function, w.registers)).collect();
         assert_eq!(
             words,
             [
@@ -236,11 +247,11 @@ mod tests {
                 (0x8000_0008, [48 << 8 | 40, 0, 0, 0]),
             ]
         );
-        let words = shown(&template, &host);
+        let words = exposed(&template, &host);
         assert_eq!(missing(&words, &host), None, "the guest continues on the host that it is on");
         let [mut less, rest @ ..] = host;
         less.ebx = 0b0010;
         let less = [&[less][..], &rest].concat();
-        assert_eq!(missing(&words, &less).unwrap(), "CPUID leaf 0x7 EBX bit 2");
+        assert_eq!(missing(&words, &less).unwrap().to_string(), "CPUID leaf 0x7 EBX bit 2");
     }
 }

@@ -12,12 +12,12 @@ use super::leaves::{
 use crate::config::{CpuConfig, CpuModel};
 use crate::cpu_model::{self, FeatureBit, MissingFeature};
 
-/// Returns what KVM supports, narrowed to what the guest is configured to have.
+/// Returns what KVM supports, restricted to what the guest is configured to have.
 ///
 /// # Errors
 ///
 /// A baseline feature that KVM does not support.
-pub fn narrow(supported: &CpuId, cpu: &CpuConfig) -> Result<CpuId, MissingFeature> {
+pub fn restrict(supported: &CpuId, cpu: &CpuConfig) -> Result<CpuId, MissingFeature> {
     let mut cpuid = match cpu.model {
         CpuModel::Host => supported.clone(),
         CpuModel::Baseline => baseline(supported, &cpu.without)?,
@@ -98,7 +98,7 @@ impl Topology {
     }
 }
 
-/// Returns the CPUID table of vCPU `id`, made from the result of [`narrow`].
+/// Returns the CPUID table of vCPU `id`, made from the result of [`restrict`].
 ///
 /// All vCPUs are in one package. Nested virtualization and shadow stacks are hidden: their state is
 /// not part of a checkpoint.
@@ -193,9 +193,18 @@ pub fn address_bits(entries: &[kvm_cpuid_entry2]) -> u32 {
 
 #[cfg(test)]
 mod tests {
-    use super::super::cpu_compat::{ALL, lacking, missing, shown};
+    use super::super::cpu_compat::{self, ALL, exposed};
     use super::super::leaves::{OSXSAVE, entry};
     use super::*;
+    use crate::config::CpuidWord;
+
+    fn missing(words: &[CpuidWord], supported: &[kvm_cpuid_entry2]) -> Option<String> {
+        cpu_compat::missing(words, supported).map(|lack| lack.to_string())
+    }
+
+    fn lacking(guest: &[kvm_cpuid_entry2], supported: &[kvm_cpuid_entry2]) -> Option<String> {
+        cpu_compat::lacking(guest, supported).map(|lack| lack.to_string())
+    }
 
     #[test]
     fn each_vcpu_is_a_core_of_its_own() {
@@ -304,25 +313,25 @@ mod tests {
     fn baseline_does_not_depend_on_the_host() {
         let baseline: CpuConfig = "baseline".parse().unwrap();
         let host = all_of(&[1, 6, 7, 0xd, 0x4000_0001, 0x8000_0001, 0x8000_0008]);
-        let guest = narrow(&host, &baseline).unwrap();
+        let guest = restrict(&host, &baseline).unwrap();
         let at = |f| find(guest.as_slice(), f, 0);
         assert_eq!(at(7), [0; 4], "nothing of leaf 7");
         assert_eq!(at(0x4000_0001)[0], 1 << 24 | 0b1011);
         let ecx = at(1)[2] & !(OSXSAVE | HYPERVISOR | TSC_DEADLINE);
         assert_eq!(ecx, 1 | 1 << 9 | 1 << 13 | 1 << 19 | 1 << 20 | 1 << 21 | 1 << 23);
         // A host with no more than the baseline gives the same; one with less names what it lacks.
-        let again = narrow(&guest, &baseline).unwrap();
+        let again = restrict(&guest, &baseline).unwrap();
         assert_eq!(again.as_slice(), guest.as_slice());
         assert_eq!(lacking(guest.as_slice(), again.as_slice()), None);
-        let less = narrow(&host, &"host,-popcnt".parse().unwrap()).unwrap();
-        let missing = narrow(&less, &baseline).unwrap_err().to_string();
+        let less = restrict(&host, &"host,-popcnt".parse().unwrap()).unwrap();
+        let missing = restrict(&less, &baseline).unwrap_err().to_string();
         assert_eq!(missing, "popcnt (CPUID leaf 0x1 ECX bit 23)");
     }
 
     #[test]
     fn removed_feature_is_cleared_everywhere() {
         let host = all_of(&[1, 0x8000_0001]);
-        let guest = narrow(&host, &"host,-cx16,-pse36".parse().unwrap()).unwrap();
+        let guest = restrict(&host, &"host,-cx16,-pse36".parse().unwrap()).unwrap();
         assert_eq!(find(guest.as_slice(), 1, 0)[2], !(1 << 13));
         assert_eq!(find(guest.as_slice(), 1, 0)[3], !(1 << 17));
         assert_eq!(find(guest.as_slice(), 0x8000_0001, 0)[3], !(1 << 17), "AMD repeats it");
@@ -332,7 +341,7 @@ mod tests {
     fn exposed_features_are_required_of_the_next_host() {
         let vendor = |name: &[u8; 4]| entry(0, 0, [9, u32::from_le_bytes(*name), 0, 0]);
         let guest = [vendor(b"Genu"), entry(7, 0, [2, 1 << 5 | 1 << 3, 0, 0])];
-        let words = shown(&guest, &guest);
+        let words = exposed(&guest, &guest);
         assert_eq!(words.len(), 2);
         assert_eq!(missing(&words, &guest), None);
         assert_eq!(missing(&[], &[]), None, "a guest that has not started has seen nothing");
@@ -360,7 +369,7 @@ mod tests {
 
     #[test]
     fn baseline_of_the_fullest_host_has_listed_features() {
-        let guest = narrow(&everything(), &"baseline".parse().unwrap()).unwrap();
+        let guest = restrict(&everything(), &"baseline".parse().unwrap()).unwrap();
         for e in guest.as_slice() {
             let expected: Option<[u32; 4]> = match e.function {
                 0 => Some([0xb, ALL, ALL, ALL]),
@@ -385,7 +394,7 @@ mod tests {
     #[test]
     fn every_leaf_is_compared_with_the_next_host() {
         let host = everything();
-        let words = shown(host.as_slice(), host.as_slice());
+        let words = exposed(host.as_slice(), host.as_slice());
         assert_eq!(missing(&words, host.as_slice()), None);
         for (function, index, register, bit, name) in [
             (0x8000_0021, 0, 0, 8, "autoibrs (CPUID leaf 0x80000021 EAX bit 8)"),
@@ -408,7 +417,7 @@ mod tests {
             );
             assert_eq!(missing(&words, less.as_slice()).as_deref(), Some(name));
             assert_eq!(
-                missing(&shown(less.as_slice(), host.as_slice()), host.as_slice()),
+                missing(&exposed(less.as_slice(), host.as_slice()), host.as_slice()),
                 None,
                 "more features are accepted"
             );
@@ -419,7 +428,7 @@ mod tests {
     fn numbers_may_grow_and_not_shrink() {
         let with = |function, registers| [entry(function, 0, registers)];
         let bits = |bits: u32| with(0x8000_0008, [bits, 0, 0, 0]);
-        let at = |a: &[kvm_cpuid_entry2], b: &[kvm_cpuid_entry2]| missing(&shown(a, a), b);
+        let at = |a: &[kvm_cpuid_entry2], b: &[kvm_cpuid_entry2]| missing(&exposed(a, a), b);
         assert_eq!(at(&bits(48 << 8 | 40), &bits(48 << 8 | 46)), None);
         assert_eq!(
             at(&bits(48 << 8 | 46), &bits(48 << 8 | 40)).unwrap(),
@@ -443,7 +452,7 @@ mod tests {
         let area = |size, offset, most| {
             [entry(0xd, 0, [7, 0, most, 0]), entry(0xd, 2, [size, offset, 0, 0])]
         };
-        let at = |a: &[kvm_cpuid_entry2], b: &[kvm_cpuid_entry2]| missing(&shown(a, a), b);
+        let at = |a: &[kvm_cpuid_entry2], b: &[kvm_cpuid_entry2]| missing(&exposed(a, a), b);
         assert_eq!(at(&area(256, 576, 832), &area(256, 576, 2696)), None);
         assert!(at(&area(256, 576, 832), &area(256, 576, 576)).is_some());
         assert_eq!(

@@ -1,9 +1,13 @@
 //! Why the state of a vCPU cannot be saved or restored.
 
-use std::error::Error;
 use std::io;
 
 use driftline_guest::{GuestError, RunState};
+use vmm_sys_util::fam;
+
+use super::control::ForeignBit;
+use super::lack::{ProcessorLack, RefusedMsr};
+use super::tsc::TscLack;
 
 /// Why a vCPU does not carry out a request.
 #[derive(Debug, thiserror::Error)]
@@ -33,8 +37,45 @@ pub enum VcpuError {
         part: &'static str,
         /// The reason.
         #[source]
-        cause: Box<dyn Error + Send + Sync>,
+        cause: VcpuMisfit,
     },
+}
+
+/// The reason why a part of a vCPU's state cannot be used on this host.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum VcpuMisfit {
+    /// The state is that of another vendor's processor.
+    #[error("it is of another vendor")]
+    Vendor,
+    /// The host's processor lacks a feature.
+    #[error("{0} is missing here")]
+    Processor(#[source] ProcessorLack),
+    /// The host cannot provide the rate of the time stamp counter.
+    #[error("this host lacks {0}")]
+    TscRate(#[source] TscLack),
+    /// A control register has a bit that the guest's processor does not have.
+    #[error(transparent)]
+    ForeignBit(#[from] ForeignBit),
+    /// KVM refuses the special registers, which have a bit that the guest's processor does not
+    /// have.
+    #[error("{cause}; perhaps because {bit}")]
+    SpecialRegisters {
+        /// KVM's error.
+        #[source]
+        cause: io::Error,
+        /// The bit.
+        bit: ForeignBit,
+    },
+    /// KVM refuses the value of a register.
+    #[error(transparent)]
+    Msr(#[from] RefusedMsr),
+    /// KVM takes no CPUID table of this size.
+    #[error(transparent)]
+    Table(#[from] fam::Error),
+    /// KVM refuses the part.
+    #[error(transparent)]
+    Kvm(#[from] io::Error),
 }
 
 impl VcpuError {

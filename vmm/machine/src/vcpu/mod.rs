@@ -18,6 +18,7 @@ mod control;
 pub mod cpu_compat;
 pub mod cpuid;
 mod error;
+mod lack;
 mod leaves;
 pub mod msrs;
 mod reset;
@@ -44,6 +45,7 @@ use crate::throttle::{StallMeter, ThrottleState};
 use crate::vm::VcpuInfo;
 
 pub use error::VcpuError;
+pub use lack::ProcessorLack;
 pub(crate) use state::CoreRegisters;
 pub use state::{Adjust, SavedVcpu};
 pub use state_context::StateContext;

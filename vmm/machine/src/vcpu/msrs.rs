@@ -5,6 +5,7 @@ use kvm_bindings::*;
 use kvm_ioctls::{Kvm, VcpuFd};
 
 use super::error::VcpuError;
+use super::lack::{MsrLack, RefusedMsr};
 use super::leaves::{LEAF_EXTENDED_FEATURES, LEAF_FEATURES, find};
 use crate::config::MsrWord;
 
@@ -130,14 +131,6 @@ pub(super) fn to_restore(
     Some(msr)
 }
 
-/// A register whose value this host does not take.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
-#[error("this host does not take MSR {index:#x} = {data:#x}")]
-pub(super) struct RefusedMsr {
-    index: u32,
-    data: u64,
-}
-
 /// Checks the registers that this host `refused`. A register whose value is 0 is accepted: the host
 /// has that value anyway.
 pub(super) fn check_refused(refused: &[kvm_msr_entry]) -> Result<(), RefusedMsr> {
@@ -174,7 +167,7 @@ pub fn set_first_values(vcpu: &VcpuFd, cpuid: &[kvm_cpuid_entry2]) -> Result<(),
 
 /// Returns the feature registers by which `vcpu` describes the processor to its guest, reduced to
 /// `host`, what this host's KVM has.
-pub fn shown(
+pub fn exposed(
     vcpu: &VcpuFd,
     cpuid: &[kvm_cpuid_entry2],
     host: &[MsrWord],
@@ -196,26 +189,27 @@ fn had(index: u32, value: u64, host: u64) -> u64 {
     value & (host & compared_bits(index) | format)
 }
 
-/// Returns, by name, the first thing that a guest that was shown `words` would miss in `offered`.
-pub fn missing(words: &[MsrWord], offered: &[MsrWord]) -> Option<String> {
+/// Returns the name of a feature register.
+fn register_name(index: u32) -> &'static str {
+    match index {
+        ARCH_CAPABILITIES => "IA32_ARCH_CAPABILITIES",
+        _ => "IA32_PERF_CAPABILITIES",
+    }
+}
+
+/// Returns the first thing that a guest that was shown `words` would miss in `offered`.
+pub fn missing(words: &[MsrWord], offered: &[MsrWord]) -> Option<MsrLack> {
     words.iter().find_map(|&MsrWord { index, value }| {
         let host = offered.iter().find(|w| w.index == index).map_or(0, |w| w.value);
         let lacks = value & !host & compared_bits(index);
-        let name = match index {
-            ARCH_CAPABILITIES => "IA32_ARCH_CAPABILITIES",
-            _ => "IA32_PERF_CAPABILITIES",
-        };
         if lacks != 0 {
-            let bit = lacks.trailing_zeros();
-            return Some(format!("bit {bit} of {name} (MSR {index:#x})"));
+            let (name, bit) = (register_name(index), lacks.trailing_zeros());
+            return Some(MsrLack::Bit { index, name, bit });
         }
-        let format = |value| value & LBR_FORMAT;
-        (index == PERF_CAPABILITIES && format(value) != 0 && format(value) != format(host)).then(
-            || {
-                let (wants, has) = (format(value), format(host));
-                format!("branch records of format {wants} ({name}, MSR {index:#x}, here {has})")
-            },
-        )
+        let (wants, has) = (value & LBR_FORMAT, host & LBR_FORMAT);
+        let name = register_name(index);
+        (index == PERF_CAPABILITIES && wants != 0 && wants != has)
+            .then_some(MsrLack::BranchRecords { index, name, wants, has })
     })
 }
 
@@ -257,7 +251,7 @@ pub fn read(vcpu: &VcpuFd, indices: &[u32]) -> Result<Vec<kvm_msr_entry>, VcpuEr
         let wanted: Vec<kvm_msr_entry> =
             rest.iter().take(KVM_MAX_MSR_ENTRIES).map(|&index| entry(index, 0)).collect();
         let mut msrs = Msrs::from_entries(&wanted)
-            .map_err(|e| VcpuError::kvm(WHAT)(std::io::Error::other(format!("{e:?}"))))?;
+            .map_err(|e| VcpuError::kvm(WHAT)(std::io::Error::other(e)))?;
         let read = vcpu.get_msrs(&mut msrs);
         let read = read.map_err(VcpuError::kvm(WHAT))?;
         // KVM stops at the first register that it cannot read.
@@ -274,8 +268,7 @@ pub fn write(vcpu: &VcpuFd, msrs: &[kvm_msr_entry]) -> Result<Vec<kvm_msr_entry>
     let mut rest = msrs;
     while !rest.is_empty() {
         let chunk = &rest[..rest.len().min(KVM_MAX_MSR_ENTRIES)];
-        let put = Msrs::from_entries(chunk);
-        let put = put.map_err(|e| std::io::Error::other(format!("{e:?}")))?;
+        let put = Msrs::from_entries(chunk).map_err(std::io::Error::other)?;
         let written = vcpu.set_msrs(&put)?.min(chunk.len());
         refused.extend(chunk.get(written));
         rest = &rest[(written + usize::from(written < chunk.len())).min(rest.len())..];
@@ -293,7 +286,8 @@ mod tests {
     fn vcpu(without: &str) -> (VcpuFd, CpuId) {
         let kvm = Kvm::new().unwrap();
         let supported = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).unwrap();
-        let cpuid = cpuid::narrow(&supported, &format!("host{without}").parse().unwrap()).unwrap();
+        let cpuid =
+            cpuid::restrict(&supported, &format!("host{without}").parse().unwrap()).unwrap();
         let vm = kvm.create_vm().unwrap();
         vm.create_irq_chip().unwrap();
         let vcpu = vm.create_vcpu(0).unwrap();
@@ -330,7 +324,7 @@ mod tests {
         let (vcpu, cpuid) = vcpu(",-arch_capabilities,-pdcm");
         set_first_values(&vcpu, cpuid.as_slice()).unwrap();
         assert_eq!(value(&vcpu, ARCH_CAPABILITIES).unwrap_or(0), 0);
-        assert_eq!(shown(&vcpu, cpuid.as_slice(), &[]).unwrap(), []);
+        assert_eq!(exposed(&vcpu, cpuid.as_slice(), &[]).unwrap(), []);
         // A state with a value there does not fill it either.
         let msr = to_restore(entry(ARCH_CAPABILITIES, 0xeb), cpuid.as_slice()).unwrap();
         assert_eq!(msr.data, 0);
@@ -355,11 +349,11 @@ mod tests {
         assert_eq!(missing(&[], &here), None);
         assert_eq!(missing(&[word(ARCH_CAPABILITIES, 0b11 | 1 << 19)], &here), None, "a warning");
         assert_eq!(
-            missing(&[word(ARCH_CAPABILITIES, 1 << 5)], &here).unwrap(),
+            missing(&[word(ARCH_CAPABILITIES, 1 << 5)], &here).unwrap().to_string(),
             "bit 5 of IA32_ARCH_CAPABILITIES (MSR 0x10a)"
         );
         assert_eq!(
-            missing(&[word(PERF_CAPABILITIES, 0x206)], &here).unwrap(),
+            missing(&[word(PERF_CAPABILITIES, 0x206)], &here).unwrap().to_string(),
             "branch records of format 6 (IA32_PERF_CAPABILITIES, MSR 0x345, here 5)"
         );
         assert!(missing(&here, &[]).is_some());

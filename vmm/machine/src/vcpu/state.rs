@@ -4,14 +4,13 @@
 //! Saving omits what the host lacks. Restoring refuses, by name, what the host cannot take, while
 //! the guest still has its old host.
 
-use std::error::Error;
 use std::io;
 
 use driftline_guest::Clock;
 use kvm_bindings::*;
 use serde::{Deserialize, Serialize};
 
-use super::error::VcpuError;
+use super::error::{VcpuError, VcpuMisfit};
 use super::state_context::StateContext;
 use super::{Vcpu, VcpuState, control, cpu_compat, msrs, reset, tsc};
 use crate::kvm::{get_pdptrs, get_xsave, set_sregs_with_pdptrs, set_xsave};
@@ -154,10 +153,12 @@ impl Vcpu {
             Some(p) => set_sregs_with_pdptrs(fd, &saved.sregs, p),
             None => fd.set_sregs(&saved.sregs).map_err(io::Error::from),
         };
-        set.map_err(|e| {
-            let why = control::foreign_cr4(&saved.sregs, &saved.cpuid);
-            let why = why.map_or_else(String::new, |why| format!("; perhaps because {why}"));
-            self.unsupported("special registers", format!("{e}{why}"))
+        set.map_err(|cause| {
+            let misfit = match control::foreign_cr4(&saved.sregs, &saved.cpuid) {
+                Some(bit) => VcpuMisfit::SpecialRegisters { cause, bit },
+                None => cause.into(),
+            };
+            self.unsupported("special registers", misfit)
         })?;
         if let Some(xcrs) = saved.xcrs.as_ref().filter(|xcrs| !(reset && reset::is_xcrs(xcrs))) {
             put("extended control registers", fd.set_xcrs(xcrs).map_err(io::Error::from))?;
@@ -200,10 +201,10 @@ impl Vcpu {
     fn restore_cpuid(&mut self, saved: &[kvm_cpuid_entry2]) -> Result<(), VcpuError> {
         let supported = self.context.supported();
         if !cpu_compat::same_vendor(saved, supported) {
-            return Err(self.unsupported("processor", "it is of another vendor"));
+            return Err(self.unsupported("processor", VcpuMisfit::Vendor));
         }
         if let Some(lacks) = cpu_compat::lacking(saved, supported) {
-            return Err(self.unsupported("processor", format!("{lacks} is missing here")));
+            return Err(self.unsupported("processor", VcpuMisfit::Processor(lacks)));
         }
         // If both hosts are alike, the machine was created with this table. Setting it again takes
         // a tenth of a millisecond of downtime.
@@ -211,9 +212,9 @@ impl Vcpu {
             return Ok(());
         }
         let cpuid = CpuId::from_entries(saved);
-        let cpuid = cpuid.map_err(|e| self.unsupported("CPUID table", format!("{e:?}")))?;
+        let cpuid = cpuid.map_err(|e| self.unsupported("CPUID table", e))?;
         let set = self.fd.set_cpuid2(&cpuid);
-        set.map_err(|e| self.unsupported("CPUID table", e))?;
+        set.map_err(|e| self.unsupported("CPUID table", io::Error::from(e)))?;
         self.cpuid = cpuid;
         Ok(())
     }
@@ -230,7 +231,7 @@ impl Vcpu {
         if tsc::is_promised(&saved.cpuid)
             && let Some(lacks) = tsc::missing(want, have, scale)
         {
-            return Err(self.unsupported("processor", format!("this host lacks {lacks}")));
+            return Err(self.unsupported("processor", VcpuMisfit::TscRate(lacks)));
         }
         if let Err(e) = self.fd.set_tsc_khz(want) {
             let id = self.id;
@@ -270,11 +271,7 @@ impl Vcpu {
         tsc
     }
 
-    fn unsupported(
-        &self,
-        part: &'static str,
-        cause: impl Into<Box<dyn Error + Send + Sync>>,
-    ) -> VcpuError {
+    fn unsupported(&self, part: &'static str, cause: impl Into<VcpuMisfit>) -> VcpuError {
         VcpuError::Unsupported { vcpu: self.id, part, cause: cause.into() }
     }
 }

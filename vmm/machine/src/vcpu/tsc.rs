@@ -10,6 +10,16 @@ use super::leaves::has_feature;
 /// (`tsc_tolerance_ppm`) is the same by default.
 const TOLERANCE_PPM: u64 = 250;
 
+/// A time stamp counter of a rate that this host cannot provide.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[error(
+    "a time stamp counter of {guest_khz} kHz (it has {host_khz} kHz and no KVM_CAP_TSC_CONTROL)"
+)]
+pub struct TscLack {
+    guest_khz: u32,
+    host_khz: u32,
+}
+
 /// Returns whether a guest that ran at `guest_khz` notices no difference at `host_khz`.
 pub fn is_near(guest_khz: u32, host_khz: u32) -> bool {
     let apart = u64::from(guest_khz.abs_diff(host_khz)) * 1_000_000;
@@ -24,14 +34,9 @@ pub fn is_promised(cpuid: &[kvm_cpuid_entry2]) -> bool {
 
 /// Returns what this host lacks for a guest that was promised `guest_khz`. The host runs at
 /// `host_khz`, and `scale` is whether it can scale the counter.
-pub fn missing(guest_khz: u32, host_khz: u32, scale: bool) -> Option<String> {
+pub fn missing(guest_khz: u32, host_khz: u32, scale: bool) -> Option<TscLack> {
     let fits = scale || is_near(guest_khz, host_khz);
-    (!fits).then(|| {
-        format!(
-            "a time stamp counter of {guest_khz} kHz (it has {host_khz} kHz and no \
-             KVM_CAP_TSC_CONTROL)"
-        )
-    })
+    (!fits).then_some(TscLack { guest_khz, host_khz })
 }
 
 #[cfg(test)]
@@ -45,7 +50,7 @@ mod tests {
         assert_eq!(missing(1_999_500, 2_000_000, false), None);
         assert_eq!(missing(3_000_000, 2_000_000, true), None);
         assert_eq!(
-            missing(2_000_501, 2_000_000, false).unwrap(),
+            missing(2_000_501, 2_000_000, false).unwrap().to_string(),
             "a time stamp counter of 2000501 kHz (it has 2000000 kHz and no KVM_CAP_TSC_CONTROL)"
         );
         assert!(!is_near(u32::MAX, 0) && is_near(0, 0));
