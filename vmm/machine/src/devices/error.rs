@@ -3,6 +3,7 @@
 use std::io;
 
 use super::block::DiskError;
+use super::misfit::DeviceMisfit;
 use super::net::TapError;
 use super::vsock::VsockError;
 use crate::codec::DecodeError;
@@ -37,7 +38,7 @@ pub enum DeviceError {
 
 /// Why the state of a device cannot be saved or restored. A saved state comes from a file or from
 /// a peer.
-#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StateError {
     /// The state cannot be encoded.
@@ -52,8 +53,13 @@ pub enum StateError {
     /// The state has rate limits that no configuration can have.
     #[error(transparent)]
     Limit(#[from] ConfigError),
-    /// The state is that of another device, or one that this device cannot have. This is a sentence
-    /// about the state.
-    #[error("{0}")]
-    Misfit(String),
+    /// The state is that of another device, or one that this device cannot have.
+    #[error(transparent)]
+    Misfit(Box<DeviceMisfit>),
+}
+
+impl From<DeviceMisfit> for StateError {
+    fn from(misfit: DeviceMisfit) -> Self {
+        Self::Misfit(Box::new(misfit))
+    }
 }

@@ -27,6 +27,7 @@ mod keyboard;
 mod latched_event;
 #[cfg(test)]
 mod log_capture;
+mod misfit;
 mod net;
 mod opener;
 mod placement;

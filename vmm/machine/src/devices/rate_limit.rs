@@ -15,6 +15,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::error::StateError;
+use super::misfit::DeviceMisfit;
 use crate::config::{LimitChange, LimitsChange, RateLimit, RateLimits};
 
 /// One bucket.
@@ -96,14 +97,11 @@ impl SavedBucket {
         let largest = u128::from(u32::MAX) * u128::from(limit.refill_ns());
         let most = bucket.capacity().saturating_add(largest);
         if lacking > most {
-            let why =
-                format!("a bucket of {} tokens lacks {lacking}, more than {most}", limit.size);
-            return Err(StateError::Misfit(why));
+            return Err(DeviceMisfit::Bucket { size: limit.size, lacking, most }.into());
         }
         if burst_left > limit.one_time_burst {
-            let whole = limit.one_time_burst;
-            let why = format!("{burst_left} tokens are left of a burst of {whole}");
-            return Err(StateError::Misfit(why));
+            let (left, whole) = (burst_left, limit.one_time_burst);
+            return Err(DeviceMisfit::Burst { left, whole }.into());
         }
         Ok(bucket)
     }

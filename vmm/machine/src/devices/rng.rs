@@ -10,8 +10,9 @@ use vmm_sys_util::epoll::EventSet;
 
 use super::counts::RngCounters;
 use super::error::{DeviceError, StateError};
+use super::misfit::DeviceMisfit;
 use super::virtio::{
-    Device, DeviceIo, DeviceKind, HandOverNeeds, QuiesceError, Violation, Watcher,
+    Device, DeviceIo, DeviceKind, HandOverNeeds, QuiesceError, RequestDefect, Violation, Watcher,
 };
 use crate::config::{RateLimits, RngConfig};
 
@@ -86,8 +87,8 @@ impl Device for Rng {
         while let Some(chain) = ring.pop(io.ram)? {
             let wanted = chain.writable.len().min(MAX_BYTES_PER_CHAIN) as usize;
             if wanted == 0 {
-                let why = format!("the chain from {} has no room for randomness", chain.head);
-                return Err(Violation::Request { queue: 0, why });
+                let cause = RequestDefect::NoRandomness { head: chain.head };
+                return Err(Violation::Malformed { queue: 0, cause });
             }
             if !io.limiters.admit(0, queue, wanted as u64) {
                 ring.unpop();
@@ -133,10 +134,7 @@ impl Device for Rng {
     fn restore(&mut self, state: &[u8]) -> Result<(), DeviceError> {
         match state.len() {
             0 => Ok(()),
-            bytes => {
-                let why = format!("it has {bytes} bytes of state, and a virtio-rng has none");
-                Err(StateError::Misfit(why).into())
-            }
+            bytes => Err(StateError::from(DeviceMisfit::NotEmpty { bytes }).into()),
         }
     }
 

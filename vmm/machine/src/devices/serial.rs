@@ -13,6 +13,7 @@ use vm_superio::serial::{Serial, SerialEvents, SerialState};
 use super::counts::SerialCounters;
 use super::error::StateError;
 use super::latched_event::LatchedEvent;
+use super::misfit::DeviceMisfit;
 use super::serial_output::SerialWriter;
 use crate::kvm::KvmVm;
 
@@ -269,7 +270,7 @@ impl Com1 {
     pub(crate) fn restore(&self, state: SerialPortState) -> Result<(), StateError> {
         let irq = IrqPulse(self.vm.clone());
         let uart = Serial::from_state(&state.into(), irq, self.events.clone(), self.sink.clone());
-        *self.uart() = uart.map_err(|e| StateError::Misfit(e.to_string()))?;
+        *self.uart() = uart.map_err(DeviceMisfit::from)?;
         Ok(())
     }
 }

@@ -8,7 +8,7 @@ use driftline_guest::GuestRam;
 use vm_memory::{GuestAddress, GuestMemoryBackend};
 
 use super::shared::{BalloonCounters, DiscardCounters, SharedBalloonState};
-use crate::devices::virtio::{Buffer, Chain, Violation};
+use crate::devices::virtio::{Buffer, Chain, RequestDefect, Violation};
 use crate::memory::{Discarder, ProtectedFrames};
 
 /// Most frame numbers in one chain; Linux sends 256. More would let a driver delay a pause.
@@ -45,13 +45,10 @@ impl FrameDiscarder {
         chain: &Chain,
         ram: &GuestRam,
     ) -> Result<(), Violation> {
-        let wrong = |why| Violation::Request { queue: queue as u16, why };
+        let wrong = |cause| Violation::Malformed { queue: queue as u16, cause };
         let len = chain.readable.len();
         if !len.is_multiple_of(4) || len > 4 * MAX_FRAME_NUMBERS {
-            return Err(wrong(format!(
-                "a request of {len} bytes: it must have at most {MAX_FRAME_NUMBERS} frame numbers \
-                 of 4 bytes each"
-            )));
+            return Err(wrong(RequestDefect::FrameNumbers { bytes: len, most: MAX_FRAME_NUMBERS }));
         }
         let mut bytes = vec![0; len as usize];
         chain.readable.read(ram, 0, &mut bytes)?;
@@ -60,7 +57,7 @@ impl FrameDiscarder {
             let number = u32::from_le_bytes([number[0], number[1], number[2], number[3]]);
             let addr = GuestAddress(Gfn(number.into()).gpa());
             if ram.get_slice(addr, PAGE_SIZE as usize).is_err() {
-                return Err(wrong(format!("frame {number:#x} is not guest memory")));
+                return Err(wrong(RequestDefect::NoFrame { number }));
             }
             numbers.push(number);
         }

@@ -33,9 +33,10 @@ use vmm_sys_util::epoll::EventSet;
 
 use super::error::{DeviceError, StateError};
 use super::latched_event::LatchedEvent;
+use super::misfit::DeviceMisfit;
 use super::virtio::{
-    Chain, Device, DeviceIo, DeviceKind, HandOverNeeds, QuiesceError, SharedDeviceState, Violation,
-    Watcher, decode_state, encode_state,
+    Chain, Device, DeviceIo, DeviceKind, HandOverNeeds, QuiesceError, RequestDefect,
+    SharedDeviceState, Violation, Watcher, decode_state, encode_state,
 };
 use crate::actor::{Inbox, Next};
 use crate::config::BalloonConfig;
@@ -176,8 +177,8 @@ impl Balloon {
             0 => {}
             4 => self.take_hint_command(u32::from_le_bytes(id), registers),
             bytes => {
-                let why = format!("a hinting command of {bytes} bytes, not of 4");
-                return Err(Violation::Request { queue: queue as u16, why });
+                let cause = RequestDefect::HintingCommand { bytes };
+                return Err(Violation::Malformed { queue: queue as u16, cause });
             }
         }
         if self.may_become_zero() {
@@ -436,11 +437,9 @@ impl Device for Balloon {
         let state: BalloonState = decode_state(state)?;
         let BalloonState { statistics_interval_s: interval_s, last_command, .. } = state;
         if (interval_s > 0) != (self.config.statistics_interval_s > 0) {
-            let why = format!(
-                "its statistics have an interval of {interval_s} s, and {} s in the configuration",
-                self.config.statistics_interval_s
-            );
-            return Err(StateError::Misfit(why).into());
+            let here_s = self.config.statistics_interval_s;
+            let misfit = DeviceMisfit::StatisticsInterval { found_s: interval_s, here_s };
+            return Err(StateError::from(misfit).into());
         }
         self.shared.set_target(state.target_frames);
         self.shared.set_actual(state.space.actual);

@@ -14,6 +14,7 @@ use super::request::{self, DiskRequest};
 use super::{BlockDevice, BlockState, MAX_BYTES_IN_FLIGHT, QUEUE_SIZE, SEG_MAX};
 use crate::config::{DiskCache, RateLimits};
 use crate::devices::error::{DeviceError, StateError};
+use crate::devices::misfit::DeviceMisfit;
 use crate::devices::virtio::{
     Device, DeviceIo, DeviceKind, DeviceRing, HandOverNeeds, QuiesceError, Violation, Watcher,
     decode_state, encode_state,
@@ -189,11 +190,7 @@ impl BlockDevice {
         if !self.is_exchanged.load(Ordering::Acquire) {
             return Ok(());
         }
-        let id = &self.disk.id;
-        Err(StateError::Misfit(format!(
-            "the file or size of disk \"{id}\" was exchanged since the guest's start, so the guest \
-             cannot be moved"
-        )))
+        Err(DeviceMisfit::DiskExchanged { id: self.disk.id.clone() }.into())
     }
 
     /// Leaves the file and its lock to a process that has the same open file.

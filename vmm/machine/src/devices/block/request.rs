@@ -6,7 +6,7 @@ use virtio_bindings::virtio_blk::*;
 
 use super::operation::{DiskWork, ZeroRange};
 use crate::config::DiskConfig;
-use crate::devices::virtio::{Buffers, Chain, Violation};
+use crate::devices::virtio::{Buffers, Chain, RequestDefect, Violation};
 
 /// Bytes of a sector, virtio's unit.
 pub(super) const SECTOR: u64 = 512;
@@ -61,16 +61,13 @@ impl DiskRequest {
         ram: &GuestRam,
     ) -> Result<Self, Violation> {
         let Chain { head, readable, writable } = chain;
-        let broken = |why: &str| {
-            let why = format!("the request from {head} {why}");
-            Violation::Request { queue, why }
-        };
+        let broken = |cause| Violation::Malformed { queue, cause };
         let mut header = [0; HEADER_BYTES as usize];
         if readable.read(ram, 0, &mut header)? < header.len() {
-            return Err(broken("has no whole header"));
+            return Err(broken(RequestDefect::DiskHeader { head: *head }));
         }
         let Some(data_len) = writable.len().checked_sub(1) else {
-            return Err(broken("has no room for a status"));
+            return Err(broken(RequestDefect::DiskStatus { head: *head }));
         };
         let status = writable.part(data_len, 1);
         let [kind, _, low, high] = words(&header);

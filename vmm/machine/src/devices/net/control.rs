@@ -3,7 +3,7 @@
 use driftline_guest::GuestRam;
 use virtio_bindings::virtio_net::*;
 
-use crate::devices::virtio::{Chain, Violation};
+use crate::devices::virtio::{Chain, RequestDefect, Violation};
 
 /// Request of a driver.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -22,13 +22,9 @@ impl ControlRequest {
         let mut bytes = [0; 4];
         let len = chain.readable.read(ram, 0, &mut bytes)?;
         if len < 2 || chain.writable.len() == 0 {
-            let why = format!(
-                "the request from {} has {} bytes and room for an answer of {}: it needs 2 and 1",
-                chain.head,
-                chain.readable.len(),
-                chain.writable.len()
-            );
-            return Err(Violation::Request { queue, why });
+            let (bytes, room) = (chain.readable.len(), chain.writable.len());
+            let cause = RequestDefect::Control { head: chain.head, bytes, room };
+            return Err(Violation::Malformed { queue, cause });
         }
         let [class, command, low, high] = bytes;
         Ok(match (u32::from(class), u32::from(command), len) {

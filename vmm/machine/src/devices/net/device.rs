@@ -15,6 +15,7 @@ use super::tap::{Tap, TapError};
 use super::{ANNOUNCE, METADATA, Net, NetQueue, NetState, QUEUE_SIZE};
 use crate::config::RateLimits;
 use crate::devices::error::{DeviceError, StateError};
+use crate::devices::misfit::DeviceMisfit;
 use crate::devices::virtio::{
     Device, DeviceIo, DeviceKind, HandOverNeeds, QuiesceError, Violation, Watcher, decode_state,
     encode_state,
@@ -159,19 +160,19 @@ impl Device for Net {
 
     fn restore(&mut self, state: &[u8]) -> Result<(), DeviceError> {
         let state: NetState = decode_state(state)?;
-        let misfit = |why| Err(StateError::Misfit(why).into());
+        let misfit = |misfit: DeviceMisfit| Err(StateError::from(misfit).into());
         let NetState { pairs, ref waiting, .. } = state;
         // The features of a driver that has broken the rules are not known here. The limit is then
         // the number of pairs in the configuration.
         let many = self.features.is_none() || self.has(VIRTIO_NET_F_MQ);
         let most = if many { self.config.queues } else { 1 };
         if !(1..=most).contains(&pairs) {
-            return misfit(format!("it uses {pairs} pairs of queues, not 1 to {most}"));
+            return misfit(DeviceMisfit::Pairs { pairs, most });
         }
         for (pair, frame) in waiting {
             if *pair >= pairs || !(HEADER..=MAX_FRAME).contains(&frame.len()) {
-                let len = frame.len();
-                return misfit(format!("a frame of {len} bytes waits for pair {pair} of {pairs}"));
+                let bytes = frame.len();
+                return misfit(DeviceMisfit::WaitingFrame { bytes, pair: *pair, pairs });
             }
         }
         self.state = state;

@@ -51,7 +51,7 @@ pub(super) use self::tap::{CLAIMS as TAP_CLAIMS, check_queue as check_tap_queue}
 pub use self::tap::{TapError, open as open_tap};
 use super::opener::Opener;
 use super::stats::NetCounters;
-use super::virtio::{Chain, Device, DeviceIo, DeviceRing, Violation, Watcher};
+use super::virtio::{Chain, Device, DeviceIo, DeviceRing, RequestDefect, Violation, Watcher};
 use crate::config::{NetConfig, OpenedTap};
 use crate::metadata::MetadataStore;
 
@@ -286,12 +286,9 @@ impl Net {
         // Take a buffer first: a frame without a buffer stays in the tap.
         while let Some(first) = ring.pop(io.ram)? {
             if first.writable.len() < HEADER as u32 {
-                let why = format!(
-                    "the buffer from {} has room for {} bytes, less than a frame's header",
-                    first.head,
-                    first.writable.len()
-                );
-                return Err(Violation::Request { queue: queue as u16, why });
+                let (head, room) = (first.head, first.writable.len());
+                let cause = RequestDefect::FrameBuffer { head, room };
+                return Err(Violation::Malformed { queue: queue as u16, cause });
             }
             let Some((len, source)) = self.next_frame(pair) else {
                 ring.unpop();
@@ -424,9 +421,8 @@ impl Net {
         while let Some(chain) = ring.pop(io.ram)? {
             let len = chain.readable.len() as usize;
             if len < HEADER {
-                let why =
-                    format!("the frame from {} has {len} bytes, less than its header", chain.head);
-                return Err(Violation::Request { queue: queue as u16, why });
+                let cause = RequestDefect::Frame { head: chain.head, bytes: len };
+                return Err(Violation::Malformed { queue: queue as u16, cause });
             }
             let fits = len <= self.buffer.len();
             if fits {

@@ -7,6 +7,7 @@ use super::frame::{HEADER, MAX_FRAME};
 use super::tap::Tap;
 use crate::codec::{self, DecodeError};
 use crate::devices::error::StateError;
+use crate::devices::misfit::DeviceMisfit;
 
 /// Most frames of each queue pair that are sent along. This is more than a tap holds, unless its
 /// queue was made longer.
@@ -88,20 +89,17 @@ impl QueuedFrames {
         if bytes.is_empty() {
             return Ok(Self::default());
         }
-        let misfit = |why| Err(StateError::Misfit(why));
         // A sequence begins with its length, which is checked before anything is allocated for it.
         let (count, _) = postcard::take_from_bytes::<usize>(bytes).map_err(DecodeError::from)?;
         let most = MAX_FRAMES * usize::from(pairs);
         if count > most {
-            return misfit(format!("{count} frames are queued, more than {most}"));
+            return Err(DeviceMisfit::QueuedFrames { count, most }.into());
         }
         let frames: VecDeque<(u8, Vec<u8>)> = codec::decode(bytes)?;
         for (pair, frame) in &frames {
-            let len = frame.len();
-            if *pair >= pairs || !(HEADER..=MAX_FRAME).contains(&len) {
-                return misfit(format!(
-                    "a frame of {len} bytes is queued for pair {pair} of {pairs}"
-                ));
+            let bytes = frame.len();
+            if *pair >= pairs || !(HEADER..=MAX_FRAME).contains(&bytes) {
+                return Err(DeviceMisfit::QueuedFrame { bytes, pair: *pair, pairs }.into());
             }
         }
         Ok(Self(frames))

@@ -10,7 +10,7 @@ use virtio_queue::DescriptorChain;
 use vm_memory::bitmap::Bitmap;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
 
-use super::violation::Violation;
+use super::violation::{ChainDefect, Violation};
 
 /// A piece of guest memory that lies in one memory region.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -53,7 +53,7 @@ impl Chain {
         let ram = chain.memory().clone();
         let head = chain.head_index();
         let mut read = Self { head, readable: Buffers::default(), writable: Buffers::default() };
-        let broken = |why| Violation::Chain { queue, head, why };
+        let broken = |cause| Violation::Chain { queue, head, cause };
         // The iterator ends at any descriptor that it cannot follow. The last one it returned then
         // still names a next one.
         let mut has_next = true;
@@ -63,7 +63,7 @@ impl Chain {
             has_next = descriptor.has_next();
             descriptors += 1;
             if descriptors > max_descriptors {
-                return Err(broken("it has more descriptors than its queue"));
+                return Err(broken(ChainDefect::TooManyDescriptors));
             }
             if buffer.len == 0 {
                 continue;
@@ -74,16 +74,16 @@ impl Chain {
             let to = match descriptor.is_write_only() {
                 true => &mut read.writable,
                 false if read.writable.len > 0 => {
-                    return Err(broken("a buffer to read follows one to write"));
+                    return Err(broken(ChainDefect::Order));
                 }
                 false => &mut read.readable,
             };
             if !to.add(buffer) {
-                return Err(broken("it is longer than 4 GiB"));
+                return Err(broken(ChainDefect::TooLong));
             }
         }
         match has_next {
-            true => Err(broken("it loops, leaves its table, or its table cannot be read")),
+            true => Err(broken(ChainDefect::NoEnd)),
             false => Ok(read),
         }
     }

@@ -13,6 +13,7 @@ use super::{
     Device, DeviceIo, DeviceKind, HandOverNeeds, QuiesceError, Transport, Violation, Watcher,
 };
 use crate::devices::error::{DeviceError, StateError};
+use crate::devices::misfit::DeviceMisfit;
 
 /// The script and the record of the device. Each flag may be changed at any time.
 #[derive(Debug, Default)]
@@ -155,7 +156,7 @@ impl Device for FakeDevice {
     fn acquire(&mut self, _: NextHost) -> Result<(), DeviceError> {
         self.0.wait_while_stuck();
         if Script::is(&self.0.refuses_acquire) {
-            Err(StateError::Misfit("it refuses to be acquired".to_owned()).into())
+            Err(StateError::from(DeviceMisfit::Test("acquired")).into())
         } else {
             Ok(())
         }
@@ -165,7 +166,7 @@ impl Device for FakeDevice {
         self.0.wait_while_stuck();
         Script::set(&self.0.released, true);
         if Script::is(&self.0.refuses_release) {
-            Err(StateError::Misfit("it refuses to be released".to_owned()).into())
+            Err(StateError::from(DeviceMisfit::Test("released")).into())
         } else {
             Ok(())
         }

@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use crate::config::{LimitsChange, RateLimits};
 use crate::devices::error::StateError;
+use crate::devices::misfit::DeviceMisfit;
 use crate::devices::rate_limit::{DeviceRateLimiter, SavedLimiter};
 use crate::devices::stats::Counter;
 use crate::devices::timer::Timer;
@@ -254,9 +255,8 @@ impl Limiters {
             return Ok(());
         }
         if saved.len() != self.limiters.len() {
-            let (given, most) = (saved.len(), self.limiters.len());
-            let why = format!("it has {given} rate limiters, and {device} has {most}");
-            return Err(StateError::Misfit(why));
+            let (found, here) = (saved.len(), self.limiters.len());
+            return Err(DeviceMisfit::Limiters { found, device: device.to_owned(), here }.into());
         }
         let now_ns = self.clock.now_ns();
         for (limiter, saved) in self.limiters.iter_mut().zip(saved) {

@@ -15,7 +15,8 @@ use virtio_bindings::virtio_mmio::*;
 use super::messages::{DriverCommand, ReadyRing, RestoredWorkerState, SavedWorkerState};
 use super::registers::{RegisterEffect, RegisterState, Registers};
 use super::request::RequestError;
-use super::{Device, DeviceKind, REGISTERS_LEN, SharedDeviceState, Violation, VirtioState};
+use super::violation::RegisterDefect;
+use super::{Device, DeviceKind, REGISTERS_LEN, SharedDeviceState, VirtioState};
 use crate::devices::error::DeviceError;
 use crate::devices::latched_event::LatchedEvent;
 
@@ -118,8 +119,8 @@ impl MmioInterface {
         match self.kicks.get(queue as usize) {
             Some(kick) => kick.signal(),
             None => {
-                let why = format!("its driver notifies queue {queue}, which does not exist");
-                send(DriverCommand::Stop(Violation::Registers(why)));
+                let cause = RegisterDefect::NotifiesNoQueue { queue };
+                send(DriverCommand::Stop(cause.into()));
             }
         }
     }
@@ -199,7 +200,7 @@ impl MmioInterface {
                 }
             }
             RegisterEffect::StopQueue(queue) => send(DriverCommand::StopQueue(queue)),
-            RegisterEffect::Violation(why) => send(DriverCommand::Stop(Violation::Registers(why))),
+            RegisterEffect::Violation(defect) => send(DriverCommand::Stop(defect.into())),
         }
     }
 }

@@ -60,7 +60,7 @@ pub(crate) use ring::DeviceRing;
 pub(crate) use shared_state::SharedDeviceState;
 pub(crate) use state::{VirtioState, decode_state, encode_state};
 pub(crate) use transport::{PendingRequest, PendingRestore, REPLY_GRACE, Transport};
-pub(crate) use violation::Violation;
+pub(crate) use violation::{RequestDefect, Violation};
 pub(crate) use watcher::Watcher;
 
 /// Bytes of address space that a device's registers occupy.

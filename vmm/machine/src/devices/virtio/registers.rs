@@ -13,7 +13,9 @@ use virtio_bindings::virtio_mmio::*;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
 
 use super::ring::RingSetup;
+use super::violation::RegisterDefect;
 use crate::devices::error::StateError;
+use crate::devices::misfit::DeviceMisfit;
 
 /// The register `QueueReset`, which the bindings lack.
 pub(crate) const VIRTIO_MMIO_QUEUE_RESET: u32 = 0xc0;
@@ -41,7 +43,7 @@ pub(super) enum RegisterEffect {
     /// The active device may not use this queue any more.
     StopQueue(usize),
     /// The driver broke a rule.
-    Violation(String),
+    Violation(RegisterDefect),
 }
 
 /// The registers of one queue.
@@ -119,34 +121,22 @@ impl Registers {
 
     /// Restores saved registers, which are hostile.
     pub(super) fn restore(&mut self, state: RegisterState) -> Result<(), StateError> {
-        let misfit = |why| Err(StateError::Misfit(why));
-        if state.queues.len() != self.queue_sizes.len() {
-            return misfit(format!(
-                "it has {} queues, and the device here has {}",
-                state.queues.len(),
-                self.queue_sizes.len()
-            ));
+        let (queues, here) = (state.queues.len(), self.queue_sizes.len());
+        if queues != here {
+            return Err(DeviceMisfit::Queues { queues, here }.into());
         }
         let unknown = state.driver_features & !self.offered;
         // Until features are agreed, a driver may have written features that it cannot have.
         let negotiated = VIRTIO_CONFIG_S_FEATURES_OK | VIRTIO_CONFIG_S_DRIVER_OK;
         if unknown != 0 && state.status & negotiated != 0 {
-            return misfit(format!(
-                "its driver uses features {unknown:#x}, which are not offered here"
-            ));
+            return Err(DeviceMisfit::Features { features: unknown }.into());
         }
         if state.status & VIRTIO_CONFIG_S_NEEDS_RESET != 0 {
-            let status = state.status;
-            return misfit(format!(
-                "its driver's status is {status:#x}, with a bit that only the device sets"
-            ));
+            return Err(DeviceMisfit::Status { status: state.status }.into());
         }
         let sizes = state.queues.iter().zip(&self.queue_sizes);
-        if let Some((queue, most)) = sizes.clone().find(|(q, most)| q.setup.size > **most) {
-            let size = queue.setup.size;
-            return misfit(format!(
-                "it has a queue of {size} entries, and at most {most} are possible"
-            ));
+        if let Some((queue, &most)) = sizes.clone().find(|(q, most)| q.setup.size > **most) {
+            return Err(DeviceMisfit::QueueSize { size: queue.setup.size, most }.into());
         }
         self.state = state;
         Ok(())
@@ -230,9 +220,7 @@ impl Registers {
         }
         let negotiated = (self.state.status | new) & VIRTIO_CONFIG_S_FEATURES_OK != 0;
         if new & VIRTIO_CONFIG_S_DRIVER_OK != 0 && !negotiated {
-            return RegisterEffect::Violation(
-                "its driver starts it before features are agreed".to_owned(),
-            );
+            return RegisterEffect::Violation(RegisterDefect::TooEarly);
         }
         if new & VIRTIO_CONFIG_S_FAILED != 0 {
             // Only at debug level: a driver can repeat this without end.
@@ -283,19 +271,15 @@ impl Registers {
             return no_such_queue(index);
         };
         if queue.ready {
-            return RegisterEffect::Violation(format!(
-                "its driver changes queue {index} (register {register:#x}) while it is in use"
-            ));
+            return RegisterEffect::Violation(RegisterDefect::QueueInUse { index, register });
         }
         let setup = &mut queue.setup;
         match register {
             VIRTIO_MMIO_QUEUE_NUM => match u16::try_from(value) {
                 Ok(size) if size <= most && size.is_power_of_two() => setup.size = size,
                 _ => {
-                    return RegisterEffect::Violation(format!(
-                        "its driver gives queue {index} {value} entries, not a power of two up to \
-                         {most}"
-                    ));
+                    let defect = RegisterDefect::QueueSize { index, value, most };
+                    return RegisterEffect::Violation(defect);
                 }
             },
             VIRTIO_MMIO_QUEUE_DESC_LOW => set_low(&mut setup.descriptors, value),
@@ -310,7 +294,7 @@ impl Registers {
 }
 
 fn no_such_queue(index: usize) -> RegisterEffect {
-    RegisterEffect::Violation(format!("its driver sets up queue {index}, which does not exist"))
+    RegisterEffect::Violation(RegisterDefect::NoQueue { index })
 }
 
 fn half(value: u64, select: u32) -> u32 {
@@ -420,10 +404,11 @@ mod tests {
     fn saved_registers_are_checked() {
         let fits = registers().state().clone();
         let refused = |state: RegisterState| registers().restore(state).unwrap_err().to_string();
-        assert_eq!(registers().restore(fits.clone()), Ok(()));
+        registers().restore(fits.clone()).unwrap();
         assert!(refused(RegisterState { queues: vec![], ..fits.clone() }).contains("0 queues"));
         let alien = RegisterState { driver_features: 1 << 60, ..fits.clone() };
-        assert_eq!(registers().restore(alien.clone()), Ok(()), "asked for, and not agreed to");
+        // Asked for, and not agreed to.
+        registers().restore(alien.clone()).unwrap();
         for status in [VIRTIO_CONFIG_S_FEATURES_OK, VIRTIO_CONFIG_S_DRIVER_OK] {
             let negotiated = RegisterState { status, ..alien.clone() };
             assert!(refused(negotiated).contains("0x1000000000000000"));
