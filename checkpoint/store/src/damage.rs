@@ -1,5 +1,6 @@
 //! What is wrong with a file of a store.
 
+use std::str::Utf8Error;
 use std::time::Duration;
 use std::{fmt, io};
 
@@ -172,16 +173,35 @@ pub enum Damage {
         before: FrameRun,
     },
     /// A drive that an epoch cannot have.
-    #[error("drive {number} is invalid: {why}")]
+    #[error("drive {number} is invalid: {cause}")]
     Drive {
         /// Number of the drive, from 1 on.
         number: u16,
         /// What is wrong with it.
-        why: &'static str,
+        #[source]
+        cause: DriveDefect,
     },
     /// Memory slots that are not a valid layout.
     #[error("the memory layout is invalid: {0}")]
     Layout(#[from] LayoutError),
+}
+
+/// What is wrong with a drive in the log.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum DriveDefect {
+    /// The name is not text.
+    #[error("its name is not UTF-8")]
+    Encoding(#[source] Utf8Error),
+    /// No configuration can have the name.
+    #[error("its name is empty or has control characters")]
+    Name,
+    /// Two drives have one name.
+    #[error("another drive has the same name")]
+    Twice,
+    /// No drive has such a size.
+    #[error("its size is 0 or too large")]
+    Size(#[source] Box<LayoutError>),
 }
 
 /// Shows the numbers from the first to the second.

@@ -87,7 +87,7 @@ pub use archive::Archive;
 pub use backend::{Backend, LOCK_FILE, LockError, RangeLock, StoreFile};
 pub use commit::CommittedEpoch;
 pub use committer::{Bounds, Committer};
-pub use damage::Damage;
+pub use damage::{Damage, DriveDefect};
 pub use dir_backend::DirBackend;
 pub use epoch_info::EpochInfo;
 pub use epoch_writer::{EpochWriter, WrittenEpoch, unix_ms};

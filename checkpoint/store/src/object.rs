@@ -8,7 +8,7 @@ use zerocopy::little_endian::U64;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use crate::address::of_object;
-use crate::damage::{Damage, in_range};
+use crate::damage::{Damage, DriveDefect, in_range};
 
 /// Maximum number of drives of an epoch.
 pub(crate) const MAX_DRIVES: usize = 256;
@@ -77,17 +77,18 @@ pub(crate) fn decode_drives(payload: &[u8]) -> Result<Vec<DriveHead>, Damage> {
     in_range("the number of drives", raw.len() as u64, 1, MAX_DRIVES as u64)?;
     let (mut names, mut drives) = (HashSet::new(), Vec::new());
     for (raw, number) in raw.iter().zip(1..) {
-        let wrong = |why: &'static str| Damage::Drive { number, why };
+        let wrong = |cause| Damage::Drive { number, cause };
         let end = raw.id.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1);
-        let id = std::str::from_utf8(&raw.id[..end]).map_err(|_| wrong("its name is not UTF-8"))?;
+        let id = std::str::from_utf8(&raw.id[..end]);
+        let id = id.map_err(|e| wrong(DriveDefect::Encoding(e)))?;
         if id.is_empty() || id.contains(char::is_control) {
-            return Err(wrong("its name is empty or has control characters"));
+            return Err(wrong(DriveDefect::Name));
         }
         if !names.insert(id) {
-            return Err(wrong("another drive has the same name"));
+            return Err(wrong(DriveDefect::Twice));
         }
         let bytes = raw.bytes.get();
-        block_layout(bytes).map_err(|_| wrong("its size is 0 or too large"))?;
+        block_layout(bytes).map_err(|e| wrong(DriveDefect::Size(e.into())))?;
         drives.push(DriveHead { id: id.to_owned(), bytes, readonly: false });
     }
     Ok(drives)

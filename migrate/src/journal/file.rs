@@ -10,7 +10,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tempfile::NamedTempFile;
 
-use super::error::{RecordsError, failed, invalid};
+use super::error::{RecordDefect, RecordsError, failed, invalid};
 use crate::protocol::ids::Token;
 
 /// The version of the records that this program writes.
@@ -50,7 +50,7 @@ pub(super) fn read_bounded(path: &Path) -> Result<Option<Vec<u8>>, RecordsError>
     let mut bytes = Vec::new();
     file.take(MAX_RECORD + 1).read_to_end(&mut bytes).map_err(failed("read", path))?;
     if bytes.len() as u64 > MAX_RECORD {
-        return Err(invalid(path, format!("it is longer than {MAX_RECORD} bytes")));
+        return Err(invalid(path, RecordDefect::TooLong { limit: MAX_RECORD }));
     }
     Ok(Some(bytes))
 }
@@ -64,12 +64,11 @@ pub(super) fn read<T: DeserializeOwned>(
     let no_record = |e: serde_json::Error| failed("read", path)(e.into());
     let envelope: RecordEnvelope = serde_json::from_slice(&bytes).map_err(no_record)?;
     if envelope.version != VERSION {
-        let why = format!("its version is {}, and this program reads {VERSION}", envelope.version);
-        return Err(invalid(path, why));
+        let (found, reads) = (envelope.version, VERSION);
+        return Err(invalid(path, RecordDefect::Version { found, reads }));
     }
     if envelope.token != token {
-        let why = format!("its token is {}, not that in its name", envelope.token);
-        return Err(invalid(path, why));
+        return Err(invalid(path, RecordDefect::Token { found: envelope.token }));
     }
     serde_json::from_slice(&bytes).map(Some).map_err(no_record)
 }

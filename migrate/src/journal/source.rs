@@ -8,7 +8,7 @@ use tempfile::NamedTempFile;
 use uuid::Uuid;
 
 use super::directory::{Records, SOURCE_SUFFIX};
-use super::error::{RecordsError, failed, invalid};
+use super::error::{RecordDefect, RecordsError, failed, invalid};
 use super::file::{VERSION, json, now_unix_ms, place, read, remove, temporary};
 use crate::protocol::ids::Token;
 
@@ -84,7 +84,7 @@ impl Records {
             let path = entry.path();
             let read = match Uuid::parse_str(stem) {
                 Ok(token) => read(&path, Token(token)),
-                Err(_) => Err(invalid(&path, "its name does not begin with a token".to_owned())),
+                Err(_) => Err(invalid(&path, RecordDefect::Name)),
             };
             match read {
                 Ok(record) => pending.records.extend(record),

@@ -55,6 +55,15 @@ pub enum CopyDrives {
 #[error("\"{0}\" is not a list of disk names: write NAME,NAME")]
 pub struct InvalidDriveNames(String);
 
+/// The reason why no disk, or not the one that was named, can be copied.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+enum DriveLack {
+    #[error("the guest has none")]
+    None,
+    #[error("the guest has no disk of this name")]
+    Named,
+}
+
 impl FromStr for CopyDrives {
     type Err = InvalidDriveNames;
 
@@ -78,14 +87,13 @@ pub(super) fn chosen<G: GuestContents + ?Sized>(
         CopyDrives::All | CopyDrives::Named(_) => guest.drives(),
     };
     if drives.is_empty() {
-        return Err(GuestError::unsupported("copying disks", "the guest has none").into());
+        return Err(GuestError::unsupported("copying disks", DriveLack::None).into());
     }
     if let CopyDrives::Named(names) = which {
         let is_missing = |name: &&String| !drives.iter().any(|drive| drive.head().id == **name);
         if let Some(name) = names.iter().find(is_missing) {
             let what = format!("copying disk \"{name}\"");
-            let why = "the guest has no disk of this name";
-            return Err(GuestError::unsupported(what, why).into());
+            return Err(GuestError::unsupported(what, DriveLack::Named).into());
         }
         drives.retain(|drive| names.contains(&drive.head().id));
     }

@@ -77,6 +77,11 @@ pub fn launch_as(
     }
 }
 
+/// The list of disks of a guest that has none is not empty.
+#[derive(Debug, thiserror::Error)]
+#[error("a guest of the threads backend has no disks")]
+struct NoDisks;
+
 /// Builds guests of either backend from their stored or received configuration.
 pub struct Factory {
     kvm: MachineFactory,
@@ -104,8 +109,7 @@ impl Factory {
         memory: Option<&SharedGuest>,
     ) -> Result<GuestWithCopies<dyn Vm>, GuestError> {
         if let Some(drive) = drives.first() {
-            let why = "a guest of the threads backend has no disks";
-            return Err(GuestError::malformed(format_args!("disk \"{}\"", drive.id), why));
+            return Err(GuestError::malformed(format_args!("disk \"{}\"", drive.id), NoDisks));
         }
         let _logged = guest_span(vm_id, &config.identity).entered();
         let machine = match memory {

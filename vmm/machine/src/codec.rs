@@ -24,6 +24,13 @@ pub enum DecodeError {
     TrailingBytes(usize),
 }
 
+/// A value has a version that this program does not read.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("it has version {found}, and this version of Driftline reads version {VERSION}")]
+struct UnknownVersion {
+    found: u16,
+}
+
 /// Encodes a value without a version.
 pub(crate) fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>, postcard::Error> {
     postcard::to_stdvec(value)
@@ -67,9 +74,7 @@ pub(crate) fn check_version(what: impl Display, version: u16) -> Result<(), Gues
     if version == VERSION {
         return Ok(());
     }
-    let why =
-        format!("it has version {version}, and this version of Driftline reads version {VERSION}");
-    Err(GuestError::unsupported(what, why))
+    Err(GuestError::unsupported(what, UnknownVersion { found: version }))
 }
 
 /// Deserializes a sequence of at most `MOST` items, for serde's `deserialize_with`. Nothing is

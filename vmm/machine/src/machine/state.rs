@@ -202,6 +202,17 @@ pub(super) fn decode(
     })
 }
 
+/// What is wrong with a section, besides its bytes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+enum SectionDefect {
+    #[error("it is missing")]
+    Missing,
+    #[error("it occurs twice")]
+    Twice,
+    #[error("a KVM machine with {vcpus} vCPUs and {devices} virtio devices has no such part")]
+    NoPart { vcpus: u8, devices: usize },
+}
+
 /// Refuses a section of a part that a machine does not have, unless it can be skipped. Returns
 /// whether the machine reads it.
 fn check_part(
@@ -224,12 +235,10 @@ fn check_part(
     };
     match has {
         true => Ok(true),
-        false => Err(GuestError::unsupported(
-            name(tag, instance),
-            format!(
-                "a KVM machine with {vcpus} vCPUs and {devices} virtio devices has no such part"
-            ),
-        )),
+        false => {
+            let defect = SectionDefect::NoPart { vcpus, devices };
+            Err(GuestError::unsupported(name(tag, instance), defect))
+        }
     }
 }
 
@@ -319,11 +328,11 @@ fn name(tag: SectionTag, instance: u16) -> String {
 
 /// Returns the section, which must be there once.
 fn find(sections: &[Section], tag: SectionTag, instance: u16) -> Result<&Section, GuestError> {
-    let malformed = |why: &str| GuestError::malformed(name(tag, instance), why);
+    let malformed = |defect: SectionDefect| GuestError::malformed(name(tag, instance), defect);
     let mut found = sections.iter().filter(|s| s.tag == tag && s.instance == instance);
-    let section = found.next().ok_or_else(|| malformed("it is missing"))?;
+    let section = found.next().ok_or_else(|| malformed(SectionDefect::Missing))?;
     if found.next().is_some() {
-        return Err(malformed("it occurs twice"));
+        return Err(malformed(SectionDefect::Twice));
     }
     Ok(section)
 }

@@ -4,7 +4,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use driftline_guest::VmId;
+use driftline_guest::{DriveHead, VmId};
 
 use crate::config::DiskIdentity;
 use crate::sandbox::permission_hint;
@@ -303,6 +303,41 @@ pub enum CopyRefusal {
     /// The file was replaced while it was prepared.
     #[error("its path leads to another file now")]
     Replaced,
+}
+
+/// What is wrong with a list of disks, which comes from a peer or a checkpoint.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+pub(super) enum DiskListDefect {
+    /// The guest can write to a disk that is not in the list.
+    #[error("disk \"{id}\" is not in it")]
+    Unlisted {
+        /// The disk's name.
+        id: String,
+    },
+    /// The guest has no such disk.
+    #[error("{drive} is not a disk of the guest")]
+    Foreign {
+        /// The entry of the list.
+        drive: DriveHead,
+    },
+    /// The guest's disk has another size, or is read-only and the entry is not, or the reverse.
+    #[error("{drive} differs from the disk in the guest's configuration")]
+    Differs {
+        /// The entry of the list.
+        drive: DriveHead,
+    },
+    /// The guest's disk has another size.
+    #[error("{drive} has a different size in the guest's configuration")]
+    OtherSize {
+        /// The entry of the list.
+        drive: DriveHead,
+    },
+    /// Two entries name the same disk.
+    #[error("{drive} is listed twice")]
+    Twice {
+        /// The second entry.
+        drive: DriveHead,
+    },
 }
 
 impl CopyRefusal {

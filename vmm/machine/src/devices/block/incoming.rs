@@ -16,7 +16,7 @@ use driftline_guest::{DriveCopy, DriveHead, GuestError, VmId};
 use driftline_store::open_kind;
 use rustix::fs::SeekFrom;
 
-use super::error::{CopyRefusal, DiskError};
+use super::error::{CopyRefusal, DiskError, DiskListDefect};
 use super::file::write_zeroes;
 use super::file_identity::{is_named, require_name};
 use super::lock;
@@ -31,17 +31,16 @@ pub(crate) fn make_copies(
 ) -> Result<Vec<Box<dyn DriveCopy>>, GuestError> {
     let mut copies: Vec<Box<dyn DriveCopy>> = Vec::new();
     for (drive, i) in drives.iter().zip(0..) {
-        let malformed = |why: &str| {
-            let why = format!("{drive} {why}");
-            GuestError::malformed("the list of disks to copy", why)
-        };
+        let malformed =
+            |defect: DiskListDefect| GuestError::malformed("the list of disks to copy", defect);
+        let named = || drive.clone();
         let found = disks(&config.devices).find(|disk| disk.id == drive.id);
-        let Some(disk) = found else { return Err(malformed("is not a disk of the guest")) };
+        let disk = found.ok_or_else(|| malformed(DiskListDefect::Foreign { drive: named() }))?;
         if (disk.bytes, disk.readonly) != (drive.bytes, drive.readonly) {
-            return Err(malformed("differs from the disk in the guest's configuration"));
+            return Err(malformed(DiskListDefect::Differs { drive: named() }));
         }
         if drives[..i].iter().any(|other| other.id == drive.id) {
-            return Err(malformed("is listed twice"));
+            return Err(malformed(DiskListDefect::Twice { drive: named() }));
         }
         let made = IncomingDisk::make(disk, guest).map_err(|e| GuestError::System {
             what: "making copies of disks",

@@ -12,7 +12,7 @@ use std::path::Path;
 use driftline_format::range_lock::RangeLock;
 use driftline_guest::{DriveCopy, DriveHead, GuestError, VmId};
 
-use super::error::{DiskError, ParentsDisk};
+use super::error::{DiskError, DiskListDefect, ParentsDisk};
 use super::file::{DiskFile, write_zeroes};
 use super::file_identity::{is_named, require_name};
 use super::identity;
@@ -42,30 +42,26 @@ pub(crate) fn open_drives(
     drives: &[DriveHead],
     host: &HostConfig,
 ) -> Result<Vec<Box<dyn DriveCopy>>, GuestError> {
-    let malformed = |what: String, why: &str| {
-        GuestError::malformed("the checkpoint's list of disks", format!("{what} {why}"))
-    };
+    let malformed =
+        |defect: DiskListDefect| GuestError::malformed("the checkpoint's list of disks", defect);
     if drives.is_empty() {
         return Ok(Vec::new());
     }
     let written = || disks(&config.devices).filter(|disk| !disk.readonly);
     let listed = |disk: &&DiskConfig| drives.iter().any(|drive| drive.id == disk.id);
     if let Some(disk) = written().find(|disk| !listed(disk)) {
-        return Err(malformed(format!("disk \"{}\"", disk.id), "is not in it"));
+        return Err(malformed(DiskListDefect::Unlisted { id: disk.id.clone() }));
     }
     let mut opened: Vec<Box<dyn DriveCopy>> = Vec::new();
     for (drive, i) in drives.iter().zip(0..) {
+        let named = || drive.clone();
         let disk = written().find(|disk| disk.id == drive.id);
-        let disk =
-            disk.ok_or_else(|| malformed(drive.to_string(), "is not a disk of the guest"))?;
+        let disk = disk.ok_or_else(|| malformed(DiskListDefect::Foreign { drive: named() }))?;
         if disk.bytes != drive.bytes {
-            return Err(malformed(
-                drive.to_string(),
-                "has a different size in the guest's configuration",
-            ));
+            return Err(malformed(DiskListDefect::OtherSize { drive: named() }));
         }
         if drives[..i].iter().any(|other| other.id == drive.id) {
-            return Err(malformed(drive.to_string(), "is listed twice"));
+            return Err(malformed(DiskListDefect::Twice { drive: named() }));
         }
         let is_unnamed = !host.names(disk);
         let refused = |e: DiskError| GuestError::System {
