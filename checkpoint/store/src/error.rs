@@ -27,6 +27,17 @@ pub enum StoreError {
         #[source]
         cause: io::Error,
     },
+    /// The disk cannot read a file of the store.
+    #[error("{what} {} failed: {cause}", path.display())]
+    Unreadable {
+        /// The operation: "opening", "reading".
+        what: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// The system's error.
+        #[source]
+        cause: io::Error,
+    },
     /// A file's content is not what it should be.
     #[error("{}", damage_in(file, *offset, damage))]
     Damaged {
@@ -289,18 +300,25 @@ pub enum StoreError {
 }
 
 impl StoreError {
-    /// Returns whether a file of a store is damaged, or its disk cannot read it. The sound
-    /// checkpoints can then be [salvaged](crate::Store::repair).
-    pub fn is_damage(&self) -> bool {
-        match self {
-            Self::Damaged { .. } => true,
-            // Failed writes to the store or to an export are not damage.
-            Self::Io { what: "opening" | "reading", path, cause } => {
-                matches!(named_by(path), Named::Manifest | Named::Log(_) | Named::Pages(_))
-                    && is_media_error(cause)
-            }
-            _ => false,
+    /// Returns the error of opening or reading a manifest, a log or a page file: that of the disk,
+    /// or that of a system that refuses to read the file.
+    pub(crate) fn not_read(what: &'static str, path: PathBuf, cause: io::Error) -> Self {
+        match is_media_error(&cause) {
+            true => Self::Unreadable { what, path, cause },
+            false => Self::Io { what, path, cause },
         }
+    }
+
+    /// Returns whether a file of a store is damaged, or its disk cannot read it. The sound
+    /// checkpoints can then be [salvaged](crate::Store::repair). Failed writes to the store or to
+    /// an export are not damage.
+    pub fn is_damage(&self) -> bool {
+        matches!(self, Self::Damaged { .. } | Self::Unreadable { .. })
+    }
+
+    /// Returns whether the system, or the disk, failed an operation on a file.
+    pub(crate) fn is_of_system(&self) -> bool {
+        matches!(self, Self::Io { .. } | Self::Unreadable { .. })
     }
 }
 
@@ -308,7 +326,7 @@ impl StoreError {
 fn damaged_part(damage: &StoreError) -> &'static str {
     let (file, offset) = match damage {
         StoreError::Damaged { file, offset, .. } => (file, *offset),
-        StoreError::Io { path, .. } => (path, 0),
+        StoreError::Unreadable { path, .. } => (path, 0),
         _ => return "a checkpoint",
     };
     match named_by(file) {
@@ -346,20 +364,17 @@ mod tests {
 
     #[test]
     fn only_failed_reads_of_a_store_are_damage() {
-        let is_damage = |what, name: &str, errno| {
-            let (path, cause) = (Path::new("/s").join(name), io::Error::from_raw_os_error(errno));
-            StoreError::Io { what, path, cause }.is_damage()
-        };
-        for name in ["manifest", "log-1", "pages-2"] {
-            assert!(is_damage("reading", name, libc::EIO), "{name}");
-            assert!(is_damage("opening", name, libc::EUCLEAN), "{name}");
-            assert!(!is_damage("reading", name, libc::ENOMEM), "{name}");
-            for what in ["writing", "syncing", "growing", "locking", "committing to"] {
-                assert!(!is_damage(what, name, libc::EIO), "{what}");
-            }
+        let (path, eio) = (Path::new("/s/log-1"), || io::Error::from_raw_os_error(libc::EIO));
+        for (errno, is_damage) in [(libc::EIO, true), (libc::EUCLEAN, true), (libc::ENOMEM, false)]
+        {
+            let cause = io::Error::from_raw_os_error(errno);
+            let e = StoreError::not_read("reading", path.to_owned(), cause);
+            assert_eq!(e.is_damage(), is_damage, "{e}");
         }
-        for (what, name) in [("writing", "out.raw"), ("syncing", "out.raw"), ("reading", "lock")] {
-            assert!(!is_damage(what, name, libc::EIO), "{what} {name}");
-        }
+        let written = StoreError::Io { what: "writing", path: path.to_owned(), cause: eio() };
+        assert!(!written.is_damage(), "{written}");
+        let unreadable = StoreError::not_read("reading", path.to_owned(), eio());
+        let same = StoreError::Io { what: "reading", path: path.to_owned(), cause: eio() };
+        assert_eq!(unreadable.to_string(), same.to_string());
     }
 }

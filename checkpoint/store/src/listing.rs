@@ -143,7 +143,7 @@ impl Store {
             let Named::Log(_) = parse_name(&name) else { continue };
             let len = match self.backend().open(&name).and_then(|file| file.len()) {
                 Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
-                len => len.map_err(|e| self.io("reading", &name, e))?,
+                len => len.map_err(|e| self.not_read("reading", &name, e))?,
             };
             if len > SECTOR as u64 && self.manifest()?.is_none() {
                 return Err(StoreError::NoManifest { log: self.path(&name) });

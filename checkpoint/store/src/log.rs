@@ -98,7 +98,7 @@ fn salvage_header(
             Some(sectors.damaged(0, damage))
         }
         Ok(Err(e)) => Some(sectors.damaged(0, e)),
-        Err(SectorError::Damaged(e @ StoreError::Io { .. })) => return Err(e),
+        Err(SectorError::Damaged(e)) if e.is_of_system() => return Err(e),
         Err(stop) => Some(stop.into()),
     };
     Ok((seed, damage))
@@ -143,7 +143,7 @@ impl LogFile {
     /// salvage, skips damaged state and gives up parts that the disk cannot read.
     fn open_sectors(store: &Store, generation: u64, lenient: bool) -> Result<Sectors, StoreError> {
         let name = log_name(generation);
-        let file = store.backend().open(&name).map_err(|e| store.io("opening", &name, e))?;
+        let file = store.backend().open(&name).map_err(|e| store.not_read("opening", &name, e))?;
         let (path, pause_gate) = (store.path(&name), store.pause_gate().clone());
         let mut sectors = Sectors::new(file, path, pause_gate, store.unreadable(lenient))?;
         sectors.lenient = lenient;
@@ -223,7 +223,7 @@ impl LogFile {
                     self.end = end;
                     continue;
                 }
-                Err(SectorError::Damaged(e @ StoreError::Io { .. })) => return Err(e),
+                Err(SectorError::Damaged(e)) if e.is_of_system() => return Err(e),
                 Err(stop) => stop,
             };
             let (at, epoch) = (self.epochs.len(), self.front_epoch(self.end));
@@ -238,10 +238,11 @@ impl LogFile {
                         Some(_) => self.strictly(|log| log.next_epoch(None)).err().unwrap_or(stop),
                         None => stop,
                     };
-                    if let SectorError::Damaged(e @ StoreError::Io { .. }) = stop {
-                        return Err(e);
-                    }
-                    match self.tail_of(stop)? {
+                    let tail = match stop {
+                        SectorError::Damaged(e) if e.is_of_system() => return Err(e),
+                        stop => self.tail_of(stop)?,
+                    };
+                    match tail {
                         Tail::Damaged(damage, epoch) => holes.push(Hole { at, damage, epoch }),
                         tail => self.tail = tail,
                     }
@@ -304,7 +305,7 @@ impl LogFile {
                         self.skipped = Some(gap.damage);
                     }
                 }
-                Err(SectorError::Damaged(e @ StoreError::Io { .. })) => return Err(e),
+                Err(SectorError::Damaged(e)) if e.is_of_system() => return Err(e),
                 Err(stop) => match self.next_epoch_start(self.end.sector + 1)? {
                     None => break self.tail_of(stop)?,
                     Some(later) => self.skip_damage(stop, later, &mut gap),
@@ -382,7 +383,7 @@ impl LogFile {
                     let sequence = sequence_of(data);
                     return Ok(Some(LogPosition { sector, sequence, digest: None }));
                 }
-                Err(SectorError::Damaged(e @ StoreError::Io { .. })) => return Err(e),
+                Err(SectorError::Damaged(e)) if e.is_of_system() => return Err(e),
                 Err(_) => {}
             }
         }

@@ -87,7 +87,7 @@ impl Manifest {
 impl Store {
     /// Returns the manifest; `None` if there is none, and so no epoch.
     pub(crate) fn manifest(&self) -> Result<Option<Manifest>, StoreError> {
-        let io = |e| self.io("reading", MANIFEST, e);
+        let io = |e| self.not_read("reading", MANIFEST, e);
         let file = match self.backend().open(MANIFEST) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
             other => other.map_err(io)?,
@@ -141,7 +141,7 @@ impl Store {
             Err(e) if is_media_error(&e) => Ok(None),
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => Ok(None),
-            Err(e) => Err(self.io("reading", name, e)),
+            Err(e) => Err(self.not_read("reading", name, e)),
         }
     }
 

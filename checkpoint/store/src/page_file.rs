@@ -50,7 +50,7 @@ impl PageReader {
     /// Opens the page file of `generation` to salvage what is left. Nothing in it has been checked.
     pub(crate) fn open_damaged(store: &Store, generation: u64) -> Result<Self, StoreError> {
         let name = pages_name(generation);
-        let file = store.backend().open(&name).map_err(|e| store.io("opening", &name, e))?;
+        let file = store.backend().open(&name).map_err(|e| store.not_read("opening", &name, e))?;
         let unreadable = Mutex::new(store.unreadable(true));
         Ok(Self { file, path: store.path(&name), unreadable: Some(unreadable) })
     }
@@ -64,7 +64,7 @@ impl PageReader {
     /// Opens the page file of `generation`, which must be of guest `vm_id`.
     pub(crate) fn open(store: &Store, generation: u64, vm_id: VmId) -> Result<Self, StoreError> {
         let name = pages_name(generation);
-        let file = store.backend().open(&name).map_err(|e| store.io("opening", &name, e))?;
+        let file = store.backend().open(&name).map_err(|e| store.not_read("opening", &name, e))?;
         let new = Self { file, path: store.path(&name), unreadable: None };
         new.check_header(generation, vm_id)?;
         Ok(new)
@@ -76,7 +76,7 @@ impl PageReader {
     pub(crate) fn open_locked(store: &Store, generation: u64) -> Result<Self, StoreError> {
         let name = pages_name(generation);
         let file = store.backend().open_for_writing(&name);
-        let file = file.map_err(|e| store.io("opening", &name, e))?;
+        let file = file.map_err(|e| store.not_read("opening", &name, e))?;
         let alone = file.lock_range(WRITER, RangeLock::Exclusive);
         match alone.map_err(|e| store.io("locking", &name, e))? {
             true => Ok(Self { file, path: store.path(&name), unreadable: None }),
@@ -113,7 +113,7 @@ impl PageReader {
     }
 
     fn io(&self, cause: io::Error) -> StoreError {
-        StoreError::Io { what: "reading", path: self.path.clone(), cause }
+        StoreError::not_read("reading", self.path.clone(), cause)
     }
 
     /// Returns the current number of slots of the file.

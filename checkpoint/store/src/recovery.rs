@@ -47,9 +47,9 @@ impl Committer {
         store.sync_dir()?;
         let name = log_name(manifest.files.log);
         let file = store.backend().open_for_writing(&name);
-        let file = file.map_err(|e| store.io("opening", &name, e))?;
+        let file = file.map_err(|e| store.not_read("opening", &name, e))?;
         let bytes = log.bytes();
-        if file.len().map_err(|e| store.io("reading", &name, e))? > bytes {
+        if file.len().map_err(|e| store.not_read("reading", &name, e))? > bytes {
             tracing::info!("{name}: discarding an unfinished checkpoint");
             file.truncate(bytes).map_err(|e| store.io("truncating", &name, e))?;
         }

@@ -323,7 +323,7 @@ impl Store {
     fn bytes_of(&self, files: Files) -> Result<u64, StoreError> {
         let len = |name: String| {
             let file = self.backend().open(&name);
-            file.and_then(|file| file.len()).map_err(|e| self.io("reading", &name, e))
+            file.and_then(|file| file.len()).map_err(|e| self.not_read("reading", &name, e))
         };
         Ok(len(log_name(files.log))? + len(pages_name(files.pages))?)
     }

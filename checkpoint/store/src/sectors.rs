@@ -252,7 +252,7 @@ impl Sectors {
     }
 
     fn io(&self, cause: io::Error) -> StoreError {
-        StoreError::Io { what: "reading", path: self.path.clone(), cause }
+        StoreError::not_read("reading", self.path.clone(), cause)
     }
 
     pub(crate) fn damaged(&self, offset: u64, damage: impl Into<Damage>) -> StoreError {
@@ -331,7 +331,7 @@ impl Sectors {
                 self.refresh()?;
                 return Err(SectorError::Unwritten(self.path.clone(), offset.min(self.len)));
             }
-            Err(StoreError::Io { cause, .. }) if is_media_error(&cause) => {
+            Err(StoreError::Unreadable { cause, .. }) => {
                 return Err(SectorError::Damaged(match self.unreadable.must_end() {
                     true => self.io(cause),
                     false => self.damaged(offset, self.unreadable.damage(number)),

@@ -114,7 +114,9 @@ impl Store {
         let there = self.backend.open(name).and_then(|there| there.identity());
         match (there, file.identity()) {
             (Ok(there), Ok(ours)) if there == ours => Ok(()),
-            (Err(e), _) if e.kind() != io::ErrorKind::NotFound => Err(self.io("opening", name, e)),
+            (Err(e), _) if e.kind() != io::ErrorKind::NotFound => {
+                Err(self.not_read("opening", name, e))
+            }
             _ => Err(StoreError::Replaced { file: self.path(name) }),
         }
     }
@@ -146,6 +148,11 @@ impl Store {
 
     pub(crate) fn io(&self, what: &'static str, name: &str, cause: io::Error) -> StoreError {
         StoreError::Io { what, path: self.path(name), cause }
+    }
+
+    /// Returns the error of opening or reading the manifest, a log or a page file.
+    pub(crate) fn not_read(&self, what: &'static str, name: &str, cause: io::Error) -> StoreError {
+        StoreError::not_read(what, self.path(name), cause)
     }
 
     pub(crate) fn io_dir(&self, what: &'static str, cause: io::Error) -> StoreError {

@@ -103,6 +103,6 @@ fn reader_out_of_time_reports_the_disk_error() {
     assert_eq!(store.epochs().unwrap().len(), 2);
     store.set_failed_read_limit(Duration::ZERO);
     let e = store.epochs().unwrap_err();
-    assert!(e.is_damage() && matches!(e, StoreError::Io { .. }), "{e}");
+    assert!(e.is_damage() && matches!(e, StoreError::Unreadable { .. }), "{e}");
     assert_eq!(store.survey().unwrap().sound, 2);
 }
