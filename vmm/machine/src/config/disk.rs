@@ -79,7 +79,7 @@ impl FromStr for DiskSpec {
 
     fn from_str(s: &str) -> Result<Self, SpecError> {
         if s.split(',').next().is_some_and(|o| !o.contains('=') && o.contains(['.', '/'])) {
-            return Err(SpecError::DiskPath(s.to_owned()));
+            return Err(SpecError::DiskPath { path: s.to_owned() });
         }
         let options = DISK.read(s)?;
         if let Some(value) = options.get("identity").filter(|value| *value != "any") {

@@ -74,8 +74,11 @@ pub enum SpecError {
         value: String,
     },
     /// A path was given where an option belongs.
-    #[error("a disk needs path=FILE: --disk path={0}")]
-    DiskPath(String),
+    #[error("a disk needs path=FILE: --disk path={path}")]
+    DiskPath {
+        /// The path.
+        path: String,
+    },
     /// The option's value is not one that it can have.
     #[error(transparent)]
     Value(#[from] ConfigError),

@@ -28,8 +28,11 @@ enum HandedOverError {
     )]
     Named,
     /// A file belongs to no device of the guest.
-    #[error("the file \"{0}\" belongs to no device of the guest")]
-    Unknown(String),
+    #[error("the file \"{name}\" belongs to no device of the guest")]
+    Unknown {
+        /// Name of the file.
+        name: String,
+    },
     /// A device has too few or too many files.
     #[error("\"{name}\" has {found} files, and needs {expected}")]
     Count {
@@ -110,7 +113,7 @@ pub(crate) fn opened_files(
     let is_known =
         |file: &&DeviceFile| devices.iter().any(|d| name_of(d).as_deref() == Some(file.name()));
     if let Some(file) = files.iter().find(|file| !is_known(file)) {
-        return Err(HandedOverError::Unknown(file.name().to_owned()).into());
+        return Err(HandedOverError::Unknown { name: file.name().to_owned() }.into());
     }
     for device in devices {
         let Some(name) = name_of(device) else { continue };

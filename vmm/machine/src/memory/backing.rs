@@ -68,7 +68,7 @@ impl FromStr for Backing {
         match s {
             "anon" => Ok(Self::Anon),
             "memfd" => Ok(Self::Memfd),
-            _ => Err(MemoryError::UnknownBacking(s.to_owned())),
+            _ => Err(MemoryError::UnknownBacking { name: s.to_owned() }),
         }
     }
 }
@@ -105,7 +105,7 @@ impl FromStr for HugePages {
     fn from_str(s: &str) -> Result<Self, MemoryError> {
         let all = [Self::None, Self::Thp, Self::Hugetlbfs];
         let found = all.into_iter().find(|h| h.to_string() == s);
-        found.ok_or_else(|| MemoryError::UnknownHugePages(s.to_owned()))
+        found.ok_or_else(|| MemoryError::UnknownHugePages { name: s.to_owned() })
     }
 }
 

@@ -61,11 +61,17 @@ pub enum MemoryError {
     #[error("no thread can be started for guest memory: {0}")]
     Pool(io::Error),
     /// There is no memory backing of this name.
-    #[error("unknown memory backing \"{0}\": use anon or memfd")]
-    UnknownBacking(String),
+    #[error("unknown memory backing \"{name}\": use anon or memfd")]
+    UnknownBacking {
+        /// The name, as it was given.
+        name: String,
+    },
     /// There are no huge pages of this name.
-    #[error("unknown kind of huge pages \"{0}\": use thp, hugetlbfs or none")]
-    UnknownHugePages(String),
+    #[error("unknown kind of huge pages \"{name}\": use thp, hugetlbfs or none")]
+    UnknownHugePages {
+        /// The name, as it was given.
+        name: String,
+    },
     /// A page of a restored guest cannot be fetched.
     #[error("{0}")]
     Lost(String),

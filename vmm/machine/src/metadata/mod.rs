@@ -8,4 +8,5 @@ mod token;
 
 pub use counters::MetadataCounts;
 pub(crate) use counters::count;
+pub(crate) use store::TokenError;
 pub use store::{MetadataError, MetadataStore};

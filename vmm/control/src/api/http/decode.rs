@@ -171,7 +171,8 @@ impl HttpDecoder {
                 DecoderState::Headers(mut head) => {
                     let from = self.begun.len();
                     let too_long = |line: &[u8]| {
-                        HeaderFault::TooLong(String::from_utf8_lossy(line).into_owned()).into()
+                        HeaderFault::TooLong { line: String::from_utf8_lossy(line).into_owned() }
+                            .into()
                     };
                     match self.line(too_long)? {
                         None => {
@@ -341,7 +342,7 @@ impl RequestHead {
         if dialect.is_firecracker() {
             std::str::from_utf8(line).map_err(HeaderFault::Characters)?;
         }
-        let format = || HeaderFault::Format(String::from_utf8_lossy(line).into_owned());
+        let format = || HeaderFault::Format { line: String::from_utf8_lossy(line).into_owned() };
         let colon = line.iter().position(|b| *b == b':').ok_or_else(format)?;
         let (name, value) = (&line[..colon], &line[colon + 1..]);
         let plain = String::from_utf8_lossy(value).into_owned();
@@ -370,7 +371,7 @@ impl RequestHead {
                 self.content_length = Some(length);
             }
             "transfer-encoding" if plain.trim_ascii() != "identity" => {
-                return Err(HttpFault::TransferCoding(plain.trim_ascii().to_owned()));
+                return Err(HttpFault::TransferCoding { value: plain.trim_ascii().to_owned() });
             }
             "expect" if plain.trim_ascii() == "100-continue" => {
                 self.expects_continue = self.is_1_1 || dialect.is_firecracker();

@@ -105,10 +105,10 @@ pub(super) enum HttpFault {
     )]
     HeadTooLarge,
     #[error(
-        "Invalid header. Reason: Unsupported value. Key:Transfer-Encoding; Value:{0}. Send \
+        "Invalid header. Reason: Unsupported value. Key:Transfer-Encoding; Value:{value}. Send \
          Content-Length instead."
     )]
-    TransferCoding(String),
+    TransferCoding { value: String },
     #[error("Invalid header. Reason: Content-Length is given twice with different values.")]
     TwoLengths,
     #[error("The {part} of the request did not come within {limit:?}.")]
@@ -120,10 +120,10 @@ impl HttpFault {
     pub(super) fn status(&self) -> StatusCode {
         match self {
             Self::PayloadTooLarge { .. } => StatusCode::PAYLOAD_TOO_LARGE,
-            Self::HeadTooLarge | Self::Header(HeaderFault::TooLong(_)) => {
+            Self::HeadTooLarge | Self::Header(HeaderFault::TooLong { .. }) => {
                 StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE
             }
-            Self::TransferCoding(_) => StatusCode::LENGTH_REQUIRED,
+            Self::TransferCoding { .. } => StatusCode::LENGTH_REQUIRED,
             Self::Late { .. } => StatusCode::REQUEST_TIMEOUT,
             _ => StatusCode::BAD_REQUEST,
         }
@@ -135,7 +135,7 @@ impl HttpFault {
     pub(super) fn ends_connection(&self) -> bool {
         match self {
             Self::HeadTooLarge
-            | Self::TransferCoding(_)
+            | Self::TransferCoding { .. }
             | Self::TwoLengths
             | Self::Late { .. }
             | Self::PayloadTooLarge { may_be_withheld: true, .. } => true,
@@ -152,13 +152,13 @@ impl HttpFault {
 /// The reason why a header is refused.
 #[derive(PartialEq, Eq, Debug, thiserror::Error)]
 pub(super) enum HeaderFault {
-    #[error("Header is incorrectly formatted. Key: {0}")]
-    Format(String),
+    #[error("Header is incorrectly formatted. Key: {line}")]
+    Format { line: String },
     #[error("Header contains invalid characters. Key: {0}")]
     Characters(Utf8Error),
     #[error("Invalid value. Key:{name}; Value:{value}")]
     Value { name: String, value: String },
     /// The line is longer than the dialect's limit.
-    #[error("Invalid content length. Header: {0}")]
-    TooLong(String),
+    #[error("Invalid content length. Header: {line}")]
+    TooLong { line: String },
 }

@@ -6,7 +6,7 @@ use httparse::{EMPTY_HEADER, Header, Request, Status};
 use serde_json::Value;
 
 use crate::config::{MetadataVersion, NetMetadata};
-use crate::metadata::{MetadataStore, count};
+use crate::metadata::{MetadataStore, TokenError, count};
 
 /// Most headers of a request.
 const MAX_HEADERS: usize = 64;
@@ -39,7 +39,7 @@ pub(super) struct Reply {
 }
 
 /// Why a request does not get a value.
-#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error)]
 enum ServiceFault {
     #[error("Invalid request.")]
     Malformed,
@@ -47,8 +47,8 @@ enum ServiceFault {
     Uri,
     #[error("Not allowed HTTP method.")]
     Method,
-    #[error("Resource not found: {0}.")]
-    NotFound(String),
+    #[error("Resource not found: {path}.")]
+    NotFound { path: String },
     #[error("Cannot retrieve value. The value has an unsupported type.")]
     Type,
     #[error(
@@ -63,19 +63,19 @@ enum ServiceFault {
          `X-aws-ec2-metadata-token-ttl-seconds` header to specify the token's lifetime."
     )]
     NoLifetime,
-    #[error("Invalid header. Reason: Invalid value. Key:{0}; Value:{1}")]
-    Lifetime(String, String),
-    #[error("Invalid header. Reason: Unsupported header name. Key: {0}")]
-    Forwarded(String),
-    #[error("{0}")]
-    Session(String),
+    #[error("Invalid header. Reason: Invalid value. Key:{name}; Value:{value}")]
+    Lifetime { name: String, value: String },
+    #[error("Invalid header. Reason: Unsupported header name. Key: {name}")]
+    Forwarded { name: String },
+    #[error(transparent)]
+    Session(#[from] TokenError),
 }
 
 impl ServiceFault {
     fn status(&self) -> u16 {
         match self {
             Self::NoToken | Self::InvalidToken => 401,
-            Self::NotFound(_) => 404,
+            Self::NotFound { .. } => 404,
             Self::Method => 405,
             Self::Type => 501,
             _ => 400,
@@ -223,7 +223,7 @@ fn value_at(path: &str, as_json: bool, store: &MetadataStore) -> Result<Served, 
         true => Ok(Served { media: JSON, ..Served::plain(value.to_string()) }),
         false => imds(value).map(Served::plain).ok_or(ServiceFault::Type),
     };
-    store.at(at, read).ok_or_else(|| ServiceFault::NotFound(path.to_owned()))?
+    store.at(at, read).ok_or_else(|| ServiceFault::NotFound { path: path.to_owned() })?
 }
 
 /// Returns a value as EC2's service writes it: an object as its keys, with `/` after those of
@@ -245,16 +245,15 @@ fn begin_session(
 ) -> Result<Served, ServiceFault> {
     // Requests through a proxy do not come from the guest itself.
     if let Some((name, _)) = find(headers, &["x-forwarded-for"]) {
-        return Err(ServiceFault::Forwarded(name.to_owned()));
+        return Err(ServiceFault::Forwarded { name: name.to_owned() });
     }
     if pointer(path) != TOKEN_PATH {
-        return Err(ServiceFault::NotFound(path.to_owned()));
+        return Err(ServiceFault::NotFound { path: path.to_owned() });
     }
     let (name, value) = find(headers, &LIFETIME_HEADERS).ok_or(ServiceFault::NoLifetime)?;
-    let lifetime_s =
-        value.parse().map_err(|_| ServiceFault::Lifetime(name.to_owned(), value.to_owned()))?;
-    let token = store.begin_session(lifetime_s, now);
-    let token = token.map_err(|e| ServiceFault::Session(e.to_string()))?;
+    let invalid = || ServiceFault::Lifetime { name: name.to_owned(), value: value.to_owned() };
+    let lifetime_s = value.parse().map_err(|_| invalid())?;
+    let token = store.begin_session(lifetime_s, now)?;
     Ok(Served { header: Some((name.to_owned(), lifetime_s)), ..Served::plain(token) })
 }
 
