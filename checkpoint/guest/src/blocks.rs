@@ -45,7 +45,9 @@ pub fn read_blocks(file: &File, bytes: u64, start: Gfn, to: &mut [u8]) -> io::Re
     file.read_exact_at(content, offset)
 }
 
-/// Upper bound on finding out where a drive has data: a file on hung storage never answers.
+/// Upper bound on finding out where a drive has data: a file on hung storage never answers. 20 s,
+/// chosen: the first search of a large file on a busy disk may take seconds; a checkpoint or
+/// migration waits for it, and the guest does not.
 const SEEK_TIME_LIMIT: Duration = Duration::from_secs(20);
 
 /// [`PAGE_SIZE`] as the length of a buffer.
@@ -53,7 +55,7 @@ pub const PAGE_BYTES: usize = PAGE_SIZE as usize;
 
 /// Maximum number of threads that may wait for the storage of drives. A thread on hung storage
 /// stays until the storage answers, and a checkpoint or migration that fails for that reason is
-/// tried again.
+/// tried again. 64, chosen: a few attempts for each of several hung disks, and little memory.
 const MAX_STORAGE_THREADS: usize = 64;
 
 /// Number of permits that are taken.

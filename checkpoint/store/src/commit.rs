@@ -23,9 +23,13 @@ use crate::names::{log_name, pages_name};
 use crate::records::Commit;
 use crate::sectors::LogPosition;
 
-/// Time for which a reader may keep epochs from being dropped before a warning is logged.
+/// Time for which a reader may keep epochs from being dropped before a warning is logged. 1 min,
+/// chosen: a usual restore has ended by then. The warning is logged once for each epoch that is
+/// read.
 const LONG_READ: Duration = Duration::from_secs(60);
-/// Maximum number of epochs that are dropped at one commit.
+/// Maximum number of epochs that are dropped at one commit, if the number to retain was lowered.
+/// 1,024, chosen: each costs a lock, and the commit is durable after all of them. The next commits
+/// drop the rest.
 const MAX_DROPPED: usize = 1024;
 
 /// An epoch that has become durable.

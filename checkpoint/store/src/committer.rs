@@ -19,9 +19,11 @@ use crate::sectors::LogPosition;
 use crate::store::Store;
 
 /// Default length that the log may reach before rotation, in bytes; see [`Bounds::log`]. The log is
-/// rotated only if it is also more than [`TIMES_NEEDED`] times as long as a new one would be.
+/// rotated only if it is also more than [`TIMES_NEEDED`] times as long as a new one would be. 16
+/// MiB, chosen: an opener reads the whole log.
 const LOG_BOUND: u64 = 16 << 20;
-/// See [`LOG_BOUND`].
+/// See [`LOG_BOUND`]. 3, chosen: a rotation writes a whole new log, so the log must have grown to a
+/// multiple of that; a larger number makes openers read longer logs.
 pub(crate) const TIMES_NEEDED: u64 = 3;
 
 /// Limits of the number of retained epochs and of the log's length.

@@ -19,6 +19,8 @@ use crate::store::Store;
 use crate::unreadable::UnreadableUnits;
 
 /// Limits of the file's growth in slots: 1 MiB and 256 MiB. Within these, it grows by an eighth.
+/// Chosen: smaller steps cost a call to the file system for every few epochs; larger ones take
+/// space that other files of a shared disk could use.
 const MIN_GROWTH: u32 = 256;
 const MAX_GROWTH: u32 = 1 << 16;
 /// Byte that the writer locks: no epoch has that number.

@@ -28,9 +28,13 @@ use crate::report::ms;
 /// Time until the first pass, in which the destination builds a machine. An upper bound: whole
 /// migrations of guests that send little take 21 and 25 ms in `docs/src/performance/migration.md`.
 const SETUP_TIME: Duration = Duration::from_millis(25);
-/// Time from a pass's last byte to the next pass: acknowledgement and drain. Assumed.
+/// Time from a pass's last byte to the next pass: acknowledgement and drain. 1 ms, chosen: a round
+/// trip within a site, and some time for the drain. Each pass of a forecast is wrong by as much as
+/// this is.
 const PASS_OVERHEAD: Duration = Duration::from_millis(1);
-/// Time from the judgement to the pause, in which the hand-over record becomes durable. Assumed.
+/// Time from the judgement to the pause, in which the hand-over record becomes durable. 3 ms,
+/// chosen: two syncs of a disk with flash memory. What the guest writes meanwhile is sent in the
+/// pause.
 const RECORD_OVERHEAD: Duration = Duration::from_millis(3);
 /// Part of the downtime that does not depend on the pending frames: pause, state, hand-over,
 /// resume. An upper bound for most guests: the median downtimes in

@@ -15,8 +15,10 @@ use tokio::runtime::{Builder, Runtime};
 
 use super::error::StepError;
 
-/// Limit for any single operation.
+/// Limit for any single operation. 15 s, chosen: a busy host may need seconds.
 pub(super) const TIMEOUT: Duration = Duration::from_secs(15);
+/// Interval of the checks. 2 ms, chosen: the demo prints durations in milliseconds, and must not
+/// add many to them.
 const POLL: Duration = Duration::from_millis(2);
 
 /// A process of this binary that has, or will have, the guest.

@@ -8,8 +8,10 @@ use parking_lot::Mutex;
 use tracing::Metadata;
 use tracing::callsite::Identifier;
 
-/// Largest number of lines of one call site in one [`INTERVAL`]. Both values are Firecracker's.
+/// Largest number of lines of one call site in one [`INTERVAL`]. Both values are Firecracker's,
+/// whose users size their logs by them.
 const MOST: u32 = 10;
+/// See [`MOST`].
 const INTERVAL: Duration = Duration::from_secs(5);
 
 /// The modules whose lines a guest can cause.
