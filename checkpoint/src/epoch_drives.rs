@@ -61,7 +61,7 @@ impl EpochDrives {
         for (object, head) in (1..).zip(drives) {
             let refused = |cause| EpochFailure::DriveRefused { drive: head.clone(), cause };
             let drive = present.iter().find(|drive| drive.head() == *head);
-            let drive = drive.ok_or_else(|| refused(DriveRefusal::Gone))?;
+            let drive = drive.ok_or_else(|| refused(DriveRefusal::Detached))?;
             let copy_before_write = drive.copy_before_write();
             let copy_before_write =
                 copy_before_write.ok_or_else(|| refused(DriveRefusal::NoCopyBeforeWrite))?;

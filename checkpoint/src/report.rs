@@ -164,7 +164,7 @@ pub enum EpochFailure {
 pub enum DriveRefusal {
     /// It was detached, or replaced.
     #[error("the guest does not have it any more")]
-    Gone,
+    Detached,
     /// Its device cannot save blocks before it overwrites them.
     #[error("it has no copy-before-write")]
     NoCopyBeforeWrite,

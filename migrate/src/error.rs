@@ -243,7 +243,7 @@ pub enum LocalConflict {
     /// Descriptors do not travel to this address.
     #[error(
         "--local hands the guest over to another process of this host, which {to} does not name: \
-         give the unix:PATH of a receiver here, or leave --local out"
+         give the unix:PATH of a receiver here, or remove --local"
     )]
     Address {
         /// The address as given.
@@ -263,7 +263,7 @@ pub enum LocalConflict {
     /// An option that is about copying or about other hosts.
     #[error(
         "--local hands memory and disks over as they are, on this host, so {option} has no use: \
-         leave one of the two out"
+         remove one of the two options"
     )]
     Option {
         /// The option.

@@ -345,7 +345,7 @@ impl ListenerState {
         }
         wire.send(&WireMessage::Ready { site: self.session.site(), secret })?;
         wire.stream_mut().set_deadline(None);
-        // If the receiving thread is gone, the migration is over.
+        // If the receiving thread has ended, so has the migration.
         drop(self.incoming.send(Incoming::Joined(token, Box::new(wire))));
         Ok(())
     }
@@ -353,7 +353,7 @@ impl ListenerState {
     /// Reports that a source's connection ended between HELLO and CONFIG.
     fn left(&self, peer: String, cause: WireError) {
         match self.session.vacant() {
-            // If the receiving thread is gone, no source is awaited.
+            // If the receiving thread has ended, no source is awaited.
             Ok(()) => drop(self.incoming.send(Incoming::Left { peer, cause })),
             Err(_) => log_early_leave(&self.control, &peer, &cause),
         }

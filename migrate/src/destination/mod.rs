@@ -1,7 +1,7 @@
 //! The destination of a migration: `receive` and its phases.
 //!
 //! The caller's thread owns the connection and the guest that is being built. The guest runs only
-//! with a permit of the state machine (`protocol::two_phase`), which needs a decision that stands.
+//! with a permit of the state machine (`protocol::two_phase`), which needs a recorded decision.
 
 mod admission;
 mod building;

@@ -364,7 +364,7 @@ impl Migration {
 
     fn store(&mut self, records: &Records, decision: Decision) -> DestinationEvent {
         if self.by == DecidedBy::Claim {
-            return DestinationEvent::Stands(decision);
+            return DestinationEvent::Recorded(decision);
         }
         let staged = self.staged.take_if(|_| decision == Decision::Committed);
         let stored = match (decision, self.placed, staged) {
@@ -379,9 +379,9 @@ impl Migration {
             _ => records.decide(self.token, Some(self.vm_id), decision),
         };
         match stored {
-            Ok(stands) => {
-                self.placed |= (decision, stands) == (Decision::Committed, Decision::Committed);
-                DestinationEvent::Stands(stands)
+            Ok(recorded) => {
+                self.placed |= (decision, recorded) == (Decision::Committed, Decision::Committed);
+                DestinationEvent::Recorded(recorded)
             }
             Err(e) => {
                 tracing::error!(token = %self.token, ?decision, "the decision is not durable: {e}");

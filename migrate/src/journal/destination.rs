@@ -79,7 +79,7 @@ impl Records {
         Ok(record.map(|r| r.decision))
     }
 
-    /// Decides about a token durably, unless a decision exists. Returns the decision that stands.
+    /// Decides about a token durably, unless a decision exists. Returns the recorded decision.
     pub(crate) fn decide(
         &self,
         token: Token,
@@ -105,8 +105,8 @@ impl Records {
     /// Decides as [`decide`](Self::decide), with a staged decision.
     pub(crate) fn decide_by(&self, staged: StagedDecision) -> Result<Decision, RecordsError> {
         let (path, decision) = (self.decision_path(staged.token), staged.decision);
-        if let Some(stands) = self.link(staged)? {
-            return Ok(stands);
+        if let Some(recorded) = self.link(staged)? {
+            return Ok(recorded);
         }
         self.keep_decision(&path, decision, sync_dir(&self.dir)).map_err(failed("write", &path))
     }
@@ -136,8 +136,8 @@ impl Records {
                 // The other process may not have synced its file yet, and an answer that depends
                 // on it must survive a crash.
                 sync_dir(&self.dir).map_err(failed("read", &path))?;
-                let stands = self.decision(token)?;
-                stands
+                let recorded = self.decision(token)?;
+                recorded
                     .ok_or_else(|| failed("read", &path)(io::ErrorKind::NotFound.into()))
                     .map(Some)
             }

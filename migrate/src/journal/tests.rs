@@ -1,4 +1,4 @@
-//! Records of hand-overs: the first decision stands, removals are ordered, dead processes are
+//! Records of hand-overs: the first decision is final, removals are ordered, dead processes are
 //! swept.
 
 use std::fs;
@@ -54,7 +54,7 @@ fn oversized_site_is_refused() {
 }
 
 #[test]
-fn the_first_decision_stands() {
+fn the_first_decision_is_final() {
     let dir = tempfile::tempdir().unwrap();
     let (a, b) = (Records::open(dir.path()).unwrap(), Records::open(dir.path()).unwrap());
     assert_eq!(a.site(), b.site());
@@ -89,8 +89,8 @@ fn prepared_guest_is_committed_after_a_reboot() {
     let token = Token::random();
     let prepared = records.prepare(token, vm, secret()).unwrap();
     let staged = records.stage(token, Some(vm), Decision::Committed).unwrap();
-    let stands = records.decide_prepared(staged, &prepared).unwrap();
-    assert_eq!(stands, Decision::Committed);
+    let recorded = records.decide_prepared(staged, &prepared).unwrap();
+    assert_eq!(recorded, Decision::Committed);
     assert_eq!(later.decide_unknown(token).unwrap(), Decision::Committed);
     // The decision was lost with the boot.
     fs::remove_file(records.decision_path(token)).unwrap();
@@ -101,8 +101,8 @@ fn prepared_guest_is_committed_after_a_reboot() {
     // In the same boot no decision can be lost: the guest did not run, and never will.
     assert_eq!(records.decide_unknown(token).unwrap(), Decision::Discarded);
     let staged = records.stage(token, Some(vm), Decision::Committed).unwrap();
-    let stands = records.decide_prepared(staged, &prepared).unwrap();
-    assert_eq!(stands, Decision::Discarded);
+    let recorded = records.decide_prepared(staged, &prepared).unwrap();
+    assert_eq!(recorded, Decision::Discarded);
     assert_eq!(later.decide_unknown(token).unwrap(), Decision::Discarded);
     records.forget_decision(token, Some(prepared)).unwrap();
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "the site alone");
@@ -157,9 +157,9 @@ fn sweep_keeps_prepared_records_that_are_needed() {
     records.decide(decided, Some(vm), Decision::Committed).unwrap();
     fs::write(records.prepared_path(Token::random()), "{").unwrap();
     swept(&dir);
-    let stands = |token| records.prepared_path(token).exists();
+    let is_prepared = |token| records.prepared_path(token).exists();
     assert_eq!(
-        [lives, died, decided, rebooted].map(stands),
+        [lives, died, decided, rebooted].map(is_prepared),
         [true, false, false, true],
         "of a living process, a dead one, one that had decided, and one of another boot"
     );
@@ -167,7 +167,7 @@ fn sweep_keeps_prepared_records_that_are_needed() {
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 5, "a file that is no record stays");
     drop(living);
     swept(&dir);
-    assert!(!stands(lives));
+    assert!(!is_prepared(lives));
 }
 
 #[test]

@@ -17,7 +17,7 @@ use super::record::CommittedRecord;
 use super::switch_over::{DeferredDrop, PreparedMigration};
 use crate::control::Phase;
 use crate::error::Cause;
-use crate::protocol::decision::{Resolution, Verdict};
+use crate::protocol::decision::Verdict;
 use crate::protocol::error::WireError;
 use crate::protocol::ids::Secret;
 use crate::protocol::message::{Counts, Purpose, WireMessage};
@@ -64,35 +64,68 @@ struct SendTimes {
 }
 
 /// What is known of the migration since COMMIT was sent.
-#[derive(Default)]
-struct AfterCommit {
-    /// When the destination took the guest over, if it has said so.
-    ran_at: Option<Instant>,
-    /// Why COMMIT was not answered.
-    unanswered: Option<Box<WireError>>,
-    /// The last answer to a question, or why there was none. Initially describes `unanswered`.
-    doubt: Option<String>,
-    resolved: Option<Resolution>,
+enum AfterCommit {
+    /// COMMIT is being sent, or was answered. No question was asked.
+    Sent {
+        /// When the destination took the guest over, if it has said so.
+        ran_at: Option<Instant>,
+    },
+    /// The answer is missing, or leaves open which host has the guest.
+    InDoubt {
+        /// Why COMMIT was not answered.
+        unanswered: Option<Box<WireError>>,
+        /// The last answer to a question, or why there was none. Initially describes `unanswered`.
+        doubt: String,
+    },
+    /// The operator has resolved the migration.
+    Resolved,
 }
 
 impl AfterCommit {
+    /// Records the answer to a question, or why there was none.
+    fn set_doubt(&mut self, doubt: String) {
+        let unanswered = match self {
+            Self::InDoubt { unanswered, .. } => unanswered.take(),
+            Self::Sent { .. } | Self::Resolved => None,
+        };
+        *self = Self::InDoubt { unanswered, doubt };
+    }
+
+    fn doubt(&self) -> Option<&str> {
+        match self {
+            Self::InDoubt { doubt, .. } => Some(doubt),
+            Self::Sent { .. } | Self::Resolved => None,
+        }
+    }
+
+    /// Returns when the destination took the guest over, if that is known.
+    fn ran_at(&self) -> Option<Instant> {
+        match self {
+            Self::Sent { ran_at } => *ran_at,
+            Self::InDoubt { .. } | Self::Resolved => None,
+        }
+    }
+
     /// Returns why the guest is resumed here.
     fn cause(self) -> Cause {
-        match self.resolved {
-            Some(_) => Cause::ResolvedRun,
-            None => Cause::Discarded { unanswered: self.unanswered },
+        match self {
+            Self::Resolved => Cause::ResolvedRun,
+            Self::InDoubt { unanswered, .. } => Cause::Discarded { unanswered },
+            Self::Sent { .. } => Cause::Discarded { unanswered: None },
         }
     }
 
     /// Returns the status of the migration to `to`, after which the guest ends here, and why it
     /// ends.
     fn end(&self, to: &str) -> (SendStatus, String) {
-        match self.resolved {
-            Some(_) => {
+        match self {
+            Self::Resolved => {
                 let why = format!("the operator discarded it: its move to {to} was in doubt");
                 (SendStatus::ResolvedDiscarded, why)
             }
-            None => (SendStatus::Completed, format!("it has moved to {to}")),
+            Self::Sent { .. } | Self::InDoubt { .. } => {
+                (SendStatus::Completed, format!("it has moved to {to}"))
+            }
         }
     }
 }
@@ -144,7 +177,7 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
         } = committed;
         let mut deferred = Some(deferred);
         let mut sent_bytes = channels.sent_bytes();
-        let mut known = AfterCommit::default();
+        let mut known = AfterCommit::Sent { ran_at: None };
         loop {
             let event = match order {
                 SourceOrder::Commit => {
@@ -159,7 +192,7 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
                     match self.decided_by_claim() {
                         Some(verdict) => SourceEvent::Answer(verdict),
                         None => {
-                            self.show_doubt(known.doubt.as_deref());
+                            self.show_doubt(known.doubt());
                             self.ask(record.question(), &mut channels.first, &mut known)
                         }
                     }
@@ -172,7 +205,7 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
                 }
                 SourceOrder::End(permit) => {
                     // Measured before the guest ends, which takes time.
-                    let times = self.times(paused_at, known.ran_at);
+                    let times = self.times(paused_at, known.ran_at());
                     let (status, why) = known.end(self.to);
                     committed_guest.end(permit, &why);
                     self.forget(record, &mut channels.first);
@@ -208,7 +241,8 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
                         None => waited.saturating_sub(waited.saturating_sub(took) / 2),
                     };
                     // A wrong figure of the peer cannot exceed the time that this side has waited.
-                    known.ran_at = Some(sent_at + until_resumed.min(waited));
+                    let ran_at = Some(sent_at + until_resumed.min(waited));
+                    *known = AfterCommit::Sent { ran_at };
                     Ok(SourceEvent::Running)
                 }
                 WireMessage::Answer { token, verdict } => {
@@ -219,8 +253,8 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
             }
         })();
         answer.unwrap_or_else(|e: WireError| {
-            known.doubt = Some(e.to_string());
-            known.unanswered = Some(e.into());
+            let doubt = e.to_string();
+            *known = AfterCommit::InDoubt { unanswered: Some(e.into()), doubt };
             // Closed, so that a destination that has not read COMMIT yet does not wait for it.
             wire.stream().close();
             SourceEvent::Lost
@@ -275,13 +309,13 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
         if let Some(how) = wait::sleep_until(next, || self.control.resolution()) {
             let vm = self.guest.vm_id();
             tracing::warn!(%vm, token = %self.token, ?how, "resolved by the operator");
-            known.resolved = Some(how);
+            *known = AfterCommit::Resolved;
             return SourceEvent::Operator(how);
         }
         if self.options.local {
             // Read again by the caller.
             let doubt = "its process has taken the guest, and has not confirmed that it runs";
-            known.doubt = Some(doubt.to_owned());
+            known.set_doubt(doubt.to_owned());
             return SourceEvent::Lost;
         }
         let (verdict, asked) = match self.query(question) {
@@ -290,7 +324,7 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
                 // If the operator's resolution has interrupted the question, the next call returns
                 // it.
                 if self.control.resolution().is_none() {
-                    known.doubt = Some(e.to_string());
+                    known.set_doubt(e.to_string());
                 }
                 return SourceEvent::Lost;
             }
@@ -307,7 +341,7 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
                 return SourceEvent::Answer(verdict);
             }
         };
-        known.doubt = Some(doubt.to_owned());
+        known.set_doubt(doubt.to_owned());
         SourceEvent::Answer(verdict)
     }
 

@@ -1,17 +1,17 @@
 //! The destination's state machine.
 //!
 //! ```text
-//! Assembling --Restored--> Prepared --Commit--> Deciding -stands: committed-> Committed -> Running
-//!     |                     |    |                 |  |                           |
-//!   Failed            Aborted  Failed     NotStored  stands: discarded        NotResumed
-//!     v                     v    v                 |  v                           |
-//!  Dropped <----------------+  Discarding <--------+  Discarded <---stored--- Discarding
+//! Assembling --Restored--> Prepared --Commit--> Deciding --recorded: run--> Committed -> Running
+//!     |                     |    |                 |  |                         |
+//!   Failed            Aborted  Failed     NotStored  recorded: discard      NotResumed
+//!     v                     v    v                 |  v                         |
+//!  Dropped <----------------+  Discarding <--------+  Discarded <-recorded- Discarding
 //! ```
 
 use crate::protocol::decision::{Decision, Verdict};
 
 /// State of the destination. The guest may run only in `Running`, which only `Committed` leads to.
-/// `Committed` needs a decision that stands: every process of the host finds it, and either it is
+/// `Committed` needs a recorded decision: every process of the host finds it, and either it is
 /// durable or a durable prepared record answers in its place. If memory is shared, the claim takes
 /// the place of both.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -22,7 +22,7 @@ pub(crate) enum Destination {
     Prepared,
     /// COMMIT has arrived; the decision is being made.
     Deciding,
-    /// The decision to run stands.
+    /// The decision to run is recorded.
     Committed,
     /// The guest has been taken over. Final.
     Running,
@@ -45,8 +45,8 @@ pub(crate) enum DestinationEvent {
     Aborted,
     /// A failure: a lost connection, a deadline, a cancel, a wrong message.
     Failed,
-    /// A decision stands, made by this process or by another one of this site.
-    Stands(Decision),
+    /// A decision is recorded, made by this process or by another one of this site.
+    Recorded(Decision),
     /// Storing the decision failed.
     NotStored,
     /// The guest was taken over.
@@ -95,10 +95,10 @@ impl Destination {
             // asks.
             (Self::Prepared, E::Aborted) => (Self::Dropped, O::Drop),
             (Self::Prepared, E::Failed) => (Self::Discarding, O::StoreDiscarded),
-            (Self::Deciding, E::Stands(Decision::Committed)) => {
+            (Self::Deciding, E::Recorded(Decision::Committed)) => {
                 (Self::Committed, O::TakeOver(MayRun(())))
             }
-            (Self::Deciding | Self::Discarding, E::Stands(Decision::Discarded)) => {
+            (Self::Deciding | Self::Discarding, E::Recorded(Decision::Discarded)) => {
                 (Self::Discarded, O::SayDiscarded)
             }
             (Self::Deciding, E::NotStored) => (Self::Discarding, O::StoreDiscarded),

@@ -38,6 +38,6 @@ pub enum NoProcessLine {
     #[error("its state directory is not UTF-8")]
     StateDirectory,
     /// The working directory no longer exists.
-    #[error("its working directory is gone")]
+    #[error("its working directory was removed")]
     WorkingDirectory,
 }

@@ -279,10 +279,10 @@ impl ModelState {
                 answered(self.clone(), Decision::Committed)
             }
             (Read::Undecided, _) => reads(Read::Never),
-            // The link fails if another decision stands.
-            (Read::Never, stands) => {
-                let stands = stands.unwrap_or(Decision::Discarded);
-                answered(Self { disk: Some(stands), durable: true, ..self.clone() }, stands)
+            // The link fails if another decision is recorded.
+            (Read::Never, recorded) => {
+                let recorded = recorded.unwrap_or(Decision::Discarded);
+                answered(Self { disk: Some(recorded), durable: true, ..self.clone() }, recorded)
             }
         }
     }
@@ -291,18 +291,18 @@ impl ModelState {
     pub(super) fn stored(&self, decision: Decision) -> (Self, DestinationEvent) {
         let mut w = self.clone();
         if w.claim.is_some() {
-            return (w, DestinationEvent::Stands(decision));
+            return (w, DestinationEvent::Recorded(decision));
         }
         if decision == Decision::Discarded && w.placed {
             (w.disk, w.durable) = (Some(Decision::Discarded), true);
-            return (w, DestinationEvent::Stands(Decision::Discarded));
+            return (w, DestinationEvent::Recorded(Decision::Discarded));
         }
         // If the prepared record names a boot, `committed` is made durable after the guest runs.
         let waits = w.disk.is_some() || decision == Decision::Discarded || !w.names_boot;
-        let stands = *w.disk.get_or_insert(decision);
+        let recorded = *w.disk.get_or_insert(decision);
         w.durable = waits;
-        w.placed |= (decision, stands) == (Decision::Committed, Decision::Committed);
-        (w, DestinationEvent::Stands(stands))
+        w.placed |= (decision, recorded) == (Decision::Committed, Decision::Committed);
+        (w, DestinationEvent::Recorded(recorded))
     }
 
     /// Checks I7 and its consequences.
