@@ -51,24 +51,8 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
     options.check_protection(&listener).map_err(Failure::error)?;
     let address = listener.address().to_owned();
     let control = ReceiveControl::new();
-    let give_up = control.clone();
-    let watched = control.clone();
-    let arriving = move || {
-        let progress = watched.progress();
-        Arriving { reason: receiving_line(&progress), progress }
-    };
-    // Until COMMIT the guest can be refused. If the source has received PREPARED, the refusal is
-    // made durable first. From COMMIT on this host owns the guest (I7).
     let stopped = Arc::new(OnceLock::new());
-    let reason = stopped.clone();
-    let app = App::waiting(arriving, move |why| {
-        let _ = reason.set(stop_reason(why));
-        if give_up.cancel().is_err() {
-            return false;
-        }
-        end_in_bounded_time(0, NOT_RECEIVED);
-        true
-    });
+    let app = waiting_app(&control, &stopped);
     app.set_process_line(process_line(&args.host));
     let server = Server::start(listeners, app.clone())?;
     // From here on the server handles signals, which a reader of this message may send.
@@ -96,6 +80,27 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
         print_json(&report)?;
     }
     run_to_end(vm, jobs, server, None)
+}
+
+/// Creates the API of a process whose guest has not arrived yet. Sets `stopped` to the reason why
+/// the process is stopped before that.
+fn waiting_app(control: &Arc<ReceiveControl>, stopped: &Arc<OnceLock<String>>) -> Arc<App> {
+    let watched = control.clone();
+    let arriving = move || {
+        let progress = watched.progress();
+        Arriving { reason: receiving_line(&progress), progress }
+    };
+    // Until COMMIT the guest can be refused. If the source has received PREPARED, the refusal is
+    // made durable first. From COMMIT on this host owns the guest (I7).
+    let (give_up, stopped) = (control.clone(), stopped.clone());
+    App::waiting(arriving, move |why| {
+        let _ = stopped.set(stop_reason(why));
+        if give_up.cancel().is_err() {
+            return false;
+        }
+        end_in_bounded_time(0, NOT_RECEIVED);
+        true
+    })
 }
 
 fn print_arrival(report: &ReceiveReport) {

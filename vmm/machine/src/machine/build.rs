@@ -29,7 +29,7 @@ use crate::devices::{
 };
 use crate::kvm::{Capabilities, KvmVm, register_kick_handler};
 use crate::measure::MeasureOptions;
-use crate::memory::{Memory, PageHandlerSocket, PrivateFile};
+use crate::memory::{Memory, MemoryError, MemoryOptions, PageHandlerSocket, PrivateFile};
 use crate::vcpu::cpuid::Topology;
 use crate::vcpu::{StateContext, TemplateLack, cpu_compat, cpuid, msrs, template, tsc};
 
@@ -87,7 +87,7 @@ struct MachineParts {
     devices: DeviceSet,
     /// Whether the machine has acquired what only one host may have.
     acquired: bool,
-    serial_thread: SerialOutputThread,
+    serial: SerialOutputThread,
 }
 
 impl KvmMachine {
@@ -136,24 +136,15 @@ impl KvmMachine {
         register_kick_handler().map_err(MachineError::system("installing a signal handler"))?;
         step("memory")?;
         let is_new = matches!(contents, FirstContents::Boot);
-        let memory = Arc::new(match contents {
-            FirstContents::File(file) => Memory::of_file(config.mem_bytes, &host.memory, &file)?,
-            FirstContents::Handler(handler) => {
-                Memory::of_handler(config.mem_bytes, &host.memory, handler)?
-            }
-            FirstContents::Shared(shared) => {
-                Memory::shared(config.mem_bytes, &host.memory, &shared)?
-            }
-            _ if measured.sparse => Memory::sparse(config.mem_bytes, &host.memory)?,
-            _ => Memory::new(config.mem_bytes, &host.memory)?,
-        });
+        let memory = create_memory(contents, config.mem_bytes, &host.memory, measured.sparse)?;
+        let memory = Arc::new(memory);
         step("kernel")?;
         let boot = || boot::load(&config, host, &memory, &placements(config.devices.len()));
         let entry = is_new.then(boot).transpose()?;
         if let Some(before_devices) = before_devices {
             before_devices().map_err(MachineError::system("restricting the process"))?;
         }
-        let (sink, serial_thread) = open_serial_output(&host.serial, host.serial_limit)?;
+        let (sink, serial) = open_serial_output(&host.serial, host.serial_limit)?;
         let devices = devices(&config, &memory, vm_id, is_new)?;
         devices.note_disks(&mut config.devices);
 
@@ -185,8 +176,7 @@ impl KvmMachine {
         devices.connect(&vm).map_err(MachineError::system("connecting virtio devices"))?;
         // A new guest locks its disks before it runs; an arriving guest locks them on `acquire`.
         let acquired = is_new || config.devices.is_empty();
-        let parts =
-            MachineParts { vm, vcpus, tracking, context, com1, devices, acquired, serial_thread };
+        let parts = MachineParts { vm, vcpus, tracking, context, com1, devices, acquired, serial };
         Self::start(vm_id, config, host, parts)
     }
 
@@ -197,8 +187,7 @@ impl KvmMachine {
         host: &HostConfig,
         parts: MachineParts,
     ) -> Result<Arc<Self>, MachineError> {
-        let MachineParts { vm, vcpus, tracking, context, com1, devices, acquired, serial_thread } =
-            parts;
+        let MachineParts { vm, vcpus, tracking, context, com1, devices, acquired, serial } = parts;
         let DirtyTracking { source, ring_full } = tracking;
         let (drives, sources) = (devices.drives().to_vec(), devices.sources().to_vec());
         let (stats_handles, balloon) =
@@ -210,20 +199,16 @@ impl KvmMachine {
         // A restored guest's state says whether it has one.
         bus.set_keyboard(host.keyboard.then(Keyboard::default));
         let collector_inbox = collector::inbox();
-        let (to_collector, status) =
-            (collector_inbox.0.clone(), Arc::new(MachineStatus::new(acquired)));
+        let status = Arc::new(MachineStatus::new(acquired));
         let (requests, inbox) = actor::inbox("the supervisor");
         let end = EndReporter { status: status.clone(), supervisor: requests.clone() };
-        let peer = || Peer { end: end.clone(), collector: to_collector.clone() };
+        let peer = || Peer { end: end.clone(), collector: collector_inbox.0.clone() };
         // If a step fails from here on, dropping these joins the vCPU threads, whichever value owns
         // them by then.
         let handles = start_vcpus(vcpus.into_iter().zip(ring_full), &vm, &bus, &context, peer)?;
         let counters = handles.iter().map(|h| h.counters.clone()).collect();
         let throttles = handles.iter().map(VcpuHandle::throttle).collect();
-        let input = match &host.serial {
-            SerialSink::Stdio => Some(SerialInput::new(&bus)),
-            SerialSink::Null | SerialSink::File(_) => None,
-        };
+        let input = serial_input(&host.serial, &bus);
         #[cfg(test)]
         let shared_bus = bus.clone();
         let supervisor =
@@ -249,13 +234,42 @@ impl KvmMachine {
             #[cfg(test)]
             bus: shared_bus,
             input,
-            serial: serial_thread,
+            serial,
         };
         machine.collector =
             start_collector(&vm, source, &machine.config, throttles, collector_inbox)?;
-        let watched = machine.memory.watch_handler(Box::new(machine.memory_owner()));
-        watched.map_err(MachineError::system("watching the page handler"))?;
+        machine.watch_handler()?;
         Ok(Arc::new(machine))
+    }
+
+    /// Watches the page handler, if there is one: the guest ends if a page is lost.
+    fn watch_handler(&self) -> Result<(), MachineError> {
+        let watched = self.memory.watch_handler(Box::new(self.memory_owner()));
+        watched.map_err(MachineError::system("watching the page handler"))
+    }
+}
+
+/// Creates guest memory of `bytes` with its first contents. Boot information and state come later.
+fn create_memory(
+    contents: FirstContents,
+    bytes: u64,
+    options: &MemoryOptions,
+    sparse: bool,
+) -> Result<Memory, MemoryError> {
+    match contents {
+        FirstContents::File(file) => Memory::of_file(bytes, options, &file),
+        FirstContents::Handler(handler) => Memory::of_handler(bytes, options, handler),
+        FirstContents::Shared(shared) => Memory::shared(bytes, options, &shared),
+        FirstContents::Boot | FirstContents::Zeros if sparse => Memory::sparse(bytes, options),
+        FirstContents::Boot | FirstContents::Zeros => Memory::new(bytes, options),
+    }
+}
+
+/// Returns the input of a serial port that is on the terminal.
+fn serial_input(sink: &SerialSink, bus: &Arc<Bus>) -> Option<SerialInput> {
+    match sink {
+        SerialSink::Stdio => Some(SerialInput::new(bus)),
+        SerialSink::Null | SerialSink::File(_) => None,
     }
 }
 

@@ -1,6 +1,7 @@
 //! All virtio devices of a machine: built from its configuration, connected to KVM, and paused,
 //! saved and handed over together.
 
+mod create;
 #[cfg(test)]
 mod tests;
 
@@ -13,27 +14,21 @@ use std::time::{Duration, Instant};
 use driftline_guest::{MAX_QUEUED_PACKET_BYTES, NextHost, VmId};
 use kvm_ioctls::IoEventAddress;
 
-use super::balloon::{self, BalloonControl};
+use super::balloon::BalloonControl;
 use super::block::{
-    BlockDevice, CurrentFlusher, DiskError, DiskFileControl, DriveSource, ExchangeParts,
-    FileIdentity, flush_all,
+    CurrentFlusher, DiskError, DiskFileControl, DriveSource, FileIdentity, flush_all,
 };
 use super::counts::MachineCounters;
 use super::error::DeviceError;
-use super::net::Net;
 use super::opener::Opener;
 use super::placement::{device_at, placement};
-use super::rng::Rng;
 use super::stats::StatsHandle;
 use super::virtio::{
-    Completion, Device, PendingRequest, PendingRestore, QueuedPacketsError, REPLY_GRACE,
-    RateLimitControl, RequestError, Transport, VirtioState,
+    Completion, PendingRequest, PendingRestore, QueuedPacketsError, REPLY_GRACE, RateLimitControl,
+    RequestError, Transport, VirtioState,
 };
-use super::vsock::Vsock;
 use crate::codec;
-use crate::config::{
-    DeviceConfig, DiskConfig, DiskEngine, DiskIdentity, HostConfig, MachineConfig, disks_mut,
-};
+use crate::config::{DeviceConfig, DiskIdentity, HostConfig, MachineConfig, disks_mut};
 use crate::fail_point;
 use crate::kvm::KvmVm;
 use crate::memory::{Memory, ProtectedFrames};
@@ -173,97 +168,6 @@ impl DeviceSet {
             set.devices.push(device);
         }
         Ok(set)
-    }
-
-    /// Creates a device. A disk's `exchange` parts are set.
-    fn create(
-        &mut self,
-        device: &DeviceConfig,
-        vcpus: u8,
-        guest: VmId,
-        host: &HostConfig,
-        exchange: &mut Option<ExchangeParts>,
-    ) -> Result<Box<dyn Device>, DeviceError> {
-        let system = |cause| DeviceError::System { id: device.id().to_owned(), cause };
-        Ok(match device {
-            DeviceConfig::Disk(disk) => {
-                let opened = host.opened.disk(&disk.id);
-                let mut block = BlockDevice::open(disk, vcpus, guest, opened)?;
-                let engine = opened.map_or(DiskEngine::Automatic, |opened| opened.engine);
-                *exchange = Some(block.exchange_parts(guest, engine).map_err(system)?);
-                if host.copied.contains(&disk.id) {
-                    block.note_created_here();
-                }
-                self.sources.push(block.source());
-                self.stats_handles
-                    .push(StatsHandle::Disk(disk.id.clone(), block.counters().clone()));
-                let file = OpenFile {
-                    disk: disk.id.clone(),
-                    file: block.file_identity().map_err(system)?,
-                    identity: block.disk_identity(),
-                    readonly: disk.readonly,
-                };
-                self.refuse_shared_file(disk, file)?;
-                if !disk.readonly {
-                    self.drives.push(Drive(block.flusher().clone()));
-                }
-                Box::new(block)
-            }
-            DeviceConfig::Rng(config) => {
-                let rng = Rng::new(config);
-                self.counters.rng = rng.counters().clone();
-                Box::new(rng)
-            }
-            DeviceConfig::Net(config) => {
-                let opened = host.opened.tap(&config.id);
-                let net = Net::open(
-                    config,
-                    guest,
-                    opened,
-                    &host.metadata,
-                    self.opener().map_err(system)?,
-                )?;
-                self.stats_handles
-                    .push(StatsHandle::Net(config.id.clone(), net.counters().clone()));
-                Box::new(net)
-            }
-            DeviceConfig::Vsock(vsock) => {
-                let opener = self.opener().map_err(system)?;
-                let vsock = match &host.opened.handed_over_vsock {
-                    Some(files) => Vsock::of_other_process(vsock, files, opener)?,
-                    None => Vsock::open(vsock, host.opened.vsock.as_ref(), opener)?,
-                };
-                self.counters.vsock = vsock.counters().clone();
-                Box::new(vsock)
-            }
-            DeviceConfig::Balloon(config) => {
-                let (balloon, control) =
-                    balloon::open(config, self.protected_frames.clone()).map_err(system)?;
-                self.balloon = Some(control);
-                Box::new(balloon)
-            }
-        })
-    }
-
-    /// Returns the thread that opens files by name. The first device that needs it starts it.
-    fn opener(&mut self) -> io::Result<&Opener> {
-        let opener = match self.opener.take() {
-            Some(opener) => opener,
-            None => Opener::start()?,
-        };
-        Ok(self.opener.insert(opener))
-    }
-
-    /// Refuses a disk if another disk uses the same file and at least one of them is writable.
-    fn refuse_shared_file(&mut self, disk: &DiskConfig, file: OpenFile) -> Result<(), DiskError> {
-        let clashes =
-            |other: &&OpenFile| other.file == file.file && !(other.readonly && file.readonly);
-        if let Some(other) = self.files.iter().find(clashes) {
-            let (first, second) = (other.disk.clone(), disk.id.clone());
-            return Err(DiskError::Twice { first, second, path: disk.path.clone() });
-        }
-        self.files.push(file);
-        Ok(())
     }
 
     /// Records the identities of the disks in `devices`, the devices of the configuration, so that

@@ -6,7 +6,9 @@ use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
 use driftline_guest::{CopyBeforeWriteError, FrozenBlocks, GuestDrive};
 
 use super::*;
-use crate::config::BackendKind;
+use crate::config::{BackendKind, DiskConfig};
+use crate::devices::block::BlockDevice;
+use crate::devices::virtio::Device;
 use crate::devices::virtio::fake::{FakeDevice, Script};
 use crate::testing::{payload_config, soon};
 
