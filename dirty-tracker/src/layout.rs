@@ -122,7 +122,6 @@ const ADDRESS_BITS: u32 = 52;
 ///     Slot { id: SlotId(1), base: Gfn(0x100000), frames: 64 },
 /// ])?;
 /// assert_eq!(layout.frames(), 164);
-/// assert_eq!(layout.leaf_words(), 3, "slot 1 starts on a word of its own");
 /// assert_eq!(layout.locate(Gfn(0x100003)), Some((SlotId(1), 3)));
 /// assert!(!layout.contains(FrameRun { start: Gfn(98), count: 3 }), "it ends in a hole");
 /// assert!(layout.slots().map(|slot| slot.run()).all(|run| layout.contains(run)));
@@ -256,7 +255,7 @@ impl Layout {
     }
 
     /// Returns the number of 64-bit words in the leaf level of a tree over this layout. O(1).
-    pub fn leaf_words(&self) -> u64 {
+    pub(crate) fn leaf_words(&self) -> u64 {
         self.leaf_words
     }
 

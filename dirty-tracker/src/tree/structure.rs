@@ -113,7 +113,7 @@ impl Tree {
     /// let slot = Slot { id: SlotId(0), base: Gfn(0), frames: 3 << 30 }; // 12 TiB
     /// let layout = Layout::new([slot])?;
     /// let tree = Tree::new(layout)?; // backs no memory
-    /// assert_eq!(tree.layout().leaf_words() * 8, 402_653_184);
+    /// assert_eq!(tree.layout().frames() / 8, 402_653_184); // the leaves: a bit for each frame
     /// assert_eq!(tree.reserved_bytes(), 409_044_512);
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
