@@ -249,6 +249,20 @@ impl Driver {
         head
     }
 
+    /// Returns whether the device wants a notification for the chain that was made available last.
+    /// `event_idx` says whether the driver has accepted that feature.
+    pub(crate) fn is_kick_wanted(&self, queue: usize, event_idx: bool) -> bool {
+        let DriverQueue { size, rings, available, .. } = self.queues[queue];
+        let load = |at: u64| -> u16 {
+            let at = GuestAddress(rings + USED + at);
+            self.memory.ram().load(at, std::sync::atomic::Ordering::SeqCst).unwrap()
+        };
+        match event_idx {
+            true => load(4 + 8 * u64::from(size)) == available.wrapping_sub(1),
+            false => u32::from(load(0)) & VRING_USED_F_NO_NOTIFY == 0,
+        }
+    }
+
     pub(crate) fn kick(&self, queue: usize) {
         self.write(VIRTIO_MMIO_QUEUE_NOTIFY, queue as u32);
     }

@@ -56,7 +56,7 @@ pub use rate_limit_control::{RateLimitControl, RateLimitError};
 #[cfg(any(test, fuzzing))]
 pub(crate) use registers::VIRTIO_MMIO_QUEUE_RESET;
 pub(crate) use request::{QueuedPacketsError, RequestError};
-pub(crate) use ring::DeviceRing;
+pub(crate) use ring::{DeviceRing, is_at};
 pub(crate) use shared_state::SharedDeviceState;
 pub(crate) use state::{VirtioState, decode_state, encode_state};
 pub(crate) use transport::{PendingRequest, PendingRestore, REPLY_GRACE, Transport};

@@ -5,7 +5,7 @@
 //! flight are bounded.
 
 use std::fmt;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{Ordering, fence};
 
 use driftline_guest::GuestRam;
 use serde::{Deserialize, Serialize};
@@ -214,6 +214,29 @@ impl DeviceRing {
         }
     }
 
+    /// Returns the driver's available index: the number of chains that it has ever made available,
+    /// modulo 2^16.
+    pub(crate) fn available(&self, ram: &GuestRam) -> Result<u16, Violation> {
+        let index = self.queue.avail_idx(ram, Ordering::Acquire);
+        Ok(index.map_err(|e| queue_error(self.number, e))?.0)
+    }
+
+    /// Asks the driver for a notification once its available index is `at`, although chains may be
+    /// left. Returns whether the index is there already.
+    pub(crate) fn notify_at(&mut self, ram: &GuestRam, at: u16) -> Result<bool, Violation> {
+        if self.queue.event_idx_enabled() {
+            let event = self.queue.used_ring() + 4 + 8 * u64::from(self.queue.size());
+            let before = at.wrapping_sub(1);
+            ram.store(before.to_le(), GuestAddress(event), Ordering::Relaxed)?;
+            // Pairs with the driver's fence between writing its index and reading this one.
+            fence(Ordering::SeqCst);
+        } else {
+            self.queue.enable_notification(ram).map_err(|e| queue_error(self.number, e))?;
+        }
+        self.notifications_off = false;
+        Ok(is_at(self.available(ram)?, at))
+    }
+
     /// Ends the round although there may be more chains. The device is called again for this queue,
     /// after others have had their round.
     pub(crate) fn yield_round(&mut self) {
@@ -272,6 +295,11 @@ impl DeviceRing {
         self.unannounced = true;
         self.queue.add_used(ram, head, written).map_err(|e| queue_error(self.number, e))
     }
+}
+
+/// Returns whether an index that wraps around is `at`, or at most 2^15 after it.
+pub(crate) fn is_at(index: u16, at: u16) -> bool {
+    index.wrapping_sub(at) <= 1 << 15
 }
 
 fn queue_error(queue: u16, cause: virtio_queue::Error) -> Violation {

@@ -49,7 +49,7 @@ impl Device for Vsock {
 
     fn reset(&mut self, _: &mut DeviceIo<'_>) {
         self.active = false;
-        self.state = VsockState::default();
+        (self.state, self.reset_deadline) = (VsockState::default(), None);
         self.clear();
     }
 
@@ -59,7 +59,7 @@ impl Device for Vsock {
             EVENT => self.tell_reset(io)?,
             _ => {}
         }
-        let given = self.send_packets(io);
+        let given = self.give_packets(io);
         self.set_timer();
         given
     }
@@ -79,7 +79,7 @@ impl Device for Vsock {
             }
             caller => self.read_greeting(caller),
         }
-        let given = if self.active { self.send_packets(io) } else { Ok(()) };
+        let given = if self.active { self.give_packets(io) } else { Ok(()) };
         self.set_timer();
         given
     }
@@ -105,12 +105,14 @@ impl Device for Vsock {
             self.stream_ready(token, hung_up);
         }
         // The new deadlines are in a different order from the old ones, which does not matter.
-        self.set_timer();
         let new_programs: Vec<u32> = self.new_programs.iter().map(|(token, _)| *token).collect();
         new_programs.into_iter().for_each(|token| self.read_greeting(token));
         self.state.reset_due |= moved && self.active && !continues;
-        // The queues are processed after this function.
-        Ok(())
+        self.restart_reset_deadline();
+        // Before the queues are processed, which gives the guest its packets.
+        let told = self.tell_reset(io);
+        self.set_timer();
+        told
     }
 
     fn save(&self) -> Result<Vec<u8>, DeviceError> {

@@ -26,6 +26,7 @@ mod host;
 mod moves;
 mod op;
 mod packet;
+mod reset;
 #[cfg(test)]
 mod tests;
 mod timeouts;
@@ -103,8 +104,10 @@ pub(super) struct Vsock {
     /// of these connections no longer wait.
     deadlines: VecDeque<(Instant, u32)>,
     timer: Timer,
-    /// Whether the timer is set.
-    timer_set: bool,
+    /// Time for which the timer is set.
+    timer_at: Option<Instant>,
+    /// Time from which the driver's acknowledgement of a reset is not waited for any more.
+    reset_deadline: Option<Instant>,
     next_token: u32,
     next_port: u32,
     refusals: VecDeque<PacketHeader>,
@@ -123,6 +126,9 @@ pub(super) struct Vsock {
 struct VsockState {
     /// Whether the guest must be told that its connections are closed.
     reset_due: bool,
+    /// The available index of the event queue at which the driver has handled that, if it has been
+    /// told and was not seen there.
+    reset_unacknowledged: Option<u16>,
 }
 
 impl Vsock {
@@ -170,7 +176,8 @@ impl Vsock {
             new_programs: VecDeque::new(),
             deadlines: VecDeque::new(),
             timer: Timer::new()?,
-            timer_set: false,
+            timer_at: None,
+            reset_deadline: None,
             next_token: FIRST_STREAM,
             next_port: FIRST_PORT,
             refusals: VecDeque::new(),
@@ -463,22 +470,5 @@ impl Vsock {
             }
         }
         None
-    }
-
-    /// Tells the guest that its connections are closed, if that is due and it has a buffer.
-    fn tell_reset(&mut self, io: &mut DeviceIo<'_>) -> Result<(), Violation> {
-        let Some(ring) = io.rings.get_mut(EVENT).filter(|_| self.state.reset_due) else {
-            return Ok(());
-        };
-        let Some(chain) = ring.pop(io.ram)? else { return Ok(()) };
-        let event = TRANSPORT_RESET.to_le_bytes();
-        let written = chain.writable.write(io.ram, 0, &event)?;
-        if written < event.len() {
-            let why = format!("the buffer from {} has room for {written} bytes", chain.head);
-            return Err(Violation::Request { queue: EVENT as u16, why });
-        }
-        ring.push(io.ram, chain.head, written as u32)?;
-        self.state.reset_due = false;
-        Ok(())
     }
 }

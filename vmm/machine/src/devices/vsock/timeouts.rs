@@ -38,14 +38,15 @@ impl Vsock {
         }
     }
 
-    /// Sets the timer if something is due later and the timer is not set yet.
+    /// Sets the timer if something is due later, and not after the time for which it is set.
     pub(super) fn set_timer(&mut self) {
         let first = self.deadlines.front().map(|(at, _)| *at);
-        let Some(at) = first.into_iter().chain(self.accept_retry).min() else { return };
+        let due = first.into_iter().chain(self.accept_retry).chain(self.reset_deadline);
+        let Some(at) = due.min() else { return };
         // A timer that expires too early finds nothing to do and is set again.
-        if !self.timer_set {
+        if self.timer_at.is_none_or(|set| at < set) {
             match self.timer.set(at.saturating_duration_since(Instant::now())) {
-                Ok(()) => self.timer_set = true,
+                Ok(()) => self.timer_at = Some(at),
                 Err(e) => tracing::debug!("vsock: no timer: {e}"),
             }
         }
@@ -54,7 +55,9 @@ impl Vsock {
     /// Handles a readiness event of the timer, which may be outdated.
     pub(super) fn tick(&mut self, watcher: &Watcher) {
         // Fails only if the file is not a timer.
-        self.timer_set &= !self.timer.take().unwrap_or(true);
+        if self.timer.take().unwrap_or(true) {
+            self.timer_at = None;
+        }
         self.expire();
         if self.accept_retry.is_some_and(|at| at <= Instant::now()) {
             self.accept_retry = None;

@@ -5,6 +5,7 @@ mod connections;
 mod files;
 mod laws;
 mod moves;
+mod resets;
 
 use std::io::{Read, Write};
 use std::net::Shutdown;

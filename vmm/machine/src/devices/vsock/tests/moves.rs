@@ -47,6 +47,7 @@ fn move_resets_the_guests_connections() {
     let room = guest.driver.writable(4);
     assert_eq!(guest.driver.request(EVENT, &[room]), 4);
     assert_eq!(guest.driver.bytes(room), TRANSPORT_RESET.to_le_bytes());
+    guest.driver.post(EVENT, &[room]);
     let (ports, mut program) = guest.connect(&listener, 52);
     guest.send(op::RW, ports, b"y");
     program.read_exact(&mut [0]).unwrap();
