@@ -13,7 +13,8 @@ use driftline_control::firecracker::{
 };
 use driftline_guest::{Section, SectionTag};
 use driftline_machine::config::{
-    DeviceConfig, HostConfig, Identity, MachineConfig, NetLimits, NetSpec, VsockSpec, disks,
+    DeviceConfig, HostConfig, Identity, MachineConfig, NetLimits, NetSpec, OpenedSocket, VsockSpec,
+    disks,
 };
 use driftline_machine::machine::{FirstContents, MachineError};
 use driftline_machine::memory::{
@@ -22,6 +23,7 @@ use driftline_machine::memory::{
 use driftline_store::{SnapshotState, StoreError};
 
 use super::opened::ClientFiles;
+use super::opened_networks::bind_new;
 use super::plan::{memory_options, serial_limit, serial_sink};
 
 /// What a guest is loaded from.
@@ -65,7 +67,7 @@ pub(super) fn load_plan(
     let files = open_drives(&shown, &config)?;
     config.identity = Identity::booted(id.parse().ok());
     let opened = files.for_machine(&shown);
-    let host = HostConfig {
+    let mut host = HostConfig {
         serial,
         serial_limit: serial_limit(&own.serial),
         // A mapped file keeps its pages.
@@ -87,12 +89,14 @@ pub(super) fn load_plan(
             let of = memory.metadata().map_err(LoadFault::Memory)?;
             (FirstContents::File(memory.into()), Some((of.dev(), of.ino())))
         }
-        // Last, so that a handler does not wait for memory that is not there.
+        // After all checks, so that a handler does not wait for memory that is not there.
         None => {
             let handler = PageHandlerSocket::connect(&params.mem_backend.backend_path);
             (FirstContents::Handler(handler.map_err(handler_fault)?), None)
         }
     };
+    // As in Firecracker, last: programs may connect from now on, and wait until the guest runs.
+    host.opened.vsock = bind_vsock(&shown)?;
     let sections = state.sections;
     Ok(LoadPlan { config, host, contents, backing, sections, shown })
 }
@@ -240,6 +244,17 @@ fn replace_channels(
     vsock.uds_path.clone_from(&with.uds_path);
     let uds = std::path::absolute(&with.uds_path).map_err(machine_fault)?;
     Ok((nets, Some(VsockSpec { cid: None, uds })))
+}
+
+/// Binds the socket of the guest's vsock, whose file stays when the process ends.
+fn bind_vsock(shown: &MicroVmConfig) -> Result<Option<OpenedSocket>, LoadFault> {
+    let Some(vsock) = &shown.vsock else { return Ok(None) };
+    bind_new(Path::new(&vsock.uds_path)).map(Some).map_err(|cause| {
+        machine_fault(format_args!(
+            "Failed to restore devices: Error restoring MMIO devices: VsockUnixBackend: Error \
+             binding to the host-side Unix socket: {cause}"
+        ))
+    })
 }
 
 /// Returns the pages that back a loaded guest's memory.

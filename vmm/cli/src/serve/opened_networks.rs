@@ -60,8 +60,7 @@ impl ClientNetworks {
             std::fs::remove_file(path).map_err(ApiFault::Vsock)?;
         }
         let path = Path::new(&vsock.uds_path);
-        let bound = ListeningSocket::bind_new(path).map_err(socket_fault)?;
-        self.vsock = Some((path.to_owned(), bound.into()));
+        self.vsock = Some((path.to_owned(), bind_new(path).map_err(ApiFault::Vsock)?));
         Ok(())
     }
 
@@ -96,11 +95,16 @@ fn tap_fault(e: TapError, tap: &str) -> ApiFault {
     NetFault::Tap { cause, tap: tap.to_owned() }.into()
 }
 
-/// Returns the fault that Firecracker answers for a socket that cannot be bound.
-fn socket_fault(e: SocketError) -> ApiFault {
-    ApiFault::Vsock(match e {
-        SocketError::Exists(_) => Errno::ADDRINUSE.into(),
-        SocketError::System { cause, .. } => cause,
-        other => io::Error::other(other),
-    })
+/// Binds a vsock's socket at a path that no file has. The file stays when the process ends.
+///
+/// # Errors
+///
+/// Those that Firecracker names.
+pub(super) fn bind_new(path: &Path) -> io::Result<OpenedSocket> {
+    match ListeningSocket::bind_new(path) {
+        Ok(bound) => Ok(bound.into()),
+        Err(SocketError::Exists(_)) => Err(Errno::ADDRINUSE.into()),
+        Err(SocketError::System { cause, .. }) => Err(cause),
+        Err(other) => Err(io::Error::other(other)),
+    }
 }

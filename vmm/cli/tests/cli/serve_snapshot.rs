@@ -1,18 +1,20 @@
 //! `driftline serve` with snapshots: the guest is the payload, which checks its memory.
 
 use std::fs::{self, File};
+use std::io::{Read, Write};
 use std::os::unix::fs::FileExt;
-use std::os::unix::net::UnixListener;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use driftline_images::{PAYLOAD_ELF, PayloadReport, PayloadSpec};
 use driftline_machine::testing::{kvm_or_skip, skip};
 use rustix::fs::{SeekFrom, seek};
+use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use crate::common::serving::ServeProcess;
-use crate::common::{TestDir, driftline, last_reports, side_by_side, succeed, wait_for};
+use crate::common::{TIMEOUT, TestDir, driftline, last_reports, side_by_side, succeed, wait_for};
 
 const START: &str = r#"{"action_type": "InstanceStart"}"#;
 const PAUSE: &str = r#"{"state": "Paused"}"#;
@@ -488,6 +490,36 @@ fn missing_or_foreign_files_end_the_process() {
             "backend_type": "Uffd" } });
         refused(("state", "memory"), handler, &format!("{connecting}{end}"));
     }
+}
+
+#[test]
+fn loaded_vsock_is_bound_before_the_guest_runs() {
+    if !kvm_or_skip("loaded_vsock_is_bound_before_the_guest_runs") {
+        return;
+    }
+    let (tmp, files) = (TestDir::new(), ("state", "memory"));
+    let first = Instance::boot(&tmp, false);
+    let vsock = json!({ "guest_cid": 3, "uds_path": tmp.path("v") });
+    first.vmm.done("PUT", "/vsock", &vsock.to_string());
+    let first = first.start();
+    first.pause();
+    first.create("Full", files);
+    drop(first);
+    let text = Instance::failed_load(&tmp, "second", &load_body(&tmp, files, json!({})));
+    let in_use = "VsockUnixBackend: Error binding to the host-side Unix socket: Address already in \
+                  use (os error 98)";
+    assert!(text.starts_with(NOT_RESTORED) && text.ends_with(in_use), "{text}");
+    assert!(tmp.path("v").exists());
+    let other = json!({ "vsock_override": { "uds_path": tmp.path("w") } });
+    let mut third = Instance::load(&tmp, "third", files, other);
+    let mut program = UnixStream::connect(tmp.path("w")).unwrap();
+    program.set_read_timeout(Some(TIMEOUT)).unwrap();
+    program.write_all(b"CONNECT 7\n").unwrap();
+    third.resume();
+    assert_eq!(program.read(&mut [0]).unwrap(), 0, "the guest has no driver");
+    third.vmm.signal(Signal::TERM);
+    third.vmm.wait_status();
+    assert!(tmp.path("w").exists());
 }
 
 #[test]

@@ -35,7 +35,7 @@ pub use model::{
     BalloonDeviceConfig, BlockDeviceConfig, BootSourceConfig, CacheType, FileEngineType,
     HugePageConfig, LoadSnapshotParams, LoggerConfig, LoggerLevel, MachineConfiguration,
     MemBackendConfig, MemBackendType, MetricsConfig, NetworkInterfaceConfig, NetworkOverride,
-    SerialConfig, SnapshotLoadHugePageConfig, VsockDeviceConfig,
+    SerialConfig, SnapshotLoadHugePageConfig, VsockDeviceConfig, VsockOverride,
 };
 pub use operation::Operation;
 pub(crate) use parse::{ParsedCall, parse};

@@ -1,9 +1,10 @@
 //! Snapshots whose state file is well-formed and describes an impossible machine.
 
 use std::fs::File;
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 
-use driftline_control::firecracker::{MemBackendConfig, NetworkOverride};
+use driftline_control::firecracker::{MemBackendConfig, NetworkOverride, VsockOverride};
 use driftline_guest::VmId;
 use driftline_machine::config::{
     BackendKind, Boot, CpuConfig, DEFAULT_RING_ENTRIES, DiskConfig, MacAddr, MetadataVersion,
@@ -96,7 +97,7 @@ impl TestSnapshot {
             track_dirty_pages: true,
             resume_vm: false,
             network_overrides: params.network_overrides,
-            vsock_override: None,
+            vsock_override: params.vsock_override,
             clock_realtime: false,
             huge_pages: params.huge_pages,
         };
@@ -117,6 +118,7 @@ impl TestSnapshot {
 struct Overrides {
     #[serde(default)]
     network_overrides: Vec<NetworkOverride>,
+    vsock_override: Option<VsockOverride>,
     #[serde(default)]
     huge_pages: SnapshotLoadHugePageConfig,
     /// The socket of a page handler, instead of the memory file.
@@ -241,14 +243,17 @@ fn relative_paths_start_in_the_working_directory() {
     let mut snapshot = TestSnapshot::new();
     let vsock = VsockConfig { cid: 3, uds: snapshot.path("v") };
     snapshot.config.devices.push(DeviceConfig::Vsock(vsock));
-    snapshot.api["vsock"] = json!({ "guest_cid": 3, "uds_path": "v" });
+    let here = std::env::current_dir().unwrap();
+    let socket = tempfile::Builder::new().make_in(&here, |path| Ok(path.to_owned())).unwrap();
+    let name = socket.path().file_name().unwrap().to_str().unwrap();
+    snapshot.api["vsock"] = json!({ "guest_cid": 3, "uds_path": name });
     snapshot.api["drives"][0]["path_on_host"] = json!("Cargo.toml");
     let plan = snapshot.plan().unwrap();
-    let here = std::env::current_dir().unwrap();
     let DeviceConfig::Disk(disk) = &plan.config.devices[0] else { panic!("not the disk") };
     assert_eq!(disk.path, here.join("Cargo.toml"));
     let Some(DeviceConfig::Vsock(vsock)) = plan.config.devices.last() else { panic!("no vsock") };
-    assert_eq!(vsock.uds, here.join("v"));
+    assert_eq!(vsock.uds, socket.path());
+    assert!(UnixStream::connect(socket.path()).is_ok());
 }
 
 #[test]
@@ -270,4 +275,23 @@ fn overrides_need_a_device_and_a_mapping() {
     let nets = json!({ "network_overrides": [{ "iface_id": "n", "host_dev_name": "t" }] });
     assert!(refusal(nets).ends_with("Unknown Network Device."));
     assert!(refusal(json!({ "huge_pages": "2M" })).ends_with("Please use uffd."));
+}
+
+#[test]
+fn socket_is_bound_where_no_file_is() {
+    let mut snapshot = TestSnapshot::new();
+    let vsock = VsockConfig { cid: 3, uds: snapshot.path("v") };
+    snapshot.config.devices.push(DeviceConfig::Vsock(vsock));
+    snapshot.api["vsock"] = json!({ "guest_cid": 3, "uds_path": snapshot.path("v") });
+    let plan = snapshot.plan().unwrap();
+    assert!(UnixStream::connect(snapshot.path("v")).is_ok(), "the backlog takes it");
+    drop(plan);
+    assert!(UnixStream::connect(snapshot.path("v")).is_err());
+    let text = "Failed to restore devices: Error restoring MMIO devices: VsockUnixBackend: Error \
+                binding to the host-side Unix socket: Address already in use (os error 98)";
+    assert!(snapshot.refusal().ends_with(text), "{}", snapshot.refusal());
+    assert!(snapshot.path("v").exists());
+    let other = json!({ "vsock_override": { "uds_path": snapshot.path("w") } });
+    let _plan = snapshot.plan_with(vec![api_section(&snapshot.api)], other).unwrap();
+    assert!(UnixStream::connect(snapshot.path("w")).is_ok());
 }

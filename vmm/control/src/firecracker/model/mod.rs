@@ -35,6 +35,6 @@ pub use refused::{
 };
 pub use snapshot::{
     CreateSnapshotParams, LoadSnapshotConfig, LoadSnapshotParams, MemBackendConfig, MemBackendType,
-    NetworkOverride, SnapshotLoadHugePageConfig, SnapshotType,
+    NetworkOverride, SnapshotLoadHugePageConfig, SnapshotType, VsockOverride,
 };
 pub use vm::{ActionBody, ActionType, TargetState, VmStateChange, VmmConfig};
