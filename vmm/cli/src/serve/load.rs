@@ -8,8 +8,8 @@ use std::path::Path;
 
 use driftline_checkpoint::{OpenSnapshot, SnapshotError, open_snapshot};
 use driftline_control::firecracker::{
-    ApiFault, BlockDeviceConfig, HugePageConfig, LoadFault, LoadSnapshotParams, MemBackendType,
-    MicroVmConfig, SnapshotLoadHugePageConfig,
+    ApiFault, BlockDeviceConfig, HugePageConfig, LoadFault, LoadSnapshotParams,
+    MachineConfiguration, MachineFault, MemBackendType, MicroVmConfig, SnapshotLoadHugePageConfig,
 };
 use driftline_guest::{Section, SectionTag};
 use driftline_machine::config::{
@@ -18,7 +18,7 @@ use driftline_machine::config::{
 };
 use driftline_machine::machine::{FirstContents, MachineError};
 use driftline_machine::memory::{
-    HandlerStep, MemoryError, MemoryOptions, PageHandlerError, PageHandlerSocket, layout,
+    HandlerStep, MemoryError, PageHandlerError, PageHandlerSocket, layout,
 };
 use driftline_store::{SnapshotState, StoreError};
 
@@ -62,7 +62,7 @@ pub(super) fn load_plan(
     check_shown(&shown, &config)?;
     let (nets, vsock) = replace_channels(params, &mut shown)?;
     shown.machine.track_dirty_pages = params.track_dirty_pages;
-    shown.machine.huge_pages = huge_pages(params, shown.machine.huge_pages)?;
+    shown.machine.huge_pages = huge_pages(params, &shown.machine)?;
     resolve_paths(&shown, &mut config)?;
     let files = open_drives(&shown, &config)?;
     config.identity = Identity::booted(id.parse().ok());
@@ -70,11 +70,7 @@ pub(super) fn load_plan(
     let mut host = HostConfig {
         serial,
         serial_limit: serial_limit(&own.serial),
-        // A mapped file keeps its pages.
-        memory: match params.mem_backend.backend_type {
-            MemBackendType::File => MemoryOptions::default(),
-            MemBackendType::Uffd => memory_options(shown.machine.huge_pages),
-        },
+        memory: memory_options(shown.machine.huge_pages),
         nets,
         vsock,
         metadata: own.metadata.clone(),
@@ -257,17 +253,21 @@ fn bind_vsock(shown: &MicroVmConfig) -> Result<Option<OpenedSocket>, LoadFault> 
     })
 }
 
-/// Returns the pages that back a loaded guest's memory.
+/// Returns the pages that back a loaded guest's memory. `machine` is the snapshot's.
 fn huge_pages(
     params: &LoadSnapshotParams,
-    saved: HugePageConfig,
+    machine: &MachineConfiguration,
 ) -> Result<HugePageConfig, LoadFault> {
     let pages = match params.huge_pages {
-        SnapshotLoadHugePageConfig::Snapshot => saved,
+        SnapshotLoadHugePageConfig::Snapshot => machine.huge_pages,
         SnapshotLoadHugePageConfig::None => HugePageConfig::None,
         SnapshotLoadHugePageConfig::Transparent => HugePageConfig::Transparent,
         SnapshotLoadHugePageConfig::Hugetlbfs2M => HugePageConfig::Hugetlbfs2M,
     };
+    if !pages.divides(machine.mem_size_mib) {
+        let fault = MachineFault::Memory;
+        return Err(machine_fault(format_args!("Failed to update microVM configuration: {fault}")));
+    }
     match (pages, params.mem_backend.backend_type) {
         (HugePageConfig::Hugetlbfs2M, MemBackendType::File) => Err(LoadFault::HugePages),
         (pages, _) => Ok(pages),

@@ -26,7 +26,9 @@ mod state;
 pub use answer::Answer;
 pub use config::MicroVmConfig;
 pub use config_file::{ConfigFileFault, config_file_operations, config_file_text};
-pub use fault::{ApiFault, BootFault, DriveFault, LoadFault, MetricsFault, NetFault, StartFault};
+pub use fault::{
+    ApiFault, BootFault, DriveFault, LoadFault, MachineFault, MetricsFault, NetFault, StartFault,
+};
 pub(crate) use guest::started_instance;
 pub use instance::{IMITATED_VERSION, InstanceName};
 pub use metrics::{ApiCounts, FirecrackerMetrics, GuestCounts, UnwrittenLines};

@@ -5,9 +5,9 @@ use std::os::unix::fs::FileExt;
 
 use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
 use driftline_store::MemoryFileLayout;
-use vm_memory::{Bytes, GuestAddress};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
 
-use super::{Discarder, HOLE_END, Memory, MemoryOptions, PrivateFile, layout};
+use super::{Discarder, HOLE_END, HugePages, Memory, MemoryOptions, PrivateFile, layout};
 
 /// Memory on both sides of the hole.
 const BYTES: u64 = 5 << 30;
@@ -123,4 +123,21 @@ fn file_that_is_too_short_is_refused() {
     let refused = Memory::of_file(BYTES, &MemoryOptions::default(), &file.into());
     let message = refused.err().unwrap().to_string();
     assert!(message.starts_with("the file of guest memory has 5368709119 bytes"), "{message}");
+}
+
+#[test]
+fn transparent_huge_pages_are_asked_for() {
+    let file = tempfile::tempfile().unwrap();
+    file.set_len(BYTES).unwrap();
+    let file = PrivateFile::from(file);
+    let has_advice = |huge_pages| {
+        let options = MemoryOptions { huge_pages, ..MemoryOptions::default() };
+        let memory = Memory::of_file(BYTES, &options, &file).unwrap();
+        let mappings = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let start = memory.ram().iter().next().unwrap().as_ptr();
+        let mut ours = mappings.split_once(&format!("\n{:08x}-", start.addr())).unwrap().1.lines();
+        ours.find(|line| line.starts_with("VmFlags:")).unwrap().contains(" hg")
+    };
+    assert!(has_advice(Some(HugePages::Thp)));
+    assert!(![None, Some(HugePages::Hugetlbfs)].into_iter().any(has_advice));
 }

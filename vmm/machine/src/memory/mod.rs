@@ -93,8 +93,8 @@ impl Memory {
     }
 
     /// Behaves like [`new`](Self::new), with the contents of `file`, which is mapped privately: a
-    /// frame costs memory of this process when it is first written. The kind of memory and of its
-    /// pages in `options` have no effect.
+    /// frame costs memory of this process when it is first written. The kind of memory in `options`
+    /// has no effect, nor have its pages, except that transparent huge pages are asked for.
     ///
     /// # Errors
     ///
@@ -105,7 +105,9 @@ impl Memory {
         file: &PrivateFile,
     ) -> Result<Self, MemoryError> {
         file.check_length(bytes)?;
-        let options = MemoryOptions { prefault: options.prefault, ..MemoryOptions::default() };
+        let huge_pages = options.huge_pages.filter(|pages| *pages == HugePages::Thp);
+        let prefault = options.prefault;
+        let options = MemoryOptions { huge_pages, prefault, ..MemoryOptions::default() };
         Self::map(layout(bytes)?, &options, host_limit_bytes(), MemoryContents::Private(file))
     }
 

@@ -278,6 +278,29 @@ fn overrides_need_a_device_and_a_mapping() {
 }
 
 #[test]
+fn memory_consists_of_whole_huge_pages() {
+    let mut snapshot = TestSnapshot::new();
+    let plan = |snapshot: &TestSnapshot, pages| {
+        let body = json!({ "huge_pages": pages });
+        snapshot.plan_with(vec![api_section(&snapshot.api)], body)
+    };
+    let memory = |pages| plan(&snapshot, pages).unwrap().host.memory.huge_pages;
+    assert_eq!(memory("Transparent"), Some(HugePages::Thp));
+    assert_eq!([memory("None"), memory("Snapshot")], [None, None]);
+    snapshot.config.mem_bytes = 33 << 20;
+    snapshot.state.layout = layout(33 << 20).unwrap();
+    snapshot.api["machine-config"]["mem_size_mib"] = json!(33);
+    assert!(plan(&snapshot, "None").is_ok());
+    for pages in ["Transparent", "2M"] {
+        let refusal = plan(&snapshot, pages).err().unwrap();
+        let text = "Failed to build microVM from snapshot: Failed to update microVM \
+                    configuration: The memory size (MiB) is either 0, or not a multiple of the \
+                    configured page size.";
+        assert!(refusal.ends_with(text), "{refusal}");
+    }
+}
+
+#[test]
 fn socket_is_bound_where_no_file_is() {
     let mut snapshot = TestSnapshot::new();
     let vsock = VsockConfig { cid: 3, uds: snapshot.path("v") };

@@ -20,7 +20,7 @@ pub enum HugePageConfig {
 
 impl HugePageConfig {
     /// Returns whether guest memory of this size consists of whole pages.
-    fn divides(self, mem_size_mib: usize) -> bool {
+    pub fn divides(self, mem_size_mib: usize) -> bool {
         match self {
             Self::None => true,
             Self::Transparent | Self::Hugetlbfs2M => mem_size_mib.is_multiple_of(2),
