@@ -32,7 +32,9 @@ impl Jail {
     fn new(test: &str) -> Option<Self> {
         let dir = TestDir::new();
         fs::create_dir(dir.path("data")).unwrap();
-        File::create(dir.path("data/disk")).unwrap().set_len(1 << 20).unwrap();
+        for disk in ["data/disk", "x"] {
+            File::create(dir.path(disk)).unwrap().set_len(1 << 20).unwrap();
+        }
         fs::write(dir.path("kernel"), printing_kernel(AfterPrint::Wait)).unwrap();
         let mut furnish = Command::new("sh");
         furnish.args(["-c", FURNISH, "sh", &dir.text("")]);
@@ -62,7 +64,9 @@ impl Jail {
 
     fn start(&self, name: &str) -> ServeProcess {
         let mut command = self.command();
-        command.args(["--id", name, "--api-sock", &format!("/{name}.sock")]);
+        // Firecracker's jailer adds the first four options.
+        command.args(["--id", name, "--start-time-us", "1", "--start-time-cpu-us", "1"]);
+        command.args(["--parent-cpu-time-us", "1", "--api-sock", &format!("/{name}.sock")]);
         ServeProcess::spawn(command, self.0.text(&format!("{name}.sock")))
     }
 }
@@ -92,16 +96,22 @@ fn jailed_guest_is_started_snapshotted_and_loaded() {
         first.done("PUT", path, &body.to_string());
     }
     wait_for("line of the guest", || jail.0.read("data/serial").ends_with('\n').then_some(()));
+    // The jail's root has files of the client, too. It is also the working directory.
+    first.done("PATCH", "/drives/disk", r#"{"drive_id": "disk", "path_on_host": "/x"}"#);
     first.done("PATCH", "/vm", r#"{"state": "Paused"}"#);
-    let files = json!({ "snapshot_path": "/data/state", "mem_file_path": "/data/memory" });
-    first.done("PUT", "/snapshot/create", &files.to_string());
+    for files in [
+        json!({ "snapshot_path": "/data/state", "mem_file_path": "/data/memory" }),
+        json!({ "snapshot_path": "vmstate", "mem_file_path": "mem" }),
+    ] {
+        first.done("PUT", "/snapshot/create", &files.to_string());
+    }
     first.signal(Signal::TERM);
     let (status, stderr) = first.wait_status();
     assert!(!status.success(), "{stderr}");
 
     let second = jail.start("second");
-    let backend = json!({ "backend_type": "File", "backend_path": "/data/memory" });
-    let load = json!({ "snapshot_path": "/data/state", "mem_backend": backend, "resume_vm": true,
+    let backend = json!({ "backend_type": "File", "backend_path": "mem" });
+    let load = json!({ "snapshot_path": "vmstate", "mem_backend": backend, "resume_vm": true,
         "vsock_override": { "uds_path": "/data/vsock-2" } });
     second.done("PUT", "/snapshot/load", &load.to_string());
     assert_eq!(second.get("/")["state"], "Running");

@@ -5,9 +5,10 @@
 //! A domain can never be widened, but the operator names the place for checkpoints long after the
 //! start. So the operator's threads keep access to every place where a store can be: all
 //! directories except the system's own, or only those that the operator allowed with
-//! `--allow-path`.
+//! `--allow-path`. In a jail, that is every place: there the jail is the boundary.
 
 use std::fs;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use landlock::{
@@ -28,6 +29,9 @@ const SYSTEM: &[&str] = &[
     "bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "libx32", "proc", "run", "sbin", "sys",
     "usr",
 ];
+/// Names of which every system's root directory has some. A root that has none of them is a jail,
+/// such as Firecracker's jailer makes: it has `dev`, `run` and the client's files.
+const NOT_IN_A_JAIL: &[&str] = &["bin", "boot", "etc", "proc", "sbin", "sys", "usr"];
 /// Directories that may be written to although they are inside a system directory.
 const SCRATCH: &[&str] = &["/dev/shm", "/run/user"];
 /// Devices that a VMM uses. Missing ones are skipped.
@@ -140,6 +144,9 @@ pub(super) fn places(options: &SandboxOptions) -> Vec<PathBuf> {
 
 /// Returns the directories in which an operator may put a store.
 fn anywhere() -> Vec<PathBuf> {
+    if is_jail() {
+        return vec!["/".into()];
+    }
     let entries = fs::read_dir("/").into_iter().flatten().flatten();
     let own = entries.filter(|entry| {
         let system = SYSTEM.iter().any(|name| entry.file_name() == *name);
@@ -147,6 +154,15 @@ fn anywhere() -> Vec<PathBuf> {
         !system && entry.file_type().is_ok_and(|kind| kind.is_dir())
     });
     own.map(|entry| entry.path()).chain(SCRATCH.iter().map(PathBuf::from)).collect()
+}
+
+/// Returns whether the process's root directory is that of a jail. In doubt it is not.
+fn is_jail() -> bool {
+    let is_missing = |name: &&str| {
+        let found = fs::symlink_metadata(Path::new("/").join(name));
+        found.is_err_and(|e| e.kind() == ErrorKind::NotFound)
+    };
+    NOT_IN_A_JAIL.iter().all(is_missing)
 }
 
 fn parent(path: &Path) -> &Path {
