@@ -89,7 +89,25 @@ impl SnapshotFile {
     }
 
     fn rename(&self, from: &str, to: &str) -> Result<(), StoreError> {
-        self.backend.rename(from, to).map_err(|e| self.io("renaming", e))
+        self.backend.rename(from, to).map_err(|e| self.io("renaming", self.explained(e)))
+    }
+
+    /// Returns `cause`, why a file is not created or does not get its name, with what its directory
+    /// must allow.
+    fn explained(&self, cause: io::Error) -> io::Error {
+        let dir = self.backend.location().display();
+        let why = match cause.kind() {
+            io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => format!(
+                "the file is created in {dir} under another name and then renamed: make that \
+                 directory writable, or name a file in another one"
+            ),
+            io::ErrorKind::ResourceBusy => format!(
+                "a file is mounted at that name in {dir}, and a snapshot replaces it: mount the \
+                 directory instead, or name another file"
+            ),
+            _ => return cause,
+        };
+        io::Error::new(cause.kind(), format!("{cause}: {why}"))
     }
 
     fn sync_dir(&self) -> Result<(), StoreError> {
@@ -121,7 +139,7 @@ impl<'t> UnfinishedFile<'t> {
             match target.backend.create_new(&name) {
                 // Left by a crash, or by a process of another PID namespace.
                 Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
-                Err(e) => return Err(target.io("creating", e)),
+                Err(e) => return Err(target.io("creating", target.explained(e))),
                 Ok(file) => return Ok(Self { target, name: Some(name), file }),
             }
         }

@@ -201,6 +201,19 @@ fn names_of_no_regular_file_are_refused() {
 }
 
 #[test]
+fn directory_that_cannot_be_written_is_named() {
+    let (guest, dir) = (still([8, 8]), tempfile::tempdir().unwrap());
+    let request = request(dir.path(), SnapshotKind::Full);
+    // A directory in which no user can create a file.
+    let memory = SnapshotFile::at(Path::new("/sys/memory")).unwrap();
+    let refused = SnapshotRequest { memory, ..request };
+    let e = create_snapshot(&*guest, None, &refused).unwrap_err().to_string();
+    assert!(e.starts_with("creating /sys/memory failed: "), "{e}");
+    assert!(e.contains("the file is created in /sys under another name"), "{e}");
+    assert!(e.ends_with("make that directory writable, or name a file in another one"), "{e}");
+}
+
+#[test]
 fn two_spellings_of_one_file_are_refused() {
     let (guest, dir) = (still([8, 8]), tempfile::tempdir().unwrap());
     let (at, memory) = (|name: &str| dir.path().join(name), dir.path().join("memory"));
