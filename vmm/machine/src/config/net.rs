@@ -89,7 +89,7 @@ pub struct NetConfig {
     /// Largest packet that the driver is told to send, in bytes, from 68. `None` leaves that to the
     /// driver.
     pub mtu: Option<u16>,
-    /// Limits of the frames and of their bytes, without virtio's header.
+    /// Limits of the frames and of their bytes, which include virtio's header of 12 bytes.
     pub limits: NetLimits,
     /// How the guest's requests for its metadata are answered, if they are.
     pub metadata: Option<NetMetadata>,

@@ -24,6 +24,9 @@ use machine::{rng_counts, serial_counts, vsock_counts};
 
 use super::model::MetricsConfig;
 
+/// Bytes of virtio's header before each frame, which Firecracker counts.
+const NET_HEADER: u64 = 12;
+
 /// What a guest's machine has counted since the start of the process.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 pub struct GuestCounts {
@@ -277,10 +280,10 @@ impl<'d> DeviceCounts<'d> {
                 counts: vec![
                     ("rx_packets_count", *received_frames),
                     ("rx_count", *received_frames),
-                    ("rx_bytes_count", *received_bytes),
+                    ("rx_bytes_count", received_bytes + received_frames * NET_HEADER),
                     ("tx_packets_count", *sent_frames),
                     ("tx_count", *sent_frames),
-                    ("tx_bytes_count", *sent_bytes),
+                    ("tx_bytes_count", sent_bytes + sent_frames * NET_HEADER),
                     ("no_rx_avail_buffer", *stalls),
                     ("rx_rate_limiter_throttled", throttles(id, 0)),
                     ("tx_rate_limiter_throttled", throttles(id, 1)),

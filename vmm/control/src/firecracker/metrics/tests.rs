@@ -114,6 +114,23 @@ fn counts_are_those_since_the_last_line() {
 }
 
 #[test]
+fn bytes_of_frames_include_their_headers() {
+    let net = DeviceStats::Net {
+        id: "n".to_owned(),
+        received_frames: 2,
+        received_bytes: 100,
+        sent_frames: 3,
+        sent_bytes: 200,
+        lost_frames: 0,
+        stalls: 0,
+    };
+    let line = next(&mut metrics(&Arc::default()), &[net]);
+    let count = |name: &str| line["net_n"][name].as_u64().unwrap();
+    assert_eq!(["rx_bytes_count", "tx_bytes_count"].map(count), [124, 236]);
+    assert_eq!(["rx_packets_count", "tx_packets_count"].map(count), [2, 3]);
+}
+
+#[test]
 fn balloon_is_counted_since_the_last_line() {
     let mut metrics = metrics(&Arc::default());
     let balloon = BalloonCounts {

@@ -296,7 +296,7 @@ impl Net {
             };
             let chains = self.buffers_for(len, first, ring, io.ram)?;
             if capacity(&chains) >= len as u64 {
-                if !io.limiters.admit(RECEIVE_LIMITER, queue, (len - HEADER) as u64) {
+                if !io.limiters.admit(RECEIVE_LIMITER, queue, len as u64) {
                     chains.iter().for_each(|_| ring.unpop());
                     self.keep(pair, len, source);
                     return Ok(true);
@@ -434,7 +434,7 @@ impl Net {
                     continue;
                 }
             }
-            if !io.limiters.admit(TRANSMIT_LIMITER, queue, (len - HEADER) as u64) {
+            if !io.limiters.admit(TRANSMIT_LIMITER, queue, len as u64) {
                 ring.unpop();
                 return Ok(());
             }

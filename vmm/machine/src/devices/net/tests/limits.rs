@@ -37,11 +37,13 @@ fn process(driver: &Driver) {
 fn sent_frames_follow_the_rate() {
     let network = TestNetwork::new(1);
     let (mut driver, clock) = limited(&network, both(1000, 100));
-    for (n, len) in (0..).zip([400, 400, 400, 60, 60]) {
+    // With their headers, the frames have 400 and 60 bytes.
+    let lengths = [400, 400, 400, 60, 60].map(|len| len - HEADER);
+    for (n, len) in (0..).zip(lengths) {
         let piece = sent(&mut driver, &frame(n, len));
         driver.post(1, &[piece]);
     }
-    let frames: Vec<_> = (0..).zip([400, 400, 400, 60, 60]).map(|(n, l)| frame(n, l)).collect();
+    let frames: Vec<_> = (0..).zip(lengths).map(|(n, len)| frame(n, len)).collect();
     for (ns, of) in [(0, 0..2), (SECOND / 5 - 1, 0..0), (SECOND / 5, 2..3), (SECOND, 3..5)] {
         clock.store(ns, Ordering::SeqCst);
         process(&driver);
@@ -69,6 +71,23 @@ fn received_frames_wait_for_their_turn() {
         }
         assert!(!driver.has_used(0), "at {ns} ns");
     }
+}
+
+#[test]
+fn received_bytes_have_the_header() {
+    let network = TestNetwork::new(1);
+    let (mut driver, clock) = limited(&network, both(1000, 100));
+    let rooms: Vec<DriverBuffer> = (0..3).map(|_| driver.writable(1526)).collect();
+    let heads: Vec<u16> = rooms.iter().map(|room| driver.post(0, &[*room])).collect();
+    (0..3).for_each(|n| network.send(0, &frame(n, 400 - HEADER)));
+    process(&driver);
+    heads[..2].iter().for_each(|head| assert_eq!(driver.wait_used(0, *head), 400));
+    clock.store(SECOND / 5 - 1, Ordering::SeqCst);
+    process(&driver);
+    assert!(!driver.has_used(0));
+    clock.store(SECOND / 5, Ordering::SeqCst);
+    process(&driver);
+    driver.wait_used(0, heads[2]);
 }
 
 /// A frame that was read before its turn came is part of the state.
