@@ -49,7 +49,9 @@ impl Device for Vsock {
 
     fn reset(&mut self, _: &mut DeviceIo<'_>) {
         self.active = false;
-        (self.state, self.reset_deadline) = (VsockState::default(), None);
+        let next_port = self.state.next_port;
+        self.state = VsockState { next_port, ..VsockState::default() };
+        self.reset_deadline = None;
         self.clear();
     }
 

@@ -65,7 +65,6 @@ pub(super) struct MovedStreams {
     pub(super) new_programs: usize,
     #[serde(deserialize_with = "codec::at_most::<MAX_MOVED_REFUSALS, _, _>")]
     pub(super) refusals: Vec<MovedRefusal>,
-    pub(super) next_port: u32,
 }
 
 /// The header fields that differ between refusals. A refusal is a packet that tells the guest that
@@ -210,7 +209,6 @@ mod tests {
             connections: Vec::new(),
             new_programs: usize::MAX,
             refusals: vec![refusal; MAX_MOVED_REFUSALS],
-            next_port: u32::MAX,
         };
         assert!(length(&moved) <= OTHER_BYTES);
         moved.connections = vec![MovedConnection::largest(); MAX_CONNECTIONS];

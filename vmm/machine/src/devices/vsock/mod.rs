@@ -109,7 +109,6 @@ pub(super) struct Vsock {
     /// Time from which the driver's acknowledgement of a reset is not waited for any more.
     reset_deadline: Option<Instant>,
     next_token: u32,
-    next_port: u32,
     refusals: VecDeque<PacketHeader>,
     /// Tokens of connections that may have a packet for the guest, each at most once.
     send_order: VecDeque<u32>,
@@ -129,6 +128,10 @@ struct VsockState {
     /// The available index of the event queue at which the driver has handled that, if it has been
     /// told and was not seen there.
     reset_unacknowledged: Option<u16>,
+    /// First port to be tried for the next connection that a program of the host opens. After a
+    /// move the guest may still send packets of earlier connections, whose ports are not to be used
+    /// again soon.
+    next_port: u32,
 }
 
 impl Vsock {
@@ -179,7 +182,6 @@ impl Vsock {
             timer_at: None,
             reset_deadline: None,
             next_token: FIRST_STREAM,
-            next_port: FIRST_PORT,
             refusals: VecDeque::new(),
             send_order: VecDeque::new(),
             stalled: false,
@@ -404,8 +406,8 @@ impl Vsock {
 
     fn free_port(&mut self, guest: u32) -> u32 {
         loop {
-            let host = self.next_port;
-            self.next_port = host.checked_add(1).unwrap_or(FIRST_PORT);
+            let host = self.state.next_port.max(FIRST_PORT);
+            self.state.next_port = host.wrapping_add(1);
             if !self.tokens.contains_key(&Ports { guest, host }) {
                 return host;
             }

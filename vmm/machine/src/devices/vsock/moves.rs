@@ -9,7 +9,7 @@ use super::connection::Connection;
 use super::hand_over::{ArrivedStreams, Departure, MovedRefusal, MovedStreams};
 use super::host::VsockListener;
 use super::packet::PacketHeader;
-use super::{FIRST_PORT, Vsock, VsockError};
+use super::{Vsock, VsockError};
 use crate::config::HandedOverVsock;
 use crate::devices::virtio::Watcher;
 use crate::exit::SocketFile;
@@ -38,7 +38,6 @@ impl Vsock {
             connections,
             new_programs: self.new_programs.len(),
             refusals: self.refusals.iter().map(MovedRefusal::from).collect(),
-            next_port: self.next_port,
         };
         (moved, streams)
     }
@@ -69,7 +68,6 @@ impl Vsock {
     /// Continues connections of another process, because the guest runs here now.
     pub(super) fn continue_streams(&mut self, arrived: ArrivedStreams, watcher: &Watcher) {
         let ArrivedStreams { moved, streams } = arrived;
-        self.next_port = moved.next_port.max(FIRST_PORT);
         self.refusals.extend(moved.refusals.iter().map(PacketHeader::from));
         let mut streams = streams.into_iter();
         for (connection, stream) in moved.connections.into_iter().zip(&mut streams) {

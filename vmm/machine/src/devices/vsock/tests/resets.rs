@@ -76,6 +76,22 @@ fn packets_wait_until_a_reset_is_handled() {
 }
 
 #[test]
+fn moved_guest_sees_new_ports() {
+    let sockets = TestSockets::new();
+    let mut guest = sockets.guest();
+    let mut ports = Vec::new();
+    for _ in 0..3 {
+        let _program = sockets.call(52);
+        let (header, _) = guest.next();
+        assert_eq!(header.op.get(), op::REQUEST);
+        ports.push(header.src_port.get());
+        guest = moved(&sockets, guest);
+        guest.driver.transport.resume();
+    }
+    assert_eq!(ports, [FIRST_PORT, FIRST_PORT + 1, FIRST_PORT + 2]);
+}
+
+#[test]
 fn guest_without_event_buffers_gets_packets() {
     let sockets = TestSockets::new();
     let mut guest = moved(&sockets, sockets.guest());
