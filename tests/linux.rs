@@ -30,6 +30,8 @@ mod hand_overs;
 mod page_handler;
 #[path = "linux/topology.rs"]
 mod topology;
+#[path = "linux/vsock_loads.rs"]
+mod vsock_loads;
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
