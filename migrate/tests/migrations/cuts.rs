@@ -180,7 +180,9 @@ fn local_hand_over_detects_any_flipped_bit() {
 fn flip_everywhere(kind: HandOverKind) {
     let (from_source, from_destination) = units(kind);
     for (source, mut tags) in [(true, from_source), (false, from_destination)] {
-        // By tag, because the numbers of PAGES and ZERO vary.
+        // By tag, because the numbers of PAGES and ZERO vary. EXPECT comes by chance: it needs 64
+        // frames in a row that are not zero, and every eighth is.
+        tags.retain(|tag| *tag != self::tag("EXPECT"));
         tags.sort();
         tags.dedup();
         // In the head of a record, and in its payload (or in the head again if there is none).
@@ -198,11 +200,9 @@ fn flip_everywhere(kind: HandOverKind) {
 /// Flips a bit in the first message of a tag.
 fn flip(kind: HandOverKind, source: bool, tag_number: u16, byte: usize) {
     let context = format!("{kind:?}, bit flipped in byte {byte} of tag {tag_number}");
-    for attempt in 1..=10 {
+    for _ in 0..10 {
         let hosts = HostPair::new();
-        // After a few thousand writes no frame of the working set is zero, so that there is a run
-        // of the length that EXPECT needs.
-        let guest = start(&hosts, kind, attempt * WRITES);
+        let guest = start(&hosts, kind, WRITES);
         let mut there = receiver(&hosts, kind, hosts.receive_options());
         // After cuts, the short form sends the guest again, too.
         there.again = repeats(false, true);
