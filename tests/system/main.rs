@@ -9,11 +9,14 @@
 //! | `throttle`, `plan` | guests that outrun the link, and forecasts of migrations |
 //! | `page_handler` | guests whose memory another process serves |
 //! | `top` | what a watch shows |
-#![allow(clippy::expect_used, reason = "a test fails by saying what it expected")]
+//! | `openapi` | the description of the API and the server agree |
+#![allow(clippy::expect_used, clippy::panic, reason = "a test fails by saying what it expected")]
 
 mod checkpoint;
 mod faults;
 mod migrate;
+#[path = "../openapi/mod.rs"]
+mod openapi;
 mod page_handler;
 mod plan;
 mod restore;

@@ -25,6 +25,7 @@ mod firecracker_stuck;
 mod hostile;
 mod identity;
 mod jail;
+mod killed_upgrade;
 mod large_disk;
 mod local;
 mod log;
@@ -53,5 +54,5 @@ mod stuck;
 mod terminal;
 mod top;
 mod upgrade;
-mod upgrade_kills;
+
 mod waiting;

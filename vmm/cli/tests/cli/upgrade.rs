@@ -239,7 +239,7 @@ fn checkpoints_continue_in_every_tracking_mode() {
     }
     let modes = ["dirty-ring", "dirty-bitmap", "dirty-bitmap-manual", "userfault-wp"];
     side_by_side(modes, |mode| {
-        checkpoints_continue(&[KVM, &["--tracking", mode]].concat(), if full() { 50 } else { 2 });
+        checkpoints_continue(&[KVM, &["--tracking", mode]].concat(), if full() { 50 } else { 1 });
     });
 }
 

@@ -11,27 +11,15 @@
 //! | `statuses` | statuses are those of the recorded answers |
 //! | `refusals` | a started process refuses what the document does not permit |
 //! | `guests` | started guests accept the examples, and answer as documented |
-#![allow(clippy::expect_used, clippy::panic, reason = "a test fails by saying what it expected")]
 
-#[path = "openapi/document.rs"]
 mod document;
-#[path = "openapi/guests.rs"]
 mod guests;
-#[path = "openapi/http.rs"]
 mod http;
-#[path = "openapi/methods.rs"]
 mod methods;
-#[path = "openapi/model.rs"]
 mod model;
-#[path = "openapi/parser.rs"]
 mod parser;
-#[path = "openapi/refusals.rs"]
 mod refusals;
-#[path = "openapi/routes.rs"]
 mod routes;
-#[path = "openapi/schemas.rs"]
 mod schemas;
-#[path = "openapi/session.rs"]
 mod session;
-#[path = "openapi/statuses.rs"]
 mod statuses;
