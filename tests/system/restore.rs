@@ -125,7 +125,6 @@ fn lazy_restore_ends_whichever_page_is_damaged() {
     if !driftline_machine::testing::kvm_or_skip("lazy_restore_ends_whichever_page_is_damaged") {
         return;
     }
-    let _alone = tests::one_at_a_time();
     let scratch = ScratchDir::new();
     let store = two_small_checkpoints(&scratch);
     let pages = std::fs::metadata(scratch.path("store").join("pages-1")).expect("a page file");

@@ -53,7 +53,6 @@ fn flipped_bit_is_reported_with_its_place() {
     if !kvm_or_skip("flipped_bit_is_reported_with_its_place") {
         return;
     }
-    let _alone = one_at_a_time();
     let scratch = ScratchDir::new();
     let store = scratch.path("store");
     let path = store.to_str().expect("UTF-8");
@@ -117,7 +116,6 @@ fn core_has_guest_memory_and_registers() {
     if !kvm_or_skip(NAME) {
         return;
     }
-    let _alone = one_at_a_time();
     let scratch = ScratchDir::new();
     let store = scratch.path("store");
     let path = store.to_str().expect("UTF-8");

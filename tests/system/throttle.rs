@@ -10,7 +10,9 @@ use tests::{Driftline, MigrationProxy, SOON, ScratchDir, driftline, json_of, wai
 
 /// A guest that writes more in a second than the link carries, and leaves the host some time.
 const FAST: &str = "payload,ws=16M,rate=256M";
-const RATE: u64 = 40_000_000;
+/// A link over which a pass takes more than a second, so that also a guest that gets little of the
+/// processors writes all of its working set meanwhile.
+const RATE: u64 = 12_000_000;
 const DELAY: Duration = Duration::from_millis(1);
 /// A rate at which no pass ends within a test, and the connection still carries something.
 const ALMOST_NOTHING: u64 = 64 << 10;
@@ -104,7 +106,7 @@ fn only_writing_vcpu_is_throttled_until_cancel() {
     let spec = "payload,ws=32M,rate=256M,writers=1,report=1000";
     let source = start(&scratch, spec, 2, "dirty-ring");
     let (destination, address) = Driftline::receive(&scratch, "destination");
-    let link = MigrationProxy::slow(&address, DELAY, RATE / 3);
+    let link = MigrationProxy::slow(&address, DELAY, RATE);
     let mut send_command = send_in_background(&source, &link);
     let throttled_for = |ms: u64| (throttled_ms(&source)?[0] > ms).then_some(());
     wait_for("a throttled vCPU", REPORT_LIMIT, || throttled_for(0));
