@@ -70,8 +70,8 @@ fn header_names(status: u16, deprecated: bool) -> Vec<&'static str> {
     ["Server", "Connection"].into_iter().chain(deprecation).chain(of_body.iter().copied()).collect()
 }
 
-/// Returns whether a header has Firecracker's value. `Content-Length` has its body's, or the reply
-/// could not be read.
+/// Returns whether a header has Firecracker's value. `Content-Length` is not compared: the reply's
+/// body was read by it.
 fn is_header(status: u16, name: &str, value: &str) -> bool {
     match name {
         "Server" => value == "Firecracker API",

@@ -75,8 +75,7 @@ fn every_epoch_restores(load: GuestLoad, epochs: usize) {
     assert_eq!(run_cli(&["store", "verify", store]).status.code(), Some(0));
 }
 
-// A full one and an incremental one, in the short form.
-tests::under_each_load!(every_epoch_restores, 2, 100, both_fastest);
+tests::under_each_load!(every_epoch_restores, 3, 100, both_fastest);
 
 #[test]
 fn checkpoints_during_a_migration_restore_whole() {

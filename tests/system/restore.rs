@@ -205,13 +205,16 @@ fn working_set_is_prefetched_at_the_next_restore() {
     tests::wait_for("the recorded working set", SOON, || working_set.exists().then_some(()));
     // Which other pages the guest touches before all have arrived depends on chance and on the
     // host, whose other load may also delay the prefetch.
-    let fewer = (2..=11).any(|number| {
-        let [again, prefetched] = restored(&format!("restore-{number}"), &[]);
-        println!("{waits} waits the first time, {again} in restore {number}");
-        assert!(prefetched >= waits, "{prefetched} prefetched of {waits}");
-        4 * again <= 3 * waits
-    });
-    assert!(fewer, "{waits} waits the first time, and not much fewer after");
+    let mut waits_again: Vec<u64> = (2..=6)
+        .map(|number| {
+            let [again, prefetched] = restored(&format!("restore-{number}"), &[]);
+            println!("{waits} waits the first time, {again} in restore {number}");
+            assert!(prefetched >= waits, "{prefetched} prefetched of {waits}");
+            again
+        })
+        .collect();
+    waits_again.sort_unstable();
+    assert!(4 * waits_again[2] <= 3 * waits, "{waits} waits the first time, {waits_again:?} after");
 
     let mut damaged = std::fs::read(&working_set).expect("readable");
     *damaged.last_mut().expect("bytes") ^= 1;

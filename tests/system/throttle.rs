@@ -52,7 +52,7 @@ fn only_a_throttled_guest_converges_on_slow_link() {
     let mut source = start(&scratch, FAST, 1, "dirty-ring");
     let (refused, address) = Driftline::receive(&scratch, "refused");
     let link = MigrationProxy::slow(&address, DELAY, RATE);
-    let limit = ["--timeout-s", "2"];
+    let limit = ["--timeout-s", "8"];
     let sent = source.cli(
         "send-migration",
         &[&[link.address(), "--json", "--no-throttle"], &limit[..]].concat(),
@@ -151,7 +151,7 @@ fn guest_without_rings_is_not_throttled() {
     let source = start(&scratch, FAST, 1, "dirty-bitmap");
     let (destination, address) = Driftline::receive(&scratch, "destination");
     let link = MigrationProxy::slow(&address, DELAY, RATE);
-    let sent = source.cli("send-migration", &[link.address(), "--json", "--timeout-s", "2"]);
+    let sent = source.cli("send-migration", &[link.address(), "--json", "--timeout-s", "8"]);
     let stderr = String::from_utf8_lossy(&sent.stderr);
     assert_eq!(sent.status.code(), Some(4), "{stderr}");
     assert!(

@@ -271,8 +271,8 @@ impl GuestPresence {
 }
 
 /// Time limit within which a process that is ending closes its listening socket after it has closed
-/// a connection. 2 s, chosen: a process may free a large guest's memory in between, and a user
-/// waits so long for the message that a VMM does not answer.
+/// a connection. 2 s, chosen: a process may free a large guest's memory in between. The message
+/// that no VMM answers is delayed by at most this.
 const ENDING_LIMIT: Duration = Duration::from_secs(2);
 /// Interval of the checks. 20 ms, chosen: a user does not notice it, and a hundred connections to a
 /// local socket cost nothing.

@@ -33,7 +33,7 @@ pub(super) fn upgrade(args: &UpgradeArgs) -> Result<ExitCode, Failure> {
     let client = args.query.api.client();
     let was_paused = match block_on(client.get::<InfoPage>("/v1/info"))? {
         Ok(InfoPage::Guest(info)) => info.state == GuestState::Paused,
-        // The upgrade is refused.
+        // The request below reports why the upgrade is refused.
         Ok(InfoPage::Arriving(_)) | Err(ClientError::Fault(_)) => false,
         Err(e) => return Err(e.into()),
     };
@@ -93,7 +93,7 @@ async fn ask(client: &Client, request: &UpgradeRequest) -> Result<SendReport, Cl
 }
 
 /// Returns the failure of an upgrade whose guest is still in its process, in `state`. A guest that
-/// only the upgrade has paused could not be resumed.
+/// ran before and is paused now could not be resumed.
 fn failure(why: String, state: GuestState, was_paused: bool) -> Failure {
     match state {
         GuestState::Running => Failure::still_running(why),

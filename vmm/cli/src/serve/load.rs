@@ -85,7 +85,8 @@ pub(super) fn load_plan(
             let of = memory.metadata().map_err(LoadFault::Memory)?;
             (FirstContents::File(memory.into()), Some((of.dev(), of.ino())))
         }
-        // After all checks, so that a handler does not wait for memory that is not there.
+        // After the checks of the files, so that a handler does not wait for memory that is not
+        // there. Only the vsock's socket can still be refused, as in Firecracker.
         None => {
             let handler = PageHandlerSocket::connect(&params.mem_backend.backend_path);
             (FirstContents::Handler(handler.map_err(handler_fault)?), None)

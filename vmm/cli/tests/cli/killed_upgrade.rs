@@ -18,6 +18,8 @@ const THREADS: &[&str] = &["--backend", "threads", "--mem", "64M", "--vcpus", "2
 const KVM: &[&str] = &["--backend", "kvm", "--mem", "64M", "--vcpus", "2"];
 const GUEST: &[&str] =
     &["--memory-backing", "memfd", "--guest", "payload,ws=2M,rate=8M,report=200"];
+/// Default limit on a request. Those that wait during an upgrade must not reach it.
+const CLIENT_LIMIT: Duration = Duration::from_secs(30);
 /// Cases at the same time.
 const AT_ONCE: usize = 4;
 
@@ -178,11 +180,14 @@ fn hangs_at(machine: &[&str], step: UpgradeStep) {
     let tmp = TestDir::new();
     let guest = Upgraded::start(&tmp, machine);
     let previous = guest.vmm.pid();
+    let began = Instant::now();
     let (mut next, proxy, answer) = upgrade(&guest, |next| {
         let act = Box::new(move || signal(next, Signal::STOP));
         Some(StepAction { at: step, act, then: Then::Pass })
     });
-    println!("hangs at {step:?}: {answer}");
+    let took = began.elapsed();
+    println!("hangs at {step:?}: {answer} after {took:?}");
+    assert!(took < CLIENT_LIMIT, "{step:?}: other requests have waited for {took:?}");
     assert!(proxy.has_acted(), "{step:?} did not come");
     assert!(answer.starts_with("HTTP/1.1 400"), "{step:?}: {answer}");
     assert!(guest.has_guest(previous), "{step:?}");

@@ -239,7 +239,7 @@ fn checkpoints_continue_in_every_tracking_mode() {
     }
     let modes = ["dirty-ring", "dirty-bitmap", "dirty-bitmap-manual", "userfault-wp"];
     side_by_side(modes, |mode| {
-        checkpoints_continue(&[KVM, &["--tracking", mode]].concat(), if full() { 50 } else { 1 });
+        checkpoints_continue(&[KVM, &["--tracking", mode]].concat(), if full() { 50 } else { 2 });
     });
 }
 
@@ -330,6 +330,10 @@ fn guest_stays_if_the_next_process_fails() {
     let unlogged = program("unlogged", &format!("RUST_LOG== exec {real} take-over $2"));
     let said = vmm.refuse(4, &["upgrade", "--binary", &unlogged]);
     assert!(said.contains("the next process refuses: ") && said.contains("RUST_LOG"), "{said}");
+    if full() {
+        let hangs = program("hangs", "sleep 100");
+        vmm.refuse(4, &["upgrade", "--binary", &hangs]);
+    }
     assert_eq!(vmm.info().unwrap()["pid"], vmm.pid());
     vmm.await_progress(2, &vmm.reports());
     let other = tmp.path("other");

@@ -19,7 +19,7 @@ use crate::vcpu::ThrottleHandle;
 /// guest fault again on the frames that it writes. A vCPU whose ring is full does not wait for it.
 const PERIOD_LEAST: Duration = Duration::from_millis(1);
 /// The longest time between two periodic collections. 32 ms, chosen: a guest that writes little
-/// costs the host 31 wake-ups a second, and the source is stopped as soon after its last
+/// costs the host 31 wake-ups a second. It also bounds how long the source runs after its last
 /// subscriber.
 pub(super) const PERIOD_MOST: Duration = Duration::from_millis(32);
 

@@ -63,7 +63,7 @@ pub use error::{DeviceError, StateError};
 pub(crate) use handed_over::{device_files, opened_files};
 pub(crate) use keyboard::Keyboard;
 pub use keyboard::KeyboardFull;
-pub use net::{TapError, open_tap};
+pub use net::{NET_HEADER, TapError, open_tap};
 pub(crate) use placement::{DevicePlacement, placement};
 pub(crate) use power::PowerState;
 #[cfg(any(test, fuzzing))]

@@ -24,9 +24,9 @@ use crate::sandbox::{self, Class};
 const CAPACITY: usize = 256 << 10;
 /// Longest time that an unfinished line waits for its end.
 const LINE_TIMEOUT: Duration = Duration::from_millis(10);
-/// Longest time that an unfinished line waits for its next byte. A guest that prints needs some
-/// 0.02 ms for a byte, so that lines are still whole, and a prompt, or the first byte of a guest,
-/// appears 9 ms earlier than by [`LINE_TIMEOUT`].
+/// Longest time that an unfinished line waits for its next byte, so that a prompt, or the first
+/// byte of a guest, appears 9 ms earlier than by [`LINE_TIMEOUT`]. A line is split only if its vCPU
+/// stalls for longer than this.
 const BYTE_TIMEOUT: Duration = Duration::from_millis(1);
 /// Longest time that [`SerialWriter::drain`] waits for the reader.
 const DRAIN_TIMEOUT: Duration = Duration::from_millis(100);
@@ -257,12 +257,14 @@ fn next(shared: &OutputBuffer) -> PendingOutput {
     let unfinished =
         |p: &mut OutputState| !p.closed && !p.flush_now && p.bytes.last() != Some(&b'\n');
     let end = Instant::now() + LINE_TIMEOUT;
-    // A byte does not wake this thread, which would cost more than the byte.
-    let mut buffered = 0;
-    while unfinished(&mut state) && state.bytes.len() > buffered && Instant::now() < end {
-        buffered = state.bytes.len();
+    // Bytes within a line do not wake this thread: that would cost more than the bytes.
+    loop {
+        let buffered = state.bytes.len();
         let until = end.min(Instant::now() + BYTE_TIMEOUT);
-        shared.changed.wait_while_until(&mut state, unfinished, until);
+        let waited = shared.changed.wait_while_until(&mut state, unfinished, until);
+        if !waited.timed_out() || until == end || state.bytes.len() == buffered {
+            break;
+        }
     }
     state.writing = true;
     PendingOutput {

@@ -1,5 +1,4 @@
-//! Handing the guest over: what only one process may have at a time, and leaves this machine or
-//! comes to it.
+//! The hand-over of the guest: releases and acquires what only one process may have at a time.
 
 use std::time::Duration;
 

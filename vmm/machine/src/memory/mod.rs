@@ -93,8 +93,8 @@ impl Memory {
     }
 
     /// Behaves like [`new`](Self::new), with the contents of `file`, which is mapped privately: a
-    /// frame costs memory of this process when it is first written. The kind of memory in `options`
-    /// has no effect, nor have its pages, except that transparent huge pages are asked for.
+    /// frame costs memory of this process when it is first written. Of `options`, only `prefault`
+    /// and transparent huge pages have an effect.
     ///
     /// # Errors
     ///

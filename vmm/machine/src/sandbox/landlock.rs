@@ -5,7 +5,7 @@
 //! A domain can never be widened, but the operator names the place for checkpoints long after the
 //! start. So the operator's threads keep access to every place where a store can be: all
 //! directories except the system's own, or only those that the operator allowed with
-//! `--allow-path`. In a jail, that is every place: there the jail is the boundary.
+//! `--allow-path`. In a jail they keep access to the whole root directory, which the jail limits.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -23,8 +23,8 @@ use super::options::{SandboxOptions, StartError};
 /// know.
 const NEWEST_ABI: ABI = ABI::V7;
 
-/// System directories, which are never written to. Exceptions: the devices below in `/dev`, and the
-/// users' directories in `/run`.
+/// System directories, which are not written to outside a jail. Exceptions: the devices below in
+/// `/dev`, and the users' directories in `/run`.
 const SYSTEM: &[&str] = &[
     "bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "libx32", "proc", "run", "sbin", "sys",
     "usr",

@@ -50,14 +50,18 @@ pub fn most_together<T>(pids: [u32; 2], work: impl FnOnce() -> T) -> (T, Option<
 ///
 /// # Errors
 ///
-/// The command cannot be started.
+/// The command cannot be started, or starts no process.
 pub fn most_in_upgrade(previous: u32, mut upgrade: Command) -> io::Result<(Output, Option<u64>)> {
-    let upgrade = upgrade.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
+    let mut upgrade = upgrade.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
     let next = (0..NEXT_ATTEMPTS).find_map(|_| {
         std::thread::sleep(Duration::from_millis(1));
         only_child(upgrade.id())
     });
-    let next = next.ok_or(io::ErrorKind::NotFound)?;
+    let Some(next) = next else {
+        upgrade.kill()?;
+        upgrade.wait()?;
+        return Err(io::ErrorKind::NotFound.into());
+    };
     let (output, most) = most_together([previous, next], || upgrade.wait_with_output());
     Ok((output?, most))
 }

@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use driftline_machine::devices::{BalloonCounts, DeviceStats, MachineCounts};
+use driftline_machine::devices::{BalloonCounts, DeviceStats, MachineCounts, NET_HEADER};
 use driftline_machine::metadata::{MetadataCounts, MetadataStore};
 use rustix::process::Signal;
 use serde_json::{Map, Value, json};
@@ -23,9 +23,6 @@ use keys::{BLOCK, GROUPS, MetricsGroup, NET};
 use machine::{rng_counts, serial_counts, vsock_counts};
 
 use super::model::MetricsConfig;
-
-/// Bytes of virtio's header before each frame, which Firecracker counts.
-const NET_HEADER: u64 = 12;
 
 /// What a guest's machine has counted since the start of the process.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
@@ -277,13 +274,14 @@ impl<'d> DeviceCounts<'d> {
             } => Self {
                 kind: &NET,
                 id,
+                // Firecracker counts virtio's header as well.
                 counts: vec![
                     ("rx_packets_count", *received_frames),
                     ("rx_count", *received_frames),
-                    ("rx_bytes_count", received_bytes + received_frames * NET_HEADER),
+                    ("rx_bytes_count", received_bytes + received_frames * NET_HEADER as u64),
                     ("tx_packets_count", *sent_frames),
                     ("tx_count", *sent_frames),
-                    ("tx_bytes_count", sent_bytes + sent_frames * NET_HEADER),
+                    ("tx_bytes_count", sent_bytes + sent_frames * NET_HEADER as u64),
                     ("no_rx_avail_buffer", *stalls),
                     ("rx_rate_limiter_throttled", throttles(id, 0)),
                     ("tx_rate_limiter_throttled", throttles(id, 1)),

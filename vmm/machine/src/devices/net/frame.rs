@@ -4,7 +4,7 @@ use crate::config::MacAddr;
 
 /// Size in bytes of `struct virtio_net_hdr_v1`, which precedes each frame on the tap and in the
 /// queues.
-pub(super) const HEADER: usize = 12;
+pub const HEADER: usize = 12;
 /// Bytes of the header's field `num_buffers`.
 pub(super) const NUM_BUFFERS: std::ops::Range<usize> = 10..12;
 /// Most bytes of a frame with its header: 64 KiB of IP that is segmented later, Ethernet with a

@@ -41,6 +41,7 @@ use vmm_sys_util::epoll::EventSet;
 
 use self::announce::Announcements;
 use self::control::ControlRequest;
+pub use self::frame::HEADER as NET_HEADER;
 use self::frame::{HEADER, MAX_FRAME, NUM_BUFFERS};
 use self::mmds::MmdsPort;
 #[cfg(any(test, fuzzing))]
