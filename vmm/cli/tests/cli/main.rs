@@ -49,6 +49,8 @@ mod serve_devices;
 mod serve_guest;
 mod serve_metadata;
 mod serve_snapshot;
+mod serve_snapshot_create;
+mod serve_snapshot_refusals;
 mod shadow;
 mod stuck;
 mod terminal;

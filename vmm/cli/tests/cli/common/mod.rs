@@ -6,6 +6,7 @@ pub mod latest_process;
 pub mod pty;
 pub mod script;
 pub mod serving;
+pub mod snapshots;
 pub mod stuck_guest;
 pub mod stuck_storage;
 pub mod upgrade_proxy;
