@@ -56,5 +56,4 @@ mod stuck;
 mod terminal;
 mod top;
 mod upgrade;
-
 mod waiting;
