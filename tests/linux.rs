@@ -28,6 +28,8 @@ mod firecracker;
 mod hand_overs;
 #[path = "linux/page_handler.rs"]
 mod page_handler;
+#[path = "linux/served.rs"]
+mod served;
 #[path = "linux/topology.rs"]
 mod topology;
 #[path = "linux/vsock_loads.rs"]

@@ -16,11 +16,10 @@ use tests::{
     assert_clean, driftline, has_booted, wait_for,
 };
 
+use super::served::BOOT;
 use super::topology::siblings;
 use super::{DISK_BYTES, text};
 
-/// Time limit of a boot, and of progress of the checkers.
-const BOOT: Duration = Duration::from_secs(240);
 /// What the guest does besides the harness's options.
 const CHECKS: &str = "driftline.ip=10.77.0.2/24 driftline.check=disk,tcp \
      driftline.disk=path=/dev/vda,pause=50ms";

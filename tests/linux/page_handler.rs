@@ -1,18 +1,17 @@
 //! A Linux guest whose memory a page handler serves, and whose balloon gives memory back.
 
 use std::fs::File;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use serde_json::{Value, json};
 use tests::{
-    GuestConsole, HandlerProcess, LINUX_CMDLINE, LinuxImage, SOON, ScratchDir, ServingProcess,
-    assert_clean, checker_value, has_booted, wait_for,
+    GuestConsole, HandlerProcess, LinuxImage, SOON, ScratchDir, ServingProcess, assert_clean,
+    checker_value, wait_for,
 };
 
+use super::served::{BOOT, boot_served, take_snapshot};
 use super::{DISK_BYTES, text};
 
-/// Time limit of a boot, and of progress of the checkers.
-const BOOT: Duration = Duration::from_secs(240);
 const CHECKERS: &str = "driftline.check=mem,disk driftline.disk=path=/dev/vda,pause=50ms";
 /// Pages in the balloon.
 const BALLOON: u64 = 24 << 8;
@@ -35,27 +34,16 @@ fn await_flushed(console: &GuestConsole) {
 }
 
 /// Takes a snapshot of a guest with a balloon and a disk.
-fn take_snapshot(linux: &LinuxImage, scratch: &ScratchDir) {
-    let guest = ServingProcess::start(scratch, "first");
-    guest.done("PUT", "/machine-config", &json!({ "vcpu_count": 2, "mem_size_mib": 128 }));
-    let boot = json!({ "kernel_image_path": text(&linux.file("vmlinux")),
-        "initrd_path": text(&linux.file("initramfs.cpio")),
-        "boot_args": format!("{LINUX_CMDLINE} {CHECKERS}") });
-    guest.done("PUT", "/boot-source", &boot);
+fn snapshot(linux: &LinuxImage, scratch: &ScratchDir) {
     let disk = scratch.path("disk");
     File::create(&disk).and_then(|file| file.set_len(DISK_BYTES)).expect("a file");
     let drive = json!({ "drive_id": "data", "is_root_device": false, "path_on_host": text(&disk),
         "cache_type": "Writeback" });
-    guest.done("PUT", "/drives/data", &drive);
     let balloon = json!({ "amount_mib": 0, "deflate_on_oom": true, "stats_polling_interval_s": 1 });
-    guest.done("PUT", "/balloon", &balloon);
-    guest.done("PUT", "/actions", &json!({ "action_type": "InstanceStart" }));
-    wait_for("shell of the guest", BOOT, || has_booted(&guest.console()).then_some(()));
+    let devices = [("/drives/data", drive), ("/balloon", balloon)];
+    let guest = boot_served(linux, scratch, CHECKERS, &devices);
     await_flushed(&guest.console());
-    guest.pause();
-    let files = json!({ "snapshot_path": scratch.path("state"),
-        "mem_file_path": scratch.path("memory") });
-    guest.done("PUT", "/snapshot/create", &files);
+    take_snapshot(&guest, scratch);
 }
 
 /// Sets the balloon's size, and waits until the guest has given that many pages.
@@ -73,7 +61,7 @@ fn discarded_pages_of_a_page_handler_are_zero() {
     let test = "discarded_pages_of_a_page_handler_are_zero";
     let Some(linux) = LinuxImage::or_skip(test) else { return };
     let scratch = ScratchDir::new();
-    take_snapshot(&linux, &scratch);
+    snapshot(&linux, &scratch);
     let program = env!("CARGO_BIN_EXE_page_handler");
     let mut handler =
         HandlerProcess::start(program, &scratch, "second", &scratch.path("memory"), &[]);

@@ -6,33 +6,21 @@ use std::path::Path;
 use std::time::Duration;
 
 use serde_json::json;
-use tests::{LINUX_CMDLINE, LinuxImage, SOON, ScratchDir, ServingProcess, has_booted, wait_for};
+use tests::{LinuxImage, SOON, ScratchDir, ServingProcess, wait_for};
 
-use super::text;
+use super::served::{boot_served, take_snapshot};
 
-/// Time limit of a boot.
-const BOOT: Duration = Duration::from_secs(240);
 /// Time after which a connection stays. The guest closes those that it has had before the load
 /// within milliseconds.
 const A_WHILE: Duration = Duration::from_millis(500);
 
 /// Takes a snapshot of a guest whose echo listens on vsock.
-fn take_snapshot(linux: &LinuxImage, scratch: &ScratchDir) {
-    let guest = ServingProcess::start(scratch, "first");
-    guest.done("PUT", "/machine-config", &json!({ "vcpu_count": 2, "mem_size_mib": 128 }));
-    let boot = json!({ "kernel_image_path": text(&linux.file("vmlinux")),
-        "initrd_path": text(&linux.file("initramfs.cpio")),
-        "boot_args": format!("{LINUX_CMDLINE} driftline.check=tcp") });
-    guest.done("PUT", "/boot-source", &boot);
+fn snapshot(linux: &LinuxImage, scratch: &ScratchDir) {
     let socket = scratch.path("first.vsock");
-    guest.done("PUT", "/vsock", &json!({ "guest_cid": 3, "uds_path": socket }));
-    guest.done("PUT", "/actions", &json!({ "action_type": "InstanceStart" }));
-    wait_for("shell of the guest", BOOT, || has_booted(&guest.console()).then_some(()));
+    let vsock = json!({ "guest_cid": 3, "uds_path": socket });
+    let guest = boot_served(linux, scratch, "driftline.check=tcp", &[("/vsock", vsock)]);
     wait_for("echo of the guest", SOON, || request(&socket).and_then(accepted));
-    guest.pause();
-    let files = json!({ "snapshot_path": scratch.path("state"),
-        "mem_file_path": scratch.path("memory") });
-    guest.done("PUT", "/snapshot/create", &files);
+    take_snapshot(&guest, scratch);
 }
 
 /// Requests a connection to the guest's echo.
@@ -57,7 +45,7 @@ fn connection_made_after_a_load_stays() {
     let test = "connection_made_after_a_load_stays";
     let Some(linux) = LinuxImage::or_skip(test) else { return };
     let scratch = ScratchDir::new();
-    take_snapshot(&linux, &scratch);
+    snapshot(&linux, &scratch);
     let mut kept = 0;
     for n in 0..5 {
         let name = format!("clone-{n}");
