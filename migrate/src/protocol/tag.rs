@@ -167,6 +167,11 @@ impl Tag {
         }
     }
 
+    /// Returns whether the last byte of the message carries descriptors.
+    pub const fn carries_descriptors(self) -> bool {
+        matches!(self, Self::Memory | Self::Files)
+    }
+
     /// Returns the upper bound on payload bytes, checked before memory is allocated for them.
     pub(crate) const fn limit(self) -> u32 {
         match self {
@@ -207,7 +212,7 @@ impl Tag {
     pub(crate) const fn checked(self, length: u32) -> u32 {
         match self {
             Self::Frames if length > FRAMES_HEAD => FRAMES_HEAD,
-            Self::Memory | Self::Files => length.saturating_sub(DESCRIPTOR_BYTE),
+            _ if self.carries_descriptors() => length.saturating_sub(DESCRIPTOR_BYTE),
             _ => length,
         }
     }

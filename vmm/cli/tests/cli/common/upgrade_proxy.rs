@@ -170,8 +170,7 @@ impl Message {
         let mut bytes = read(from, RECORD_HEAD_LEN)?;
         let head = RecordHead::read_from(&bytes[..], sequence).map_err(io::Error::other)?;
         let tag = Tag::from_number(head.tag).expect("a known tag");
-        // The last byte of these carries the descriptors.
-        let carries = matches!(tag, Tag::Memory | Tag::Files);
+        let carries = tag.carries_descriptors();
         bytes.extend(read(from, head.length as usize - usize::from(carries))?);
         let descriptors = if carries { Some(receive(from)?) } else { None };
         Ok(Self { name: tag.name(), bytes, descriptors })
