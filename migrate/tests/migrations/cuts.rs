@@ -8,8 +8,11 @@ use crate::common::{
     AT_ONCE, At, CUT_COMMIT_DEADLINE, CutPoint, HostPair, LONG, Proxy, ProxyPlan, Receiver, Sender,
     await_last_message, each, exactly_one_runs, quick_send, tag, within,
 };
-use driftline_guest::testing::{MemoryConfig, MemoryGuest, repeats};
-use driftline_migrate::ReceiveOptions;
+use driftline_dirty_tracker::PAGE_SIZE;
+use driftline_guest::testing::{MemoryConfig, MemoryGuest, image, repeats};
+use driftline_guest::{GuestContents, Lifecycle, RunState};
+use driftline_migrate::{GuestPlace, ReceiveOptions};
+use vm_memory::{Bytes, GuestAddress};
 
 /// How memory reaches the destination.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -41,20 +44,20 @@ fn config() -> MemoryConfig {
 /// Enough writes for runs that are long enough for FRAMES.
 const WRITES: u64 = 1000;
 
-/// Starts a guest, and waits until it has written more than `writes` times.
-fn start(hosts: &HostPair, kind: HandOverKind, writes: u64) -> Arc<MemoryGuest> {
+/// Starts a guest, and waits until it has written more than [`WRITES`] times.
+fn start(hosts: &HostPair, kind: HandOverKind) -> Arc<MemoryGuest> {
     let guest = match kind {
         HandOverKind::Copying => hosts.start(config()),
         HandOverKind::Local => hosts.start_in_files(config()),
     };
-    within(LONG, &format!("{writes} writes"), || guest.writes() > writes);
+    within(LONG, &format!("{WRITES} writes"), || guest.writes() > WRITES);
     guest
 }
 
 /// Returns the tags of a whole migration from the source and from the destination; 0 is the header.
 fn units(kind: HandOverKind) -> (Vec<u16>, Vec<u16>) {
     let hosts = HostPair::new();
-    let guest = start(&hosts, kind, WRITES);
+    let guest = start(&hosts, kind);
     let there = receiver(&hosts, kind, hosts.receive_options());
     let proxy = Proxy::start(&there.to, ProxyPlan::default());
     let sent = Sender::start(&guest, &proxy.to, &options(&hosts, kind)).result();
@@ -105,7 +108,7 @@ fn cut_at(kind: HandOverKind, cut: CutPoint, source: bool, unit: usize, tag: u16
     let context = format!("{kind:?}, {cut:?} unit {unit} (tag {tag}) from the {side}");
     println!("{context}");
     let hosts = HostPair::new();
-    let guest = start(&hosts, kind, WRITES);
+    let guest = start(&hosts, kind);
     let mut receiving = hosts.receive_options();
     let mut sending = options(&hosts, kind);
     receiving.commit_deadline = CUT_COMMIT_DEADLINE;
@@ -181,7 +184,7 @@ fn flip_everywhere(kind: HandOverKind) {
     let (from_source, from_destination) = units(kind);
     for (source, mut tags) in [(true, from_source), (false, from_destination)] {
         // By tag, because the numbers of PAGES and ZERO vary. EXPECT comes by chance: it needs 64
-        // frames in a row that are not zero, and every eighth is.
+        // frames in a row that are not zero, and every eighth is. It has a test of its own.
         tags.retain(|tag| *tag != self::tag("EXPECT"));
         tags.sort();
         tags.dedup();
@@ -202,7 +205,7 @@ fn flip(kind: HandOverKind, source: bool, tag_number: u16, byte: usize) {
     let context = format!("{kind:?}, bit flipped in byte {byte} of tag {tag_number}");
     for _ in 0..10 {
         let hosts = HostPair::new();
-        let guest = start(&hosts, kind, WRITES);
+        let guest = start(&hosts, kind);
         let mut there = receiver(&hosts, kind, hosts.receive_options());
         // After cuts, the short form sends the guest again, too.
         there.again = repeats(false, true);
@@ -221,4 +224,38 @@ fn flip(kind: HandOverKind, source: bool, tag_number: u16, byte: usize) {
         assert!(sent.is_ok() && !there_was_one, "{context}: {sent:?}");
     }
     panic!("{context}: ten migrations had no such message");
+}
+
+#[test]
+fn flipped_bit_in_an_announcement_is_detected() {
+    // In the head, and in the payload.
+    for (byte, what) in [(13, "a record's head"), (30, "a record")] {
+        let hosts = HostPair::new();
+        let config = MemoryConfig::still();
+        let runs: Vec<_> =
+            config.slots.iter().map(|slot| slot.base.0..slot.base.0 + slot.frames).collect();
+        let guest = hosts.start(config);
+        // Without a frame of zeros, each slot is announced.
+        for gfn in runs.into_iter().flatten() {
+            let page = [gfn as u8 | 1; PAGE_SIZE as usize];
+            guest.ram().write_slice(&page, GuestAddress(gfn * PAGE_SIZE)).unwrap();
+        }
+        let before = image(&guest);
+        let there = hosts.receiver();
+        let plan = ProxyPlan::flip(true, At::Tag(tag("EXPECT")), byte);
+        let proxy = Proxy::start(&there.to, plan);
+        let e = Sender::start(&guest, &proxy.to, &quick_send(&hosts)).result().unwrap_err();
+        assert!(matches!(e.guest, GuestPlace::Here), "{e}");
+        assert!(proxy.from_source.lock().unwrap().contains(&tag("EXPECT")), "{e}");
+        assert_eq!(guest.run_state(), RunState::Running, "{e}");
+        within(LONG, "the receiver refuses", || there.waits_on());
+        let refusal = there.control.progress().last_refusal.unwrap();
+        let text = format!("checksum of {what} ");
+        assert!(refusal.contains(&text) && e.to_string().contains(&text), "{refusal}, {e}");
+        // The failure has left nothing behind.
+        Sender::start(&guest, &there.to, &quick_send(&hosts)).result().unwrap();
+        let arrived = there.guest().guest;
+        assert!(image(&guest) == before && image(&arrived) == before, "byte {byte}");
+        assert_eq!(hosts.drive.most_running(), 1, "byte {byte}: I7");
+    }
 }
