@@ -18,6 +18,7 @@ const OTHER_FILES: u64 = 256;
 const MIN_CONNECTIONS: usize = 16;
 /// Limit on how long packets wait until the driver has acknowledged the reset of its connections.
 /// Linux does so within milliseconds; a guest whose memory comes from a slow place needs longer.
+/// Pauses do not count.
 pub(super) const RESET_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Returns the number of connections for a process that may open `files` files.

@@ -405,9 +405,11 @@ impl Connection {
         self.deadline
     }
 
-    /// Restarts the time limit, because the guest did not run meanwhile.
+    /// Restarts the time limit, because the guest could not answer meanwhile. The device queues the
+    /// new deadline, and has dropped the old one.
     pub(super) fn restart_deadline(&mut self) {
         self.deadline = self.deadline.map(|_| Instant::now() + ANSWER_TIMEOUT);
+        self.queued_deadline = None;
     }
 
     /// Returns whether there may be a packet for the guest.

@@ -88,6 +88,7 @@ impl Device for Vsock {
 
     fn quiesce(&mut self, _: Instant, _: &mut DeviceIo<'_>) -> Result<(), QuiesceError> {
         // Between two calls, data in flight is in the streams and waits there.
+        self.paused_at = Some(Instant::now());
         Ok(())
     }
 
@@ -97,12 +98,11 @@ impl Device for Vsock {
             self.continue_streams(arrival, io.watcher);
         }
         self.try_watch_listener(io.watcher);
-        self.deadlines.clear();
+        self.restart_answer_deadlines();
         // Edges that occurred while the device was paused may have been missed.
         let tokens: Vec<u32> = self.connections.keys().copied().collect();
         for token in tokens {
-            let Some(connection) = self.connections.get_mut(&token) else { continue };
-            connection.restart_deadline();
+            let Some(connection) = self.connections.get(&token) else { continue };
             let hung_up = connection.is_hung_up();
             self.stream_ready(token, hung_up);
         }
@@ -110,8 +110,8 @@ impl Device for Vsock {
         let new_programs: Vec<u32> = self.new_programs.iter().map(|(token, _)| *token).collect();
         new_programs.into_iter().for_each(|token| self.read_greeting(token));
         self.state.reset_due |= moved && self.active && !continues;
-        self.restart_reset_deadline();
-        // Before the queues are processed, which gives the guest its packets.
+        self.resume_reset_deadline(moved);
+        // First, because processing the queues gives the guest its packets.
         let told = self.tell_reset(io);
         self.set_timer();
         told

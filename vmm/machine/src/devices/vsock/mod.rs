@@ -106,8 +106,10 @@ pub(super) struct Vsock {
     timer: Timer,
     /// Time for which the timer is set.
     timer_at: Option<Instant>,
-    /// Time from which the driver's acknowledgement of a reset is not waited for any more.
+    /// Deadline of the driver's acknowledgement of a reset.
     reset_deadline: Option<Instant>,
+    /// Start of the pause, if the device is paused. Outdated otherwise.
+    paused_at: Option<Instant>,
     next_token: u32,
     refusals: VecDeque<PacketHeader>,
     /// Tokens of connections that may have a packet for the guest, each at most once.
@@ -125,8 +127,8 @@ pub(super) struct Vsock {
 struct VsockState {
     /// Whether the guest must be told that its connections are closed.
     reset_due: bool,
-    /// The available index of the event queue at which the driver has handled that, if it has been
-    /// told and was not seen there.
+    /// Available index of the event queue that acknowledges the last reset event, until the device
+    /// has seen it.
     reset_unacknowledged: Option<u16>,
     /// First port to be tried for the next connection that a program of the host opens. After a
     /// move the guest may still send packets of earlier connections, whose ports are not to be used
@@ -181,6 +183,7 @@ impl Vsock {
             timer: Timer::new()?,
             timer_at: None,
             reset_deadline: None,
+            paused_at: None,
             next_token: FIRST_STREAM,
             refusals: VecDeque::new(),
             send_order: VecDeque::new(),

@@ -7,13 +7,14 @@
 //! gives the guest its packets <------------------ makes the buffer available again
 //! ```
 //!
-//! A connection that the guest accepted before it handles the event would be closed by that. So no
-//! packet reaches the guest in between. The buffer's return is read from the event queue itself,
-//! because a driver may suppress its interrupts and need not notify a queue that has buffers.
+//! Handling the event closes every established connection, including one that the guest accepted
+//! just before. So the device sends no packet until then. The buffer's return is read from the
+//! event queue itself, because a driver may suppress its interrupts and need not notify a queue
+//! that has buffers. A connection that waits for the guest does not time out meanwhile.
 //!
 //! Two kinds of drivers are not waited for without a limit: one without a buffer for the event,
 //! which gets its packets immediately and the event later, and one that does not return the buffer
-//! within [`RESET_TIMEOUT`].
+//! within [`RESET_TIMEOUT`], in which pauses do not count.
 
 use std::time::Instant;
 
@@ -45,8 +46,19 @@ impl Vsock {
         Ok(())
     }
 
+    /// Continues to wait for an acknowledgement after a pause, which prolongs the wait by its own
+    /// length. A guest that was restored (`moved`) gets the whole time.
+    pub(super) fn resume_reset_deadline(&mut self, moved: bool) {
+        match (self.reset_deadline, self.paused_at.take()) {
+            (Some(deadline), Some(paused_at)) if !moved => {
+                self.reset_deadline = Some(deadline + paused_at.elapsed());
+            }
+            _ => self.restart_reset_deadline(),
+        }
+    }
+
     /// Gives the driver the whole time for its acknowledgement, if one is missing.
-    pub(super) fn restart_reset_deadline(&mut self) {
+    fn restart_reset_deadline(&mut self) {
         let is_missing = self.active && self.state.reset_unacknowledged.is_some();
         self.reset_deadline = is_missing.then(|| Instant::now() + RESET_TIMEOUT);
     }
@@ -73,6 +85,7 @@ impl Vsock {
             tracing::debug!("vsock: the driver has not acknowledged the reset of its connections");
         }
         (self.state.reset_unacknowledged, self.reset_deadline) = (None, None);
+        self.restart_answer_deadlines();
         Ok(false)
     }
 }

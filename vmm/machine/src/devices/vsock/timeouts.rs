@@ -27,9 +27,12 @@ impl Vsock {
         Ok(())
     }
 
-    /// Ends the connections whose guest has exceeded its deadline.
-    fn expire(&mut self) {
-        let now = Instant::now();
+    /// Ends the connections whose guest has exceeded its deadline at `now`. While the packets for
+    /// the guest wait for the acknowledgement of a reset, the guest cannot answer, and none ends.
+    pub(super) fn expire(&mut self, now: Instant) {
+        if self.reset_deadline.is_some() {
+            return;
+        }
         while let Some((deadline, token)) = self.deadlines.pop_front_if(|(at, _)| *at <= now) {
             let still = self.connections.get(&token).and_then(Connection::deadline);
             if still == Some(deadline) {
@@ -38,10 +41,22 @@ impl Vsock {
         }
     }
 
+    /// Restarts the deadline of each connection that waits for the guest.
+    pub(super) fn restart_answer_deadlines(&mut self) {
+        self.deadlines.clear();
+        let tokens: Vec<u32> = self.connections.keys().copied().collect();
+        for token in tokens {
+            let Some(connection) = self.connections.get_mut(&token) else { continue };
+            connection.restart_deadline();
+            self.queue_for_sending(token);
+        }
+    }
+
     /// Sets the timer if something is due later, and not after the time for which it is set.
     pub(super) fn set_timer(&mut self) {
-        let first = self.deadlines.front().map(|(at, _)| *at);
-        let due = first.into_iter().chain(self.accept_retry).chain(self.reset_deadline);
+        let answer = self.deadlines.front().map(|(at, _)| *at);
+        // No answer is due before the acknowledgement of a reset.
+        let due = self.reset_deadline.or(answer).into_iter().chain(self.accept_retry);
         let Some(at) = due.min() else { return };
         // A timer that expires too early finds nothing to do and is set again.
         if self.timer_at.is_none_or(|set| at < set) {
@@ -58,7 +73,7 @@ impl Vsock {
         if self.timer.take().unwrap_or(true) {
             self.timer_at = None;
         }
-        self.expire();
+        self.expire(Instant::now());
         if self.accept_retry.is_some_and(|at| at <= Instant::now()) {
             self.accept_retry = None;
             self.try_watch_listener(watcher);

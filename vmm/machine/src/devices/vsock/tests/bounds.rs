@@ -1,11 +1,10 @@
 //! A guest that takes no packets, and programs that come and go: the device's memory is bounded.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Mutex;
 
 use super::super::bounds::MAX_NEW_PROGRAMS;
+use super::shared::SharedVsock;
 use super::*;
-use crate::devices::virtio::HandOverNeeds;
-use driftline_guest::NextHost;
 
 /// Sizes of the device's collections, at one time or the largest seen.
 #[derive(Clone, Copy, Debug, Default)]
@@ -17,109 +16,24 @@ struct CollectionSizes {
     new_programs: usize,
 }
 
-/// A device whose collections are measured after each call.
-struct MeasuredVsock {
-    vsock: Vsock,
-    most: Arc<Mutex<CollectionSizes>>,
-    now: Arc<Mutex<CollectionSizes>>,
-}
-
-impl MeasuredVsock {
-    fn look(&self) {
-        let Vsock { connections, send_order, deadlines, refusals, new_programs, .. } = &self.vsock;
-        let now = CollectionSizes {
+impl CollectionSizes {
+    fn of(vsock: &Vsock) -> Self {
+        let Vsock { connections, send_order, deadlines, refusals, new_programs, .. } = vsock;
+        Self {
             connections: connections.len(),
             send_order: send_order.len(),
             deadlines: deadlines.len(),
             refusals: refusals.len(),
             new_programs: new_programs.len(),
-        };
-        let mut most = self.most.lock().unwrap();
-        most.connections = most.connections.max(now.connections);
-        most.send_order = most.send_order.max(now.send_order);
-        most.deadlines = most.deadlines.max(now.deadlines);
-        most.refusals = most.refusals.max(now.refusals);
-        most.new_programs = most.new_programs.max(now.new_programs);
-        *self.now.lock().unwrap() = now;
-    }
-}
-
-impl Device for MeasuredVsock {
-    fn kind(&self) -> DeviceKind {
-        self.vsock.kind()
+        }
     }
 
-    fn features(&self) -> u64 {
-        self.vsock.features()
-    }
-
-    fn queue_sizes(&self) -> Vec<u16> {
-        self.vsock.queue_sizes()
-    }
-
-    fn config_space(&self) -> Vec<u8> {
-        self.vsock.config_space()
-    }
-
-    fn write_config(&mut self, offset: usize, data: &[u8], io: &mut DeviceIo<'_>) {
-        self.vsock.write_config(offset, data, io);
-    }
-
-    fn start(&mut self, watcher: &Watcher) -> io::Result<()> {
-        self.vsock.start(watcher)
-    }
-
-    fn activate(&mut self, features: u64) {
-        self.vsock.activate(features);
-    }
-
-    fn reset(&mut self, io: &mut DeviceIo<'_>) {
-        self.vsock.reset(io);
-    }
-
-    fn process(&mut self, queue: usize, io: &mut DeviceIo<'_>) -> Result<(), Violation> {
-        let done = self.vsock.process(queue, io);
-        self.look();
-        done
-    }
-
-    fn backend_ready(
-        &mut self,
-        token: u32,
-        events: EventSet,
-        io: &mut DeviceIo<'_>,
-    ) -> Result<(), Violation> {
-        let done = self.vsock.backend_ready(token, events, io);
-        self.look();
-        done
-    }
-
-    fn quiesce(&mut self, deadline: Instant, io: &mut DeviceIo<'_>) -> Result<(), QuiesceError> {
-        self.vsock.quiesce(deadline, io)
-    }
-
-    fn resume(&mut self, moved: bool, io: &mut DeviceIo<'_>) -> Result<(), Violation> {
-        self.vsock.resume(moved, io)
-    }
-
-    fn save(&self) -> Result<Vec<u8>, DeviceError> {
-        self.vsock.save()
-    }
-
-    fn restore(&mut self, state: &[u8]) -> Result<(), DeviceError> {
-        self.vsock.restore(state)
-    }
-
-    fn hand_over(&self) -> HandOverNeeds {
-        self.vsock.hand_over()
-    }
-
-    fn acquire(&mut self, from: NextHost) -> Result<(), DeviceError> {
-        self.vsock.acquire(from)
-    }
-
-    fn release(&mut self, deadline: Instant, next: NextHost) -> Result<(), DeviceError> {
-        self.vsock.release(deadline, next)
+    fn raise_to(&mut self, now: &Self) {
+        self.connections = self.connections.max(now.connections);
+        self.send_order = self.send_order.max(now.send_order);
+        self.deadlines = self.deadlines.max(now.deadlines);
+        self.refusals = self.refusals.max(now.refusals);
+        self.new_programs = self.new_programs.max(now.new_programs);
     }
 }
 
@@ -140,7 +54,17 @@ fn watched(sockets: &TestSockets) -> WatchedGuest {
     let (most, now) =
         (Arc::<Mutex<CollectionSizes>>::default(), Arc::<Mutex<CollectionSizes>>::default());
     let connections = vsock.max_connections;
-    let device = MeasuredVsock { vsock, most: most.clone(), now: now.clone() };
+    let device = SharedVsock {
+        vsock: Arc::new(Mutex::new(vsock)),
+        after_call: Box::new({
+            let (most, now) = (most.clone(), now.clone());
+            move |vsock| {
+                let sizes = CollectionSizes::of(vsock);
+                most.lock().unwrap().raise_to(&sizes);
+                *now.lock().unwrap() = sizes;
+            }
+        }),
+    };
     let guest = VsockGuest::new(Driver::started(Box::new(device)));
     WatchedGuest { guest, connections, most, now }
 }

@@ -6,6 +6,7 @@ mod files;
 mod laws;
 mod moves;
 mod resets;
+mod shared;
 
 use std::io::{Read, Write};
 use std::net::Shutdown;
@@ -148,6 +149,21 @@ impl VsockGuest {
         stream.set_read_timeout(Some(TIMEOUT)).unwrap();
         (ports, stream)
     }
+}
+
+/// Moves the guest to another host, whose device is paused.
+fn moved(sockets: &TestSockets, mut guest: VsockGuest) -> VsockGuest {
+    guest.driver.quiesce();
+    let state = guest.driver.transport.save().unwrap();
+    guest.driver.transport.release().unwrap();
+    let mut vsock = sockets.vsock();
+    vsock.acquire(NextHost::Another).unwrap();
+    let ram = guest.driver.memory.ram().clone();
+    let moved = Transport::spawn("moved", Box::new(vsock), ram).unwrap();
+    moved.restore(state.clone()).unwrap();
+    assert_eq!(moved.save().unwrap(), state);
+    guest.driver = guest.driver.moved_to(moved);
+    guest
 }
 
 fn pattern(n: usize, len: usize) -> Vec<u8> {

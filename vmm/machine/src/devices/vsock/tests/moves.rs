@@ -32,16 +32,7 @@ fn move_resets_the_guests_connections() {
     guest.driver.transport.resume();
     guest.send(op::RW, ports, b"x");
     program.read_exact(&mut [0]).unwrap();
-    guest.driver.quiesce();
-    let state = guest.driver.transport.save().unwrap();
-    guest.driver.transport.release().unwrap();
-    let mut vsock = sockets.vsock();
-    vsock.acquire(NextHost::Another).unwrap();
-    let ram = guest.driver.memory.ram().clone();
-    let moved = Transport::spawn("moved", Box::new(vsock), ram).unwrap();
-    moved.restore(state.clone()).unwrap();
-    assert_eq!(moved.save().unwrap(), state);
-    guest.driver = guest.driver.moved_to(moved);
+    let mut guest = moved(&sockets, guest);
     assert_eq!(program.read(&mut [0]).unwrap(), 0, "the old host's end is closed");
     guest.driver.transport.resume();
     let room = guest.driver.writable(4);
@@ -51,6 +42,22 @@ fn move_resets_the_guests_connections() {
     let (ports, mut program) = guest.connect(&listener, 52);
     guest.send(op::RW, ports, b"y");
     program.read_exact(&mut [0]).unwrap();
+}
+
+/// The bytes are those of the format's document.
+#[test]
+fn saved_state_keeps_its_bytes() {
+    let mut vsock = TestSockets::new().vsock();
+    vsock.state = VsockState {
+        reset_due: true,
+        reset_unacknowledged: Some(0x8001),
+        next_port: FIRST_PORT + 2,
+    };
+    let bytes = vsock.save().unwrap();
+    assert_eq!(bytes, [1, 1, 0x81, 0x80, 0x02, 0x82, 0x80, 0x80, 0x80, 0x04]);
+    let mut restored = TestSockets::new().vsock();
+    restored.restore(&bytes).unwrap();
+    assert_eq!(restored.state, vsock.state);
 }
 
 /// Releases a paused device for the next process. Returns that process's device and the state.

@@ -1,26 +1,17 @@
 //! What a moved guest receives before and after it has handled the reset of its connections.
 
+use std::sync::{Mutex, MutexGuard};
+
 use virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
 
 use super::super::bounds::RESET_TIMEOUT;
+use super::shared::SharedVsock;
 use super::*;
 
 /// A time in which a packet that does not wait would arrive.
 const A_WHILE: Duration = Duration::from_millis(100);
-
-/// Moves the guest to another host, whose device is paused.
-fn moved(sockets: &TestSockets, mut guest: VsockGuest) -> VsockGuest {
-    guest.driver.quiesce();
-    let state = guest.driver.transport.save().unwrap();
-    guest.driver.transport.release().unwrap();
-    let mut vsock = sockets.vsock();
-    vsock.acquire(NextHost::Another).unwrap();
-    let ram = guest.driver.memory.ram().clone();
-    let moved = Transport::spawn("moved", Box::new(vsock), ram).unwrap();
-    moved.restore(state).unwrap();
-    guest.driver = guest.driver.moved_to(moved);
-    guest
-}
+/// A time after which no test still runs.
+const AN_HOUR: Duration = Duration::from_secs(3600);
 
 /// Makes `count` buffers for events available, as Linux does before it uses the device.
 fn post_events(guest: &mut VsockGuest, count: usize) -> Vec<(u16, DriverBuffer)> {
@@ -120,4 +111,102 @@ fn driver_that_acknowledges_nothing_gets_packets_later() {
     guest.send(op::RW, Ports { guest: GUEST_PORT, host: 1 }, b"x");
     guest.driver.wait_used(RECEIVE, packet);
     assert!(begin.elapsed() >= RESET_TIMEOUT, "{:?}", begin.elapsed());
+}
+
+/// The deadlines of connections, as the device has queued them.
+type Deadlines = VecDeque<(Instant, u32)>;
+
+/// A guest that was told of a reset and has not handled it.
+struct UnawareGuest {
+    guest: VsockGuest,
+    vsock: Arc<Mutex<Vsock>>,
+    /// The buffer of the event, which the guest has not made available again.
+    room: DriverBuffer,
+    /// The deadlines at the first time that a connection exists and no packet is withheld.
+    first_deadlines: Arc<Mutex<Option<Deadlines>>>,
+}
+
+impl UnawareGuest {
+    /// Returns a guest whose device waits for an hour.
+    fn new(sockets: &TestSockets) -> Self {
+        let mut vsock = sockets.vsock();
+        vsock.acquire(NextHost::Another).unwrap();
+        let vsock = Arc::new(Mutex::new(vsock));
+        let first_deadlines = Arc::<Mutex<Option<Deadlines>>>::default();
+        let first = first_deadlines.clone();
+        let after_call = move |vsock: &Vsock| {
+            if vsock.reset_deadline.is_none() && !vsock.connections.is_empty() {
+                first.lock().unwrap().get_or_insert_with(|| vsock.deadlines.clone());
+            }
+        };
+        let device = SharedVsock { vsock: vsock.clone(), after_call: Box::new(after_call) };
+        let mut guest = VsockGuest::new(Driver::started(Box::new(device)));
+        let [(event, room)] = post_events(&mut guest, 1).try_into().unwrap();
+        vsock.lock().unwrap().state.reset_due = true;
+        guest.driver.kick(EVENT);
+        guest.driver.wait_used(EVENT, event);
+        vsock.lock().unwrap().reset_deadline = Some(Instant::now() + AN_HOUR);
+        Self { guest, vsock, room, first_deadlines }
+    }
+
+    fn vsock(&self) -> MutexGuard<'_, Vsock> {
+        self.vsock.lock().unwrap()
+    }
+}
+
+#[test]
+fn withheld_request_does_not_time_out() {
+    let sockets = TestSockets::new();
+    let mut unaware = UnawareGuest::new(&sockets);
+    let _program = sockets.call(52);
+    let end = Instant::now() + TIMEOUT;
+    while unaware.vsock().connections.is_empty() {
+        assert!(Instant::now() < end, "the device does not take the program");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let mut vsock = unaware.vsock();
+    let deadline = vsock.connections.values().next().unwrap().deadline().unwrap();
+    vsock.timer_at = None;
+    vsock.set_timer();
+    assert_eq!(vsock.timer_at, vsock.reset_deadline, "the timer would expire again and again");
+    vsock.expire(deadline);
+    assert_eq!(vsock.connections.len(), 1, "the guest has not seen the request");
+    drop(vsock);
+    // The guest handles the reset.
+    let (room, guest) = (unaware.room, &mut unaware.guest);
+    guest.driver.post(EVENT, &[room]);
+    guest.driver.kick(EVENT);
+    assert_eq!(guest.next().0.op.get(), op::REQUEST);
+    let mut vsock = unaware.vsock();
+    let first = unaware.first_deadlines.lock().unwrap().take().unwrap();
+    assert_eq!(first.len(), 1, "{first:?}");
+    assert!(first[0].0 > deadline, "it has the whole time for its answer");
+    vsock.expire(first[0].0);
+    assert!(vsock.connections.is_empty(), "it does not answer");
+}
+
+#[test]
+fn pauses_prolong_no_reset_deadline() {
+    let unaware = UnawareGuest::new(&TestSockets::new());
+    let transport = &unaware.guest.driver.transport;
+    for _ in 0..3 {
+        let before = unaware.vsock().reset_deadline.unwrap();
+        let begin = Instant::now();
+        unaware.guest.driver.quiesce();
+        transport.resume();
+        // A paused device takes no register.
+        unaware.guest.driver.quiesce();
+        let after = unaware.vsock().reset_deadline.unwrap();
+        assert!(after >= before, "the pause does not count");
+        assert!(after - before <= begin.elapsed(), "no more than the pause is added");
+        transport.resume();
+    }
+    unaware.guest.driver.quiesce();
+    let state = transport.save().unwrap();
+    transport.restore(state).unwrap();
+    transport.resume();
+    unaware.guest.driver.quiesce();
+    let after = unaware.vsock().reset_deadline;
+    let most = Instant::now() + RESET_TIMEOUT;
+    assert!(after.is_none_or(|at| at <= most), "a restored guest has the whole time, and no more");
 }
