@@ -28,7 +28,7 @@ const FIRECRACKER: [&str; 2] =
     ["vmm/cli/src/firecracker/fault.rs", "vmm/control/src/firecracker/fault.rs"];
 
 /// The texts that an error may keep, and what each one is.
-const TEXTS: [(&str, &str); 15] = [
+const TEXTS: [(&str, &str); 14] = [
     ("AppError::NoGuest", "what the guest's arrival waits for, as progress reports it"),
     ("Cause::ConnectionRefused", "what the refused peer was sent, as progress reports it"),
     ("ClientError::Fault", "the server's answer"),
@@ -41,7 +41,6 @@ const TEXTS: [(&str, &str); 15] = [
     ("StepError::NotStored", "the server's answer"),
     ("SupervisorError::Lost", "the loss of a page, which is reported to each who asks"),
     ("UpgradeError::HandOver", "the outcome of a job, as its progress reports it"),
-    ("Violation::Request", "lengths in a driver's packet; the log is its only reader"),
     ("WireError::Aborted", "the peer's text"),
     ("WireError::Refused", "the peer's text"),
 ];

@@ -79,14 +79,6 @@ pub(crate) enum Violation {
         #[source]
         cause: RequestDefect,
     },
-    /// A packet of the vsock device, or a buffer for one, is malformed.
-    #[error("queue {queue}: {why}")]
-    Request {
-        /// The queue's number.
-        queue: u16,
-        /// The reason.
-        why: String,
-    },
     /// A write to a register breaks the rules.
     #[error(transparent)]
     Registers(#[from] RegisterDefect),
@@ -112,7 +104,7 @@ pub(crate) enum ChainDefect {
     NoEnd,
 }
 
-/// What is wrong with a request, or with the room for its answer.
+/// What is wrong with a request, or with a buffer for the device to write.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub(crate) enum RequestDefect {
     /// There is no room for randomness.
@@ -183,6 +175,40 @@ pub(crate) enum RequestDefect {
     HintingCommand {
         /// Length of the command in bytes.
         bytes: usize,
+    },
+    /// A packet of the vsock device is too short.
+    #[error("the packet from {head} has {bytes} bytes, less than its header")]
+    PacketHeader {
+        /// The chain's first descriptor.
+        head: u16,
+        /// Length of the packet in bytes.
+        bytes: u32,
+    },
+    /// A packet of the vsock device lacks data.
+    #[error("the packet from {head} has {bytes} bytes after its header, which announces {len}")]
+    PacketData {
+        /// The chain's first descriptor.
+        head: u16,
+        /// Length of the data in bytes.
+        bytes: u32,
+        /// Length according to the header in bytes.
+        len: u32,
+    },
+    /// A buffer takes no packet with data.
+    #[error("the buffer from {head} has room for {room} bytes, no more than a packet's header")]
+    PacketBuffer {
+        /// The chain's first descriptor.
+        head: u16,
+        /// Room in bytes.
+        room: u32,
+    },
+    /// A buffer takes no event of the vsock device.
+    #[error("the buffer from {head} has room for {room} bytes, less than an event")]
+    EventBuffer {
+        /// The chain's first descriptor.
+        head: u16,
+        /// Room in bytes.
+        room: u32,
     },
 }
 

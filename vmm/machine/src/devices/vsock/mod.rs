@@ -52,7 +52,7 @@ use self::packet::{HEADER, HOST_CID, PacketHeader, STREAM};
 use super::counts::VsockCounters;
 use super::opener::Opener;
 use super::timer::Timer;
-use super::virtio::{Chain, DeviceIo, Violation, Watcher};
+use super::virtio::{Chain, DeviceIo, RequestDefect, Violation, Watcher};
 use crate::config::{HandedOverVsock, OpenedSocket, VsockConfig};
 use crate::exit::SocketFile;
 use crate::limits;
@@ -436,12 +436,9 @@ impl Vsock {
             // Buffers without room for data could use up any number of packets without transferring
             // data.
             let Some(room) = room.filter(|room| *room > 0) else {
-                let why = format!(
-                    "the buffer from {} has room for {} bytes, no more than a packet's header",
-                    chain.head,
-                    chain.writable.len()
-                );
-                return Err(Violation::Request { queue: RECEIVE as u16, why });
+                let (head, room) = (chain.head, chain.writable.len());
+                let cause = RequestDefect::PacketBuffer { head, room };
+                return Err(Violation::Malformed { queue: RECEIVE as u16, cause });
             };
             let Some(header) = self.next_packet(room.min(MAX_DATA)) else {
                 ring.unpop();

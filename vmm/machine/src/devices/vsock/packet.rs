@@ -8,7 +8,7 @@ use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use super::op;
-use crate::devices::virtio::{Chain, Violation};
+use crate::devices::virtio::{Chain, RequestDefect, Violation};
 
 /// Size of a header in bytes.
 pub(super) const HEADER: usize = size_of::<PacketHeader>();
@@ -48,15 +48,15 @@ impl PacketHeader {
     pub(super) fn read(chain: &Chain, queue: u16, ram: &GuestRam) -> Result<Self, Violation> {
         let mut header = Self::default();
         let len = chain.readable.read(ram, 0, header.as_mut_bytes())?;
-        let has = u64::from(chain.readable.len());
-        if len < HEADER || has < HEADER as u64 + u64::from(header.len.get()) {
-            let why = format!(
-                "the packet from {} has {has} bytes, and says that {} follow its header of \
-                 {HEADER}",
-                chain.head,
-                if len < HEADER { 0 } else { header.len.get() },
-            );
-            return Err(Violation::Request { queue, why });
+        let (head, bytes) = (chain.head, chain.readable.len());
+        if len < HEADER {
+            let cause = RequestDefect::PacketHeader { head, bytes };
+            return Err(Violation::Malformed { queue, cause });
+        }
+        let (bytes, len) = (bytes - HEADER as u32, header.len.get());
+        if bytes < len {
+            let cause = RequestDefect::PacketData { head, bytes, len };
+            return Err(Violation::Malformed { queue, cause });
         }
         Ok(header)
     }

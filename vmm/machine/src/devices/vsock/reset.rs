@@ -20,7 +20,7 @@ use std::time::Instant;
 
 use super::bounds::RESET_TIMEOUT;
 use super::{EVENT, TRANSPORT_RESET, Vsock};
-use crate::devices::virtio::{DeviceIo, Violation, is_at};
+use crate::devices::virtio::{DeviceIo, RequestDefect, Violation, is_at};
 
 impl Vsock {
     /// Tells the guest that its connections are closed, if that is due and it has a buffer.
@@ -32,8 +32,8 @@ impl Vsock {
         let event = TRANSPORT_RESET.to_le_bytes();
         let written = chain.writable.write(io.ram, 0, &event)?;
         if written < event.len() {
-            let why = format!("the buffer from {} has room for {written} bytes", chain.head);
-            return Err(Violation::Request { queue: EVENT as u16, why });
+            let cause = RequestDefect::EventBuffer { head: chain.head, room: written as u32 };
+            return Err(Violation::Malformed { queue: EVENT as u16, cause });
         }
         // Read before the driver sees the event: any later buffer may be this one.
         let available = ring.available(io.ram)?;
