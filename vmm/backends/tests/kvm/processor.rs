@@ -86,16 +86,16 @@ fn guest_needing_a_missing_feature_is_refused() {
         return;
     }
     let machine = boot(payload("payload,ws=1M"), &silent()).unwrap();
-    let shown = &machine.machine_config().cpu.shown;
-    assert!(shown.iter().any(|w| w.function == 1 && w.registers[3] & 1 != 0), "an FPU, at least");
+    let exposed = &machine.machine_config().cpu.exposed;
+    assert!(exposed.iter().any(|w| w.function == 1 && w.registers[3] & 1 != 0), "an FPU, at least");
     let mut config = MachineConfig::decode(&machine.config()).unwrap();
     let factory = MachineFactory::new(silent());
     factory.create(machine.vm_id(), &config.encode()).unwrap();
 
     // No processor has this bit, and it has no name.
     let word = |registers| CpuidWord { function: 0x8000_0008, index: 0, registers };
-    config.cpu.shown.retain(|w| w.function != 0x8000_0008);
-    config.cpu.shown.push(word([0, 1 << 31, 0, 0]));
+    config.cpu.exposed.retain(|w| w.function != 0x8000_0008);
+    config.cpu.exposed.push(word([0, 1 << 31, 0, 0]));
     let error = factory.create(machine.vm_id(), &config.encode()).unwrap_err();
     assert!(matches!(error, GuestError::Unsupported { .. }), "exit code 3: {error}");
     assert!(
@@ -104,7 +104,7 @@ fn guest_needing_a_missing_feature_is_refused() {
             .contains("this host lacks CPUID leaf 0x80000008 EBX bit 31: the guest has seen it"),
         "{error}"
     );
-    config.cpu.shown[0].registers[1] ^= 1;
+    config.cpu.exposed[0].registers[1] ^= 1;
     let error = factory.create(machine.vm_id(), &config.encode()).unwrap_err().to_string();
     assert!(error.contains("this host lacks a processor of its vendor"), "{error}");
 }
@@ -123,7 +123,7 @@ fn guest_promised_another_tsc_rate_is_refused() {
         created.map(drop).map_err(|e| e.to_string())
     };
     assert_eq!(create(&|_| ()), Ok(()), "this very host");
-    let error = create(&|cpu| cpu.shown_msrs.push(MsrWord { index: 0x10a, value: 1 << 60 }));
+    let error = create(&|cpu| cpu.exposed_msrs.push(MsrWord { index: 0x10a, value: 1 << 60 }));
     let error = error.unwrap_err();
     assert!(error.contains("lacks bit 60 of IA32_ARCH_CAPABILITIES (MSR 0x10a)"), "{error}");
 
@@ -164,9 +164,9 @@ fn baseline_guest_continues_in_another_machine() {
     let machine = launch(config, &console);
     let promised = machine.machine_config().cpu.clone();
     assert_eq!((promised.to_string(), promised.tsc_khz), (cpu, None));
-    assert_eq!(promised.shown_msrs, []);
+    assert_eq!(promised.exposed_msrs, []);
     let expected = [0, 1, 6, 0x4000_0001, 0x8000_0001, 0x8000_0008];
-    for word in &promised.shown {
+    for word in &promised.exposed {
         assert!(word.index == 0 && expected.contains(&word.function), "{word:x?}");
     }
     machine.resume().unwrap();

@@ -131,8 +131,8 @@ fn missing_cpu_feature_is_refused_before_memory() {
     let mut config = MachineConfig::decode(&machine.config()).unwrap();
     // No processor has this bit.
     let word = CpuidWord { function: 0x8000_0008, index: 0, registers: [0, 1 << 31, 0, 0] };
-    config.cpu.shown.retain(|w| w.function != word.function);
-    config.cpu.shown.push(word);
+    config.cpu.exposed.retain(|w| w.function != word.function);
+    config.cpu.exposed.push(word);
     let guest = Pretender { machine, config: config.encode() };
     let (mut destination, to) = receiver(&tmp, "destination", &[]);
     let options = driftline_migrate::SendOptions::new(tmp.path("records"));

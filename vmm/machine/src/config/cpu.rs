@@ -41,9 +41,9 @@ pub struct CpuConfig {
     /// The CPUID words that the guest has seen since its first start, recorded when the machine is
     /// built. Hosts to which the guest moves are checked against them. Features that only the
     /// template promises are not among them: no host needs to have those.
-    pub shown: Vec<CpuidWord>,
+    pub exposed: Vec<CpuidWord>,
     /// The feature MSRs that the guest has seen, likewise.
-    pub shown_msrs: Vec<MsrWord>,
+    pub exposed_msrs: Vec<MsrWord>,
     /// Rate of the time stamp counter in kHz, if CPUID promised that it never changes.
     pub tsc_khz: Option<u32>,
 }
@@ -73,8 +73,8 @@ impl CpuConfig {
     pub(super) fn check(&self) -> Result<(), ConfigError> {
         let counts = [
             ("features that the processor lacks", self.without.len(), MAX_REMOVED),
-            ("CPUID leaves of the processor", self.shown.len(), MAX_WORDS),
-            ("registers of features", self.shown_msrs.len(), MAX_WORDS),
+            ("CPUID leaves of the processor", self.exposed.len(), MAX_WORDS),
+            ("registers of features", self.exposed_msrs.len(), MAX_WORDS),
         ];
         for (what, count, most) in counts {
             in_range(what, count as u64, 0, most as u64)?;

@@ -195,8 +195,8 @@ mod tests {
             without: vec!["cx16".to_owned()],
             smt: true,
             template: template(),
-            shown: vec![CpuidWord { function: 7, index: 1, registers: [0x80, 1, 0, u32::MAX] }],
-            shown_msrs: vec![MsrWord { index: 0x10a, value: 0x8b }],
+            exposed: vec![CpuidWord { function: 7, index: 1, registers: [0x80, 1, 0, u32::MAX] }],
+            exposed_msrs: vec![MsrWord { index: 0x10a, value: 0x8b }],
             tsc_khz: Some(2_000_000),
         }
     }

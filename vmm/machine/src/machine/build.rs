@@ -365,8 +365,8 @@ fn set_template_msrs(
 /// Returns the CPUID that the guest is to see, without the values of each vCPU. Fails if the host
 /// lacks something that the guest has seen elsewhere, or that its template needs.
 fn offered_cpuid(kvm: &Kvm, supported: &CpuId, cpu: &CpuConfig) -> Result<CpuId, HostLack> {
-    let lacks = cpu_compat::missing(&cpu.shown, supported.as_slice())
-        .or_else(|| Some(msrs::missing(&cpu.shown_msrs, &msrs::offered(kvm))?.into()));
+    let lacks = cpu_compat::missing(&cpu.exposed, supported.as_slice())
+        .or_else(|| Some(msrs::missing(&cpu.exposed_msrs, &msrs::offered(kvm))?.into()));
     if let Some(lacks) = lacks {
         return Err(HostLack::Exposed(lacks));
     }
@@ -385,8 +385,8 @@ fn record_exposed_features(
     fd: &VcpuFd,
     cpuid: &CpuId,
 ) -> Result<(), MachineError> {
-    cpu.shown = cpu_compat::exposed(cpuid.as_slice(), supported.as_slice());
-    cpu.shown_msrs = msrs::exposed(fd, cpuid.as_slice(), &msrs::offered(kvm))
+    cpu.exposed = cpu_compat::exposed(cpuid.as_slice(), supported.as_slice());
+    cpu.exposed_msrs = msrs::exposed(fd, cpuid.as_slice(), &msrs::offered(kvm))
         .map_err(|e| MachineError::system("reading MSRs")(io::Error::other(e)))?;
     // Fails where KVM does not know the rate; then there is nothing to compare.
     cpu.tsc_khz = tsc::is_promised(cpuid.as_slice()).then(|| fd.get_tsc_khz().ok()).flatten();
