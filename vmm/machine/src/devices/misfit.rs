@@ -125,8 +125,4 @@ pub enum DeviceMisfit {
     /// The serial port cannot have the registers, or its interrupt cannot be raised.
     #[error(transparent)]
     Serial(#[from] serial::Error<kvm_ioctls::Error>),
-    /// A device of the tests refuses.
-    #[cfg(test)]
-    #[error("it refuses to be {0}")]
-    Test(&'static str),
 }

@@ -45,10 +45,7 @@ pub enum VcpuError {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum VcpuMisfit {
-    /// The state is that of another vendor's processor.
-    #[error("it is of another vendor")]
-    Vendor,
-    /// The host's processor lacks a feature.
+    /// The host's processor lacks a feature, or is of another vendor.
     #[error("{0} is missing here")]
     Processor(#[source] ProcessorLack),
     /// The host cannot provide the rate of the time stamp counter.

@@ -2,6 +2,10 @@
 
 use crate::cpu_model::{FeatureBit, FeatureNumber};
 
+/// The registers that describe features, by their numbers.
+pub(super) const ARCH_CAPABILITIES: u32 = 0x10a;
+pub(super) const PERF_CAPABILITIES: u32 = 0x345;
+
 /// The first thing that a guest has seen on another host and that this host does not have.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -28,27 +32,32 @@ pub enum ProcessorLack {
 #[non_exhaustive]
 pub enum MsrLack {
     /// A feature, or the absence of a vulnerability.
-    #[error("bit {bit} of {name} (MSR {index:#x})")]
+    #[error("bit {bit} of {} (MSR {index:#x})", register_name(*index))]
     Bit {
         /// The register's number.
         index: u32,
-        /// The register's name.
-        name: &'static str,
         /// The bit.
         bit: u32,
     },
     /// Branch records have another format.
-    #[error("branch records of format {wants} ({name}, MSR {index:#x}, here {has})")]
+    #[error(
+        "branch records of format {wants} ({}, MSR {PERF_CAPABILITIES:#x}, here {has})",
+        register_name(PERF_CAPABILITIES)
+    )]
     BranchRecords {
-        /// The register's number.
-        index: u32,
-        /// The register's name.
-        name: &'static str,
         /// The format that the guest needs.
         wants: u64,
         /// The format that this host has.
         has: u64,
     },
+}
+
+/// Returns the name of a feature register.
+fn register_name(index: u32) -> &'static str {
+    match index {
+        ARCH_CAPABILITIES => "IA32_ARCH_CAPABILITIES",
+        _ => "IA32_PERF_CAPABILITIES",
+    }
 }
 
 /// A register whose value this host does not take.

@@ -5,7 +5,7 @@ use kvm_bindings::*;
 use kvm_ioctls::{Kvm, VcpuFd};
 
 use super::error::VcpuError;
-use super::lack::{MsrLack, RefusedMsr};
+use super::lack::{ARCH_CAPABILITIES, MsrLack, PERF_CAPABILITIES, RefusedMsr};
 use super::leaves::{LEAF_EXTENDED_FEATURES, LEAF_FEATURES, find};
 use crate::config::MsrWord;
 
@@ -17,8 +17,6 @@ pub(super) const MSR_KERNEL_GS_BASE: u32 = 0xc000_0102;
 const KVM_WALL_CLOCK: u32 = 0x11;
 const KVM_WALL_CLOCK_NEW: u32 = 0x4b56_4d00;
 
-const ARCH_CAPABILITIES: u32 = 0x10a;
-const PERF_CAPABILITIES: u32 = 0x345;
 const MISC_ENABLE: u32 = 0x1a0;
 const MTRR_DEF_TYPE: u32 = 0x2ff;
 const SMBASE: u32 = 0x9e;
@@ -189,27 +187,17 @@ fn had(index: u32, value: u64, host: u64) -> u64 {
     value & (host & compared_bits(index) | format)
 }
 
-/// Returns the name of a feature register.
-fn register_name(index: u32) -> &'static str {
-    match index {
-        ARCH_CAPABILITIES => "IA32_ARCH_CAPABILITIES",
-        _ => "IA32_PERF_CAPABILITIES",
-    }
-}
-
 /// Returns the first thing that a guest that was shown `words` would miss in `offered`.
 pub fn missing(words: &[MsrWord], offered: &[MsrWord]) -> Option<MsrLack> {
     words.iter().find_map(|&MsrWord { index, value }| {
         let host = offered.iter().find(|w| w.index == index).map_or(0, |w| w.value);
         let lacks = value & !host & compared_bits(index);
         if lacks != 0 {
-            let (name, bit) = (register_name(index), lacks.trailing_zeros());
-            return Some(MsrLack::Bit { index, name, bit });
+            return Some(MsrLack::Bit { index, bit: lacks.trailing_zeros() });
         }
         let (wants, has) = (value & LBR_FORMAT, host & LBR_FORMAT);
-        let name = register_name(index);
         (index == PERF_CAPABILITIES && wants != 0 && wants != has)
-            .then_some(MsrLack::BranchRecords { index, name, wants, has })
+            .then_some(MsrLack::BranchRecords { wants, has })
     })
 }
 

@@ -11,6 +11,7 @@ use kvm_bindings::*;
 use serde::{Deserialize, Serialize};
 
 use super::error::{VcpuError, VcpuMisfit};
+use super::lack::ProcessorLack;
 use super::state_context::StateContext;
 use super::{Vcpu, VcpuState, control, cpu_compat, msrs, reset, tsc};
 use crate::kvm::{get_pdptrs, get_xsave, set_sregs_with_pdptrs, set_xsave};
@@ -201,7 +202,8 @@ impl Vcpu {
     fn restore_cpuid(&mut self, saved: &[kvm_cpuid_entry2]) -> Result<(), VcpuError> {
         let supported = self.context.supported();
         if !cpu_compat::same_vendor(saved, supported) {
-            return Err(self.unsupported("processor", VcpuMisfit::Vendor));
+            let lacks = ProcessorLack::Vendor;
+            return Err(self.unsupported("processor", VcpuMisfit::Processor(lacks)));
         }
         if let Some(lacks) = cpu_compat::lacking(saved, supported) {
             return Err(self.unsupported("processor", VcpuMisfit::Processor(lacks)));

@@ -326,12 +326,6 @@ pub(super) enum DiskListDefect {
         /// The entry of the list.
         drive: DriveHead,
     },
-    /// The guest's disk has another size.
-    #[error("{drive} has a different size in the guest's configuration")]
-    OtherSize {
-        /// The entry of the list.
-        drive: DriveHead,
-    },
     /// Two entries name the same disk.
     #[error("{drive} is listed twice")]
     Twice {

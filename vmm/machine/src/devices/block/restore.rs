@@ -58,7 +58,7 @@ pub(crate) fn open_drives(
         let disk = written().find(|disk| disk.id == drive.id);
         let disk = disk.ok_or_else(|| malformed(DiskListDefect::Foreign { drive: named() }))?;
         if disk.bytes != drive.bytes {
-            return Err(malformed(DiskListDefect::OtherSize { drive: named() }));
+            return Err(malformed(DiskListDefect::Differs { drive: named() }));
         }
         if drives[..i].iter().any(|other| other.id == drive.id) {
             return Err(malformed(DiskListDefect::Twice { drive: named() }));

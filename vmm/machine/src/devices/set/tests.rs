@@ -158,7 +158,8 @@ fn failed_release_does_not_stop_the_others() {
     Script::set(&script.refuses_release, true);
     assert_eq!(
         set.release(NextHost::Another).unwrap_err().to_string(),
-        "it refuses to be released"
+        "the file or size of disk \"fake\" was exchanged since the guest's start, so the guest \
+         cannot be moved"
     );
     assert!(is_free(&a));
     // Acquired again, because the guest continues on this host.

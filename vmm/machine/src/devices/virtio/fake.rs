@@ -24,8 +24,6 @@ pub(crate) struct Script {
     pub(crate) resetting: AtomicBool,
     /// Whether a pause waits for the end of that request.
     pub(crate) quiescing: AtomicBool,
-    /// Whether the device refuses to be acquired.
-    pub(crate) refuses_acquire: AtomicBool,
     /// Whether the device refuses to be released.
     pub(crate) refuses_release: AtomicBool,
     /// Whether the thread gets stuck in the next request, or in the next look at the queue.
@@ -155,18 +153,14 @@ impl Device for FakeDevice {
 
     fn acquire(&mut self, _: NextHost) -> Result<(), DeviceError> {
         self.0.wait_while_stuck();
-        if Script::is(&self.0.refuses_acquire) {
-            Err(StateError::from(DeviceMisfit::Test("acquired")).into())
-        } else {
-            Ok(())
-        }
+        Ok(())
     }
 
     fn release(&mut self, _: Instant, _: NextHost) -> Result<(), DeviceError> {
         self.0.wait_while_stuck();
         Script::set(&self.0.released, true);
         if Script::is(&self.0.refuses_release) {
-            Err(StateError::from(DeviceMisfit::Test("released")).into())
+            Err(StateError::from(DeviceMisfit::DiskExchanged { id: "fake".to_owned() }).into())
         } else {
             Ok(())
         }
