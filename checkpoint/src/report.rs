@@ -84,7 +84,6 @@ pub(crate) fn step<T, E: Into<EpochFailure>>(
 
 /// Why an epoch failed.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum EpochFailure {
     /// The store.
     #[error("{0}")]
@@ -160,7 +159,6 @@ pub enum EpochFailure {
 
 /// Why a drive cannot be in checkpoints.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum DriveRefusal {
     /// It was detached, or replaced.
     #[error("the guest does not have it any more")]

@@ -93,7 +93,6 @@ impl Progress {
 
 /// A request that does not fit the phase of the migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
 pub enum ControlError {
     /// COMMIT is being sent, or has arrived at a destination.
     #[error("it is too late to cancel: the guest has been handed over")]

@@ -21,7 +21,6 @@ use crate::transport::tls::TlsError;
 
 /// What made a migration fail.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum Cause {
     /// The connection failed, or the peer violated the protocol.
     #[error("{0}")]
@@ -238,7 +237,6 @@ pub enum Cause {
 
 /// Why a guest is not handed over on this host.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum LocalConflict {
     /// Descriptors do not travel to this address.
     #[error(
@@ -273,7 +271,6 @@ pub enum LocalConflict {
 
 /// A limit of pre-copy.
 #[derive(Debug)]
-#[non_exhaustive]
 pub enum PrecopyLimit {
     /// The limit of passes or of time, found between two passes.
     Reached(Box<LimitReached>),
@@ -300,7 +297,6 @@ impl fmt::Display for PrecopyLimit {
 
 /// What the throttle did in a pre-copy that did not converge.
 #[derive(Debug)]
-#[non_exhaustive]
 pub enum ThrottleEffect {
     /// The operator had forbidden it.
     Forbidden,
@@ -353,7 +349,6 @@ impl fmt::Display for ThrottleEffect {
 
 /// Why an operation on a disk or its copy failed.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum DriveFailure {
     /// The operating system refused it.
     #[error("{0}")]
@@ -392,7 +387,6 @@ pub enum DriveFailure {
 
 /// Why a receiver did not build a guest.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum BuildFailure {
     /// Earlier guests were abandoned, and their threads still wait for storage.
     #[error(
@@ -447,7 +441,6 @@ impl From<FormatError> for Cause {
 
 /// Where a guest is after a migration failed.
 #[derive(Debug)]
-#[non_exhaustive]
 pub enum GuestPlace {
     /// It runs here, or is paused here as it was before the migration.
     Here,

@@ -8,7 +8,6 @@ use crate::limits::HEADER_LEN;
 
 /// What is wrong with bytes from a peer or a file.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum FormatError {
     /// The input ended early, or could not be read or written.
     #[error("{0}")]

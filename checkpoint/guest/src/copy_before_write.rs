@@ -51,7 +51,6 @@ const READ_WAIT_LIMIT: Duration = Duration::from_millis(10);
 
 /// Why blocks are no longer under copy-before-write, or cannot be.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum CopyBeforeWriteError {
     /// A write has waited for too long.
     #[error("the guest has waited for too long to write to blocks that are not copied yet")]

@@ -46,7 +46,6 @@ pub enum ClaimError {
 
 /// Why a guest refused or failed a request. The guest's state is unchanged unless stated otherwise.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum GuestError {
     /// The request does not fit the guest's state.
     #[error("cannot {request} a guest that is {state}")]

@@ -55,7 +55,6 @@ impl DeviceFile {
 
 /// Why memory in files cannot be that of a guest.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum SharedMemoryError {
     /// The numbers of memory slots differ.
     #[error("it has {found} memory slots, and the guest has {expected}")]

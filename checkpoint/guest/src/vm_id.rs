@@ -19,7 +19,6 @@ impl VmId {
 
 /// Why a text is not a guest's identity.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum VmIdError {
     /// It is the nil UUID.
     #[error("a guest's id cannot be the nil UUID")]

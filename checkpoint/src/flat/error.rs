@@ -9,7 +9,6 @@ use crate::report::{EpochFailure, EpochStep};
 
 /// A snapshot that was not taken, or that cannot be loaded.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum SnapshotError {
     /// The guest is not paused.
     #[error("the guest is {0}: pause it before its snapshot")]

@@ -8,7 +8,6 @@ use vm_memory::GuestMemoryError;
 
 /// A guest that could not be restored. Nothing runs.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum RestoreError {
     /// The store is damaged or does not have the epoch.
     #[error("{0}")]
@@ -82,7 +81,6 @@ pub enum RestoreError {
 
 /// Why drives are only partly restored.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum DriveRestoreError {
     /// Stored blocks cannot be read.
     #[error(transparent)]

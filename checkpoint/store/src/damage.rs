@@ -13,7 +13,6 @@ use crate::alloc::{SlotError, SlotRun};
 
 /// What is wrong with a file of a store.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum Damage {
     /// The header or a record is damaged by itself.
     #[error("{0}")]
@@ -188,7 +187,6 @@ pub enum Damage {
 
 /// What is wrong with a drive in the log.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum DriveDefect {
     /// The name is not text.
     #[error("its name is not UTF-8")]

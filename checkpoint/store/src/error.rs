@@ -14,7 +14,6 @@ use crate::names::{Named, parse_name};
 
 /// A store cannot do what the caller asked for.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum StoreError {
     /// The system refused an operation on a file or the directory.
     #[error("{what} {} failed: {cause}", path.display())]

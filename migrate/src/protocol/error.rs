@@ -11,7 +11,6 @@ use super::tag::Tag;
 
 /// An error of a peer, or of the connection to it.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum WireError {
     /// Bytes that are not a header or record, a wrong checksum, or a broken connection.
     #[error("{0}")]

@@ -32,7 +32,6 @@ enum ConnectionSource {
 
 /// A descriptor at which no migration can arrive.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum DescriptorError {
     /// It is not a stream socket.
     #[error("descriptor {number} is not a stream socket; pass a TCP or unix socket")]

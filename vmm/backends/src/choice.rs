@@ -14,7 +14,6 @@ use crate::threads::ThreadMachine;
 
 /// The reason why a guest was not started.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum LaunchError {
     /// An error of the KVM machine.
     #[error(transparent)]

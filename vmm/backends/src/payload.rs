@@ -8,7 +8,6 @@ use driftline_machine::memory::{self, MemoryError};
 
 /// The reason why the payload cannot be a guest.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum PayloadError {
     /// Its spec is invalid.
     #[error(transparent)]

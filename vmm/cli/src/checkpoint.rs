@@ -214,7 +214,7 @@ async fn lost(client: &Client, e: ClientError, last: Option<u64>) -> Failure {
         ClientError::Connect { cause, .. } => format!("does not answer: {cause}"),
         ClientError::Broken { cause, .. } => format!("did not answer properly: {cause}"),
         ClientError::Silent { .. } => return Failure::from(e).followed_by(&durable),
-        _ => return e.into(),
+        ClientError::Fault(_) => return e.into(),
     };
     let socket = client.socket().display();
     let message = match has_ended(client).await {

@@ -381,7 +381,9 @@ impl MachineBench {
             TrackingMode::UserfaultWp => 0,
             // KVM has two bitmaps for each slot. This process has one, as large as the largest
             // slot's.
-            _ => slots().map(bitmap).sum::<u64>() * 2 + slots().map(bitmap).max().unwrap_or(0),
+            TrackingMode::DirtyBitmap | TrackingMode::DirtyBitmapManual => {
+                slots().map(bitmap).sum::<u64>() * 2 + slots().map(bitmap).max().unwrap_or(0)
+            }
         };
         source + sink
     }

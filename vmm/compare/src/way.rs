@@ -76,7 +76,7 @@ impl TrackingWay {
             let sinks: &[SinkKind] = match source {
                 TrackingMode::DirtyRing | TrackingMode::DirtyBitmap => &SinkKind::ALL,
                 TrackingMode::None => &[],
-                _ => &[SinkKind::Tree],
+                TrackingMode::DirtyBitmapManual | TrackingMode::UserfaultWp => &[SinkKind::Tree],
             };
             let none = sinks.is_empty().then_some(TrackingWay { source: *source, sink: None });
             sinks.iter().map(|sink| TrackingWay { source: *source, sink: Some(*sink) }).chain(none)
@@ -115,7 +115,6 @@ impl TrackingWay {
 
 /// The reason why a host cannot track in a way.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum WayUnavailable {
     /// KVM has no dirty rings.
     #[error("this host's KVM has no dirty rings (KVM_CAP_DIRTY_LOG_RING)")]

@@ -14,7 +14,6 @@ pub(crate) const VERSION: u16 = 1;
 
 /// The reason why bytes cannot be decoded.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum DecodeError {
     /// The bytes do not encode a value of the type.
     #[error(transparent)]

@@ -64,7 +64,6 @@ impl fmt::Display for FeatureNumber {
 
 /// What the host's processor lacks for a processor model.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum MissingFeature {
     /// The processor does not have a feature.
     #[error("{0}")]

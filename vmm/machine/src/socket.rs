@@ -67,7 +67,6 @@ pub struct ListeningSocket {
 
 /// The reason for which a socket cannot listen.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum SocketError {
     /// Another process listens there.
     #[error(

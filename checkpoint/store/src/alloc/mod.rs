@@ -53,7 +53,6 @@ impl fmt::Display for SlotRun {
 
 /// A run cannot be freed or marked. Nothing has changed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum SlotError {
     /// The run exceeds the file's slots.
     #[error("{run} are not all there: the file has {total} slots")]

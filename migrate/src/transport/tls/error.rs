@@ -8,7 +8,6 @@ use super::files::TlsFileError;
 
 /// A failure of TLS.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum TlsError {
     /// A file of this side cannot be used.
     #[error("{0}")]

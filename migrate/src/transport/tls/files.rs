@@ -17,7 +17,6 @@ const MAX_CERTIFICATES: usize = 64;
 
 /// A file of a TLS directory that cannot be used.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum TlsFileError {
     /// The file cannot be read.
     #[error("cannot read {}: {cause}", path.display())]

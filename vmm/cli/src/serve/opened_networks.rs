@@ -90,7 +90,6 @@ fn tap_fault(e: TapError, tap: &str) -> ApiFault {
         TapError::Kind { cause, .. }
         | TapError::Features { cause, .. }
         | TapError::System { cause, .. } => cause,
-        other => io::Error::other(other),
     };
     NetFault::Tap { cause, tap: tap.to_owned() }.into()
 }

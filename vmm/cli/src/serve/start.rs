@@ -197,7 +197,7 @@ fn start_fault(e: &MachineError) -> StartFault {
                 StartFault::CpuidLeaf { leaf, subleaf }
             }
             TemplateLack::Msr(index) => StartFault::Msr(index),
-            _ => StartFault::Machine(e.to_string()),
+            TemplateLack::Value { .. } => StartFault::Machine(e.to_string()),
         },
         _ => StartFault::Machine(e.to_string()),
     }

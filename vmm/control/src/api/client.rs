@@ -22,7 +22,6 @@ const ANSWER_LIMIT: usize = 16 << 20;
 
 /// The reason why a request has no answer.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum ClientError {
     /// The socket cannot be connected to.
     #[error("{}", unreachable(socket, cause))]

@@ -150,7 +150,7 @@ impl From<MetadataError> for ApiFault {
         match error {
             MetadataError::Unset => Self::NoMetadata,
             MetadataError::Encode(cause) => Self::Json(cause),
-            _ => Self::MetadataLimit,
+            MetadataError::TooLong { .. } => Self::MetadataLimit,
         }
     }
 }

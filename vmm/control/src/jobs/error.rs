@@ -12,7 +12,6 @@ use driftline_store::StoreError;
 
 /// Why a request about a job is refused.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum JobError {
     /// There is no job of this number.
     #[error("there is no job {0} of this kind here, or its result is no longer kept")]

@@ -172,7 +172,7 @@ fn failure(e: &SendError) -> MigrationFailure {
     let guest = match e.guest {
         GuestPlace::PausedHere { .. } => GuestLocation::PausedHere,
         GuestPlace::Ended => GuestLocation::Ended,
-        _ => GuestLocation::Here,
+        GuestPlace::Here => GuestLocation::Here,
     };
     let cancelled = matches!(e.cause, Cause::Cancelled);
     MigrationFailure { message: e.to_string(), cancelled, phase: e.phase, guest }

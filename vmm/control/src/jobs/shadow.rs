@@ -87,7 +87,6 @@ impl FromStr for ShadowMode {
 
 /// The reason why tracking cannot be verified.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum ShadowError {
     /// The kernel or its configuration does not allow the method.
     #[error(

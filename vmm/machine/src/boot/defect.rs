@@ -8,7 +8,6 @@ use super::platform::GuestRange;
 
 /// Something that a kernel asks for and that this VMM cannot provide, or that contradicts itself.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum HeaderDefect {
     /// The boot protocol is older than the 64-bit entry.
     #[error("its boot protocol is {}, and the 64-bit entry needs 2.12", protocol(*version))]
@@ -71,7 +70,6 @@ fn protocol(version: u16) -> String {
 
 /// The way in which an ELF file contradicts itself or its length.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum ElfDefect {
     /// The class is neither of 32 nor of 64 bits.
     #[error("its class is {class}")]
@@ -149,7 +147,6 @@ pub enum ElfDefect {
 
 /// The reason why a part of a booting guest has no place in its memory.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum BootMisfit {
     /// A bzImage is too long.
     #[error(

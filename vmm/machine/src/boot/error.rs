@@ -6,7 +6,6 @@ use super::defect::{BootMisfit, ElfDefect, HeaderDefect};
 
 /// The reason why a guest cannot be booted.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum BootError {
     /// A file cannot be read.
     #[error("{what} cannot be read: {cause}")]

@@ -7,7 +7,6 @@ const MAX_QUOTED: usize = 64;
 
 /// The reason why a configuration, or a value of an option on the command line, is refused.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum ConfigError {
     /// A value does not have its form.
     #[error("{} is not a valid {what}: {form}", quoted(value))]

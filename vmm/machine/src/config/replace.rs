@@ -13,7 +13,6 @@ use super::rate_limits::NetLimits;
 
 /// The reason why the devices that are given on this host do not fit the guest.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum ReplaceError {
     /// No file is given for a disk that is copied with the guest.
     #[error(

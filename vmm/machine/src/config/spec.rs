@@ -7,7 +7,6 @@ use super::error::ConfigError;
 
 /// The reason why the text that describes a device is refused.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum SpecError {
     /// The device has no such option.
     #[error("\"{option}\" is not an option of {device}: they are {}", SentenceList(options))]

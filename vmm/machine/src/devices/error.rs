@@ -11,7 +11,6 @@ use crate::config::ConfigError;
 
 /// Why a device cannot be used on this host, or refuses what the machine asks of it.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum DeviceError {
     /// A disk's file cannot be used, or the guest's writes to it are not durable.
     #[error(transparent)]
@@ -39,7 +38,6 @@ pub enum DeviceError {
 /// Why the state of a device cannot be saved or restored. A saved state comes from a file or from
 /// a peer.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum StateError {
     /// The state cannot be encoded.
     #[error("it cannot be encoded: {0}")]

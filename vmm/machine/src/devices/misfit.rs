@@ -5,7 +5,6 @@ use vm_superio::serial;
 /// The reason why a saved state is not one of this device, or is one that the device cannot have.
 /// Each text is a sentence about the state.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum DeviceMisfit {
     /// The entropy device has no state.
     #[error("it has {bytes} bytes of state, and a virtio-rng has none")]

@@ -38,7 +38,6 @@ const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Why the serial output cannot be opened.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum SerialOutputError {
     /// The file cannot be opened.
     #[error(

@@ -7,7 +7,6 @@ use super::Capabilities;
 
 /// Reason why `/dev/kvm` cannot be used.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum DeviceUnusable {
     /// The device cannot be opened.
     #[error("{cause}{}", advice(cause.errno()))]
@@ -23,7 +22,6 @@ pub enum DeviceUnusable {
 
 /// Reason why no machine can be built on this host.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum Unusable {
     /// KVM cannot be opened.
     #[error("this host lacks a usable /dev/kvm: {0}")]

@@ -15,7 +15,6 @@ use crate::sources::SourceError;
 
 /// The reason for which a machine was not built.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum MachineError {
     /// The host lacks KVM, or a capability that every machine needs.
     #[error(transparent)]

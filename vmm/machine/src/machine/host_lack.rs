@@ -9,7 +9,6 @@ use crate::vcpu::{ProcessorLack, TemplateLack};
 
 /// Something that this host lacks and that the guest's configuration needs.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum HostLack {
     /// KVM has no dirty rings.
     #[error(

@@ -13,7 +13,6 @@ use vm_memory::mmap::MmapRegionError;
 
 /// The reason why guest memory cannot be set up or accessed.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum MemoryError {
     /// The size is outside the supported range, or not a whole number of pages.
     #[error("guest memory of {0} bytes is not a whole number of pages between 16 MiB and 16 TiB")]
@@ -114,7 +113,6 @@ impl MemoryError {
 
 /// The reason why guest memory of a valid size does not fit into this host.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum MisfitCause {
     /// The host has less memory.
     #[error("this host has {} of memory and swap", gib(*bytes))]
@@ -183,7 +181,6 @@ impl PageHandlerError {
 
 /// Why frames of guest memory cannot be listed, placed, fetched or protected.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum FrameError {
     /// The system refused an operation.
     #[error("{what} failed: {cause}")]

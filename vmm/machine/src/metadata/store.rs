@@ -16,7 +16,6 @@ const DEFAULT_LIMIT: usize = 51_200;
 
 /// Why the metadata does not change.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum MetadataError {
     /// It was never set, so there is nothing to patch.
     #[error("the guest's metadata was never set")]

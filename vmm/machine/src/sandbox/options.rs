@@ -23,7 +23,6 @@ pub struct SandboxOptions {
 
 /// Reason why a process cannot be restricted.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum StartError {
     /// The kernel does not support seccomp filters.
     #[error("this host lacks seccomp filters: {0}; --no-seccomp runs without")]

@@ -11,7 +11,6 @@ use super::tsc::TscLack;
 
 /// Why a vCPU does not carry out a request.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum VcpuError {
     /// The vCPU runs.
     #[error("cannot {request} a vCPU that runs")]
@@ -43,7 +42,6 @@ pub enum VcpuError {
 
 /// The reason why a part of a vCPU's state cannot be used on this host.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum VcpuMisfit {
     /// The host's processor lacks a feature, or is of another vendor.
     #[error("{0} is missing here")]

@@ -8,7 +8,6 @@ pub(super) const PERF_CAPABILITIES: u32 = 0x345;
 
 /// The first thing that a guest has seen on another host and that this host does not have.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum ProcessorLack {
     /// The processor is of another vendor.
     #[error("a processor of its vendor")]
@@ -29,7 +28,6 @@ pub enum ProcessorLack {
 
 /// What a feature register of this host lacks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum MsrLack {
     /// A feature, or the absence of a vulnerability.
     #[error("bit {bit} of {} (MSR {index:#x})", register_name(*index))]

@@ -9,7 +9,6 @@ use crate::config::{CpuTemplate, CpuidChange, MsrChange};
 
 /// A part of a guest's CPU template that this host's KVM does not have.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum TemplateLack {
     /// KVM has no such capability.
     #[error("KVM capability {0}, which the guest's CPU template requires")]

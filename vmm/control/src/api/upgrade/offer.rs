@@ -107,7 +107,6 @@ enum OfferAnswer {
 
 /// Why an offer fails.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum OfferError {
     /// The system refuses.
     #[error(transparent)]

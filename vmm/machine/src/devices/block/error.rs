@@ -11,7 +11,6 @@ use crate::sandbox::permission_hint;
 
 /// Error that keeps a disk from being used.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum DiskError {
     /// The disk's file cannot be opened.
     #[error(
@@ -269,7 +268,6 @@ pub enum DiskError {
 
 /// Why a file does not become the copy of a disk.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum CopyRefusal {
     /// The system refused an operation.
     #[error("{what} failed: {cause}")]

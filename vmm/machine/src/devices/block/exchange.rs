@@ -84,7 +84,6 @@ impl std::fmt::Debug for DiskFileControl {
 
 /// The reason why a disk does not get another file.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum ExchangeError {
     /// The file cannot be used, or the disk is busy. The disk keeps its file.
     #[error(transparent)]

@@ -26,7 +26,6 @@ pub(in crate::devices) const CLAIMS: usize = 2;
 
 /// Reason why a tap cannot be used.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum TapError {
     /// No tap of that name exists.
     #[error(

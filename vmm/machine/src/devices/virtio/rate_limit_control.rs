@@ -22,7 +22,6 @@ pub struct RateLimitControl {
 
 /// The reason why the rate limits of a device cannot be read or changed.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum RateLimitError {
     /// A limit is impossible. No limit is changed.
     #[error(transparent)]

@@ -19,7 +19,6 @@ const MAX_GREETING_BYTES: usize = 32;
 
 /// Reason why a vsock's unix socket cannot be used, or its connections cannot continue.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum VsockError {
     /// The unix socket cannot be used.
     #[error("the vsock's unix socket: {0}")]
