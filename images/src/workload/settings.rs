@@ -143,57 +143,16 @@ impl PayloadSpec {
             b"ws" => self.ws_bytes = parse_ws(value)?,
             b"rate" => self.rate = parse_rate(value)?,
             b"pattern" => self.pattern = parse_pattern(value)?,
-            b"seed" => {
-                self.seed =
-                    parse_number(value).ok_or(SettingRefusal("is not a number below 2^64"))?
-            }
-            b"ring" => {
-                self.ring = match value {
-                    b"0" => PayloadRing::Zero,
-                    b"3" => PayloadRing::Three,
-                    _ => {
-                        return Err(SettingRefusal(
-                            "is not a ring the payload can run in (0 or 3)",
-                        ));
-                    }
-                }
-            }
-            b"fill" => {
-                self.fill = match value {
-                    b"zero" => BodyFill::Zero,
-                    b"random" => BodyFill::Random,
-                    _ => return Err(SettingRefusal("is not a known fill (zero or random)")),
-                }
-            }
+            b"seed" => self.seed = parse_seed(value)?,
+            b"ring" => self.ring = parse_ring(value)?,
+            b"fill" => self.fill = parse_fill(value)?,
             b"seconds" => self.seconds = Some(parse_end(value)?),
             b"passes" => self.passes = Some(parse_end(value)?),
             b"writers" => self.writers = Some(parse_end(value)?),
-            b"idle" => {
-                self.idle = match value {
-                    b"halt" => IdleMode::Halt,
-                    b"spin" => IdleMode::Spin,
-                    _ => return Err(SettingRefusal("is not an idle mode (halt or spin)")),
-                }
-            }
-            b"burst" => {
-                self.burst = match parse_number(value) {
-                    Some(burst @ 1..=BURST_MAX) => burst,
-                    _ => return Err(SettingRefusal("is not a number of pages from 1 to 65536")),
-                }
-            }
-            b"check" => {
-                self.check = match value {
-                    b"always" => CheckMode::Always,
-                    b"end" => CheckMode::AtEnd,
-                    _ => return Err(SettingRefusal("is not a check mode (always or end)")),
-                }
-            }
-            b"report" => {
-                self.report_ms = match parse_number(value) {
-                    Some(interval @ 10..=60_000) => interval,
-                    _ => return Err(SettingRefusal("is not an interval from 10 to 60000 ms")),
-                }
-            }
+            b"idle" => self.idle = parse_idle(value)?,
+            b"burst" => self.burst = parse_burst(value)?,
+            b"check" => self.check = parse_check(value)?,
+            b"report" => self.report_ms = parse_report(value)?,
             _ => {
                 return Err(SettingRefusal(
                     "is not a setting of the payload (ws, rate, pattern, seed, ring, fill, \
@@ -303,6 +262,56 @@ fn parse_pattern(value: &[u8]) -> Result<Pattern, SettingRefusal> {
             }
         },
     })
+}
+
+fn parse_seed(value: &[u8]) -> Result<u64, SettingRefusal> {
+    parse_number(value).ok_or(SettingRefusal("is not a number below 2^64"))
+}
+
+fn parse_ring(value: &[u8]) -> Result<PayloadRing, SettingRefusal> {
+    match value {
+        b"0" => Ok(PayloadRing::Zero),
+        b"3" => Ok(PayloadRing::Three),
+        _ => Err(SettingRefusal("is not a ring the payload can run in (0 or 3)")),
+    }
+}
+
+fn parse_fill(value: &[u8]) -> Result<BodyFill, SettingRefusal> {
+    match value {
+        b"zero" => Ok(BodyFill::Zero),
+        b"random" => Ok(BodyFill::Random),
+        _ => Err(SettingRefusal("is not a known fill (zero or random)")),
+    }
+}
+
+fn parse_idle(value: &[u8]) -> Result<IdleMode, SettingRefusal> {
+    match value {
+        b"halt" => Ok(IdleMode::Halt),
+        b"spin" => Ok(IdleMode::Spin),
+        _ => Err(SettingRefusal("is not an idle mode (halt or spin)")),
+    }
+}
+
+fn parse_burst(value: &[u8]) -> Result<u64, SettingRefusal> {
+    match parse_number(value) {
+        Some(burst @ 1..=BURST_MAX) => Ok(burst),
+        _ => Err(SettingRefusal("is not a number of pages from 1 to 65536")),
+    }
+}
+
+fn parse_check(value: &[u8]) -> Result<CheckMode, SettingRefusal> {
+    match value {
+        b"always" => Ok(CheckMode::Always),
+        b"end" => Ok(CheckMode::AtEnd),
+        _ => Err(SettingRefusal("is not a check mode (always or end)")),
+    }
+}
+
+fn parse_report(value: &[u8]) -> Result<u64, SettingRefusal> {
+    match parse_number(value) {
+        Some(interval @ 10..=60_000) => Ok(interval),
+        _ => Err(SettingRefusal("is not an interval from 10 to 60000 ms")),
+    }
 }
 
 fn parse_end(value: &[u8]) -> Result<u64, SettingRefusal> {

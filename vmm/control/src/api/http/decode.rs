@@ -153,69 +153,80 @@ impl HttpDecoder {
         matches!(self.state, DecoderState::Skip(_))
     }
 
+    /// Takes steps until one of them has an event.
     fn advance(&mut self) -> Result<HttpEvent, HttpFault> {
         loop {
-            match std::mem::take(&mut self.state) {
-                DecoderState::RequestLine => {
-                    self.begun.clear();
-                    self.begun.shrink_to(READ_BYTES);
-                    let Some(line) = self.line(|_| HttpFault::Request)? else {
-                        return Ok(HttpEvent::Incomplete);
-                    };
-                    // A general server ignores empty lines before a request (RFC 9112, 2.2).
-                    if !line.is_empty() || self.dialect.is_firecracker() {
-                        let head = RequestHead::parse(self.dialect, &self.bytes[line])?;
-                        self.state = DecoderState::Headers(Box::new(head));
-                    }
-                }
-                DecoderState::Headers(mut head) => {
-                    let from = self.begun.len();
-                    let too_long = |line: &[u8]| {
-                        HeaderFault::TooLong { line: String::from_utf8_lossy(line).into_owned() }
-                            .into()
-                    };
-                    match self.line(too_long)? {
-                        None => {
-                            self.state = DecoderState::Headers(head);
-                            return Ok(HttpEvent::Incomplete);
-                        }
-                        Some(line) if line.is_empty() => {
-                            if self.end_head(head)? {
-                                return Ok(HttpEvent::Continue);
-                            }
-                        }
-                        Some(line) => {
-                            let expected = std::mem::take(&mut head.expects_continue);
-                            head.add_header(self.dialect, &self.bytes[line])?;
-                            if head.expects_continue {
-                                head.expectations.push(from..self.begun.len());
-                            }
-                            head.expects_continue |= expected;
-                            self.state = DecoderState::Headers(head);
-                        }
-                    }
-                }
-                DecoderState::Body { head, from, left } => {
-                    let now = left.min(self.bytes.len() - self.start);
-                    self.consume(now);
-                    if now == left {
-                        let body = self.begun[from..].to_vec();
-                        return Ok(HttpEvent::Request(Box::new(head.finish(self.dialect, body))));
-                    }
-                    self.state = DecoderState::Body { head, from, left: left - now };
-                    return Ok(HttpEvent::Incomplete);
-                }
-                DecoderState::Skip(left) => {
-                    let now = (self.bytes.len() - self.start) as u64;
-                    let now = now.min(left);
-                    self.skip(now as usize);
-                    if now < left {
-                        self.state = DecoderState::Skip(left - now);
-                        return Ok(HttpEvent::Incomplete);
-                    }
-                }
+            let event = match std::mem::take(&mut self.state) {
+                DecoderState::RequestLine => self.take_request_line()?,
+                DecoderState::Headers(head) => self.take_header(head)?,
+                DecoderState::Body { head, from, left } => Some(self.take_body(head, from, left)),
+                DecoderState::Skip(left) => self.skip_body(left),
+            };
+            if let Some(event) = event {
+                return Ok(event);
             }
         }
+    }
+
+    fn take_request_line(&mut self) -> Result<Option<HttpEvent>, HttpFault> {
+        self.begun.clear();
+        self.begun.shrink_to(READ_BYTES);
+        let Some(line) = self.line(|_| HttpFault::Request)? else {
+            return Ok(Some(HttpEvent::Incomplete));
+        };
+        // A general server ignores empty lines before a request (RFC 9112, 2.2).
+        if !line.is_empty() || self.dialect.is_firecracker() {
+            let head = RequestHead::parse(self.dialect, &self.bytes[line])?;
+            self.state = DecoderState::Headers(Box::new(head));
+        }
+        Ok(None)
+    }
+
+    /// Takes one header line, or the empty line that ends the head.
+    fn take_header(&mut self, mut head: Box<RequestHead>) -> Result<Option<HttpEvent>, HttpFault> {
+        let from = self.begun.len();
+        let too_long = |line: &[u8]| {
+            HeaderFault::TooLong { line: String::from_utf8_lossy(line).into_owned() }.into()
+        };
+        let Some(line) = self.line(too_long)? else {
+            self.state = DecoderState::Headers(head);
+            return Ok(Some(HttpEvent::Incomplete));
+        };
+        if line.is_empty() {
+            return Ok(self.end_head(head)?.then_some(HttpEvent::Continue));
+        }
+        let expected = std::mem::take(&mut head.expects_continue);
+        head.add_header(self.dialect, &self.bytes[line])?;
+        if head.expects_continue {
+            head.expectations.push(from..self.begun.len());
+        }
+        head.expects_continue |= expected;
+        self.state = DecoderState::Headers(head);
+        Ok(None)
+    }
+
+    /// Takes what has arrived of a body, of which `left` bytes are missing.
+    fn take_body(&mut self, head: Box<RequestHead>, from: usize, left: usize) -> HttpEvent {
+        let now = left.min(self.bytes.len() - self.start);
+        self.consume(now);
+        if now == left {
+            let body = self.begun[from..].to_vec();
+            return HttpEvent::Request(Box::new(head.finish(self.dialect, body)));
+        }
+        self.state = DecoderState::Body { head, from, left: left - now };
+        HttpEvent::Incomplete
+    }
+
+    /// Skips what has arrived of a refused body, of which `left` bytes are missing.
+    fn skip_body(&mut self, left: u64) -> Option<HttpEvent> {
+        let arrived = (self.bytes.len() - self.start) as u64;
+        let now = arrived.min(left);
+        self.skip(now as usize);
+        if now == left {
+            return None;
+        }
+        self.state = DecoderState::Skip(left - now);
+        Some(HttpEvent::Incomplete)
     }
 
     /// Begins a request's body. Returns whether the client waits for permission to send it.
