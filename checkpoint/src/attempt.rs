@@ -11,11 +11,11 @@ use crate::chain::EpochChain;
 use crate::commit_thread::{CommitThread, PendingCommit};
 use crate::copy_planner::CopyPlanner;
 use crate::disk_copy::DiskCopy;
+use crate::epoch_copy::{EpochCopier, EpochCopy};
 use crate::guest::Checkpointable;
 use crate::live_copy::LiveCopy;
 use crate::pause::Epoch;
 use crate::report::{EpochStep, FailedStep, step};
-use crate::snapshot::{EpochCopy, Snapshot};
 use crate::staging::Staging;
 
 /// All that an epoch needs: its number, and a store whose files are open.
@@ -83,7 +83,7 @@ impl Ready<'_> {
         let disks = DiskCopy::new(drives, policy, writes_may_wait);
         let (pause_gate, file_of) = (store.pause_gate(), &mut file);
         let epoch_of = Epoch { guest, policy, pause_gate, subscription, disks, file: file_of };
-        let mut taken = Snapshot { epoch: epoch_of, protection, times, staging }.take()?;
+        let mut taken = EpochCopier { epoch: epoch_of, protection, times, staging }.run()?;
         changed.append(&mut taken.changed);
         let commit = commit_thread.commit(file.finish(), bounds);
         (chain.last, chain.since) = (Some(epoch), taken.resumed);

@@ -19,7 +19,7 @@ use crate::staging::copy;
 /// Frames unprotected before the pause; `None` once no more frames are unprotected. One lock covers
 /// the list and that decision, so that the list is complete at the pause: the writer of an
 /// unprotected frame may have been stopped before its write, and then writes after the pause.
-pub(crate) type ReleasedFrames = Mutex<Option<Vec<FrameRun>>>;
+pub(crate) type UnprotectedFrames = Mutex<Option<Vec<FrameRun>>>;
 
 /// A piece on its way to the file.
 pub(crate) struct CopiedPiece<'b> {
@@ -32,7 +32,7 @@ pub(crate) struct BackgroundCopier<'m, 'b> {
     pub(crate) guest: &'m dyn Checkpointable,
     pub(crate) policy: &'m CopyPolicy,
     pub(crate) protection: &'m EpochProtection<'m>,
-    pub(crate) released: &'m ReleasedFrames,
+    pub(crate) unprotected: &'m UnprotectedFrames,
     /// The protected frames, and those among them that were copied in the pause; sent when the
     /// guest resumes. Closed if there is nothing to copy.
     pub(crate) copy_sets: Receiver<(FrameSet, FrameSet)>,
@@ -52,7 +52,7 @@ pub(crate) struct BackgroundCopyStats {
 
 impl<'b> BackgroundCopier<'_, 'b> {
     pub(crate) fn run(mut self) -> Result<BackgroundCopyStats, EpochFailure> {
-        let _released = UnprotectOnDrop(self.protection);
+        let _unprotects = UnprotectOnDrop(self.protection);
         let frames = match self.until_the_pause()? {
             Some((frames, late)) => self.copy_all(&frames, &late)?,
             None => 0,
@@ -73,7 +73,7 @@ impl<'b> BackgroundCopier<'_, 'b> {
             let piece = self.awaited_piece(&pieces)?.unwrap_or(next);
             let runs = pieces.runs(piece).to_vec();
             copy(buffer, self.guest.ram(), runs.iter().copied())?;
-            pieces.spans(piece).try_for_each(|span| self.protection.release(span))?;
+            pieces.spans(piece).try_for_each(|span| self.protection.unprotect(span))?;
             self.waits.over();
             pieces.done(piece);
             saved += runs.iter().map(|run| run.count).sum::<u64>();
@@ -94,7 +94,7 @@ impl<'b> BackgroundCopier<'_, 'b> {
                 return Ok(Some(piece));
             }
             // The frame is unprotected already, or was copied in the pause.
-            self.protection.release(FrameRun { start, count: 1 })?;
+            self.protection.unprotect(FrameRun { start, count: 1 })?;
             self.waits.over();
         }
     }
@@ -110,8 +110,8 @@ impl<'b> BackgroundCopier<'_, 'b> {
             }
             self.waits.look(self.protection, self.policy.pause_poll)?;
             let Some(frames) = self.waits.awaited else { continue };
-            let mut guard = self.released.lock();
-            let Some(released) = &mut *guard else {
+            let mut guard = self.unprotected.lock();
+            let Some(unprotected) = &mut *guard else {
                 drop(guard);
                 // The guest is paused, or was.
                 let sets = self.copy_sets.recv().ok();
@@ -119,8 +119,8 @@ impl<'b> BackgroundCopier<'_, 'b> {
                 self.waits.since = Some(Instant::now());
                 return Ok(sets);
             };
-            self.protection.release(frames)?;
-            released.push(frames);
+            self.protection.unprotect(frames)?;
+            unprotected.push(frames);
             self.waits.over();
         }
     }
@@ -172,14 +172,14 @@ mod tests {
         // In the reverse order of the pieces.
         let writer =
             thread::spawn(move || (3..43).rev().try_for_each(|gfn| writer.write(Gfn(gfn), &[1])));
-        let (guest_dyn, released) = (&*guest as &dyn Checkpointable, &Mutex::new(None));
+        let (guest_dyn, unprotected) = (&*guest as &dyn Checkpointable, &Mutex::new(None));
         let (waits, piece_frames) = (WriterWaits::default(), 1);
         let policy = &CopyPolicy::DEFAULT;
         let copier = BackgroundCopier {
             guest: guest_dyn,
             policy,
             protection,
-            released,
+            unprotected,
             copy_sets,
             empty,
             to_file,

@@ -141,12 +141,12 @@ mod tests {
             let is_protected = |gfn: Gfn| all.iter().any(|s| (s.start..s.end()).contains(&gfn));
             prop_assert!(frames.iter().flat_map(FrameRun::frames).all(is_protected));
             let mut pieces = Pieces::new(&layout, &frames, most, GAP);
-            let (mut copied, mut released) = (FrameSet::new(), FrameSet::new());
+            let (mut copied, mut unprotected) = (FrameSet::new(), FrameSet::new());
             let mut awaited = order.into_iter();
             while let Some(next) = pieces.next() {
                 let wanted = awaited.next().and_then(|gfn| {
                     let piece = pieces.with(Gfn(gfn));
-                    let due = is_protected(Gfn(gfn)) && !released.contains(Gfn(gfn));
+                    let due = is_protected(Gfn(gfn)) && !unprotected.contains(Gfn(gfn));
                     assert_eq!(piece.is_some(), due, "an awaited frame is in a pending piece");
                     piece
                 });
@@ -156,15 +156,15 @@ mod tests {
                 for run in pieces.runs(piece) {
                     prop_assert!(layout.contains(*run));
                     prop_assert_eq!(copied.insert(*run), run.count, "copied once");
-                    prop_assert!(!released.intersects(*run), "copied before it is unprotected");
+                    prop_assert!(!unprotected.intersects(*run), "copied before it is unprotected");
                 }
                 for span in pieces.spans(piece) {
-                    prop_assert_eq!(released.insert(span), span.count);
+                    prop_assert_eq!(unprotected.insert(span), span.count);
                 }
                 pieces.done(piece);
             }
             prop_assert_eq!(copied, frames);
-            prop_assert_eq!(released, all.into_iter().collect::<FrameSet>());
+            prop_assert_eq!(unprotected, all.into_iter().collect::<FrameSet>());
         }
     }
 }

@@ -6,8 +6,8 @@ use crate::availability::{ProtectionAvailability, WaitAvailability};
 use crate::copy_policy::CopyPolicy;
 use crate::copy_time::CopyTimes;
 use crate::cost::{AheadCost, CopyCost};
+use crate::epoch_copy::EpochCopy;
 use crate::report::{EpochFailure, EpochStep};
-use crate::snapshot::EpochCopy;
 
 /// Decides how each epoch of one checkpointer is copied.
 #[derive(Default)]

@@ -23,6 +23,7 @@ mod copy_policy;
 mod copy_time;
 mod cost;
 mod disk_copy;
+mod epoch_copy;
 mod epoch_drives;
 mod epoch_output;
 mod flat;
@@ -37,7 +38,6 @@ mod protect_ahead;
 mod protection;
 mod report;
 mod restore;
-mod snapshot;
 mod staging;
 
 pub use cadence::{Cadence, CadenceTotals, TakenEpoch, Tally};

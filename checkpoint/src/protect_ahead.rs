@@ -2,7 +2,7 @@
 
 use driftline_dirty_tracker::{DirtySet, FrameSet, Subscription};
 
-use crate::background_copy::ReleasedFrames;
+use crate::background_copy::UnprotectedFrames;
 use crate::chunks::spans;
 use crate::copy_policy::CopyPolicy;
 use crate::guest::Checkpointable;
@@ -25,7 +25,7 @@ pub(crate) fn protect_ahead(
     guest: &dyn Checkpointable,
     policy: &CopyPolicy,
     protection: &EpochProtection<'_>,
-    released: &ReleasedFrames,
+    unprotected: &UnprotectedFrames,
     early: DirtySet,
     subscription: &mut Subscription,
 ) -> Result<ProtectedAhead, FailedStep> {
@@ -45,8 +45,8 @@ pub(crate) fn protect_ahead(
         }
         // These frames are protected again with the others, so they are not late. A frame that is
         // unprotected and written from now on is in the next drain.
-        if let Some(released) = &mut *released.lock() {
-            next.insert_all(&std::mem::take(released));
+        if let Some(unprotected) = &mut *unprotected.lock() {
+            next.insert_all(&std::mem::take(unprotected));
         }
     }
     Ok(ProtectedAhead { frames, left: next, drained })
@@ -95,11 +95,11 @@ mod tests {
             (written.start.0..written.end().0).try_for_each(|gfn| self.guest.write(Gfn(gfn), &[1]))
         }
 
-        fn release(&self, _: FrameRun) -> Result<(), GuestError> {
+        fn unprotect(&self, _: FrameRun) -> Result<(), GuestError> {
             Ok(())
         }
 
-        fn release_all(&self) {}
+        fn unprotect_all(&self) {}
 
         fn awaited(&self, _: Duration) -> Result<Option<FrameRun>, GuestError> {
             Ok(None)
@@ -129,11 +129,11 @@ mod tests {
                 protected,
             };
             let unprotected = FrameRun { start: Gfn(7), count: 3 };
-            let released = Mutex::new(Some(vec![unprotected]));
+            let list = Mutex::new(Some(vec![unprotected]));
             let protection = EpochProtection::new(&busy);
             let (policy, subscription) = (&CopyPolicy::DEFAULT, &mut subscription);
             let ahead =
-                protect_ahead(&*guest, policy, &protection, &released, early, subscription)
+                protect_ahead(&*guest, policy, &protection, &list, early, subscription)
                     .unwrap();
 
             let last = writes.iter().position(|n| *n <= AGAIN_FROM).unwrap_or(2);
@@ -149,7 +149,7 @@ mod tests {
             prop_assert!(ahead.left.contains_run(busy.written(last)));
             // A frame that is protected again is not late; otherwise it is.
             let late = if last > 0 { vec![] } else { vec![unprotected] };
-            prop_assert_eq!(released.into_inner(), Some(late));
+            prop_assert_eq!(list.into_inner(), Some(late));
             let drained = ahead.drained.iter().map(DirtySet::frames).sum::<u64>();
             prop_assert_eq!(drained, 1000 + writes[..=last].iter().sum::<u64>());
         }

@@ -33,8 +33,8 @@ impl<'s> EpochProtection<'s> {
         Ok(self.protection.protect(frames)?)
     }
 
-    pub(crate) fn release(&self, frames: FrameRun) -> Result<(), GuestError> {
-        self.protection.release(frames)
+    pub(crate) fn unprotect(&self, frames: FrameRun) -> Result<(), GuestError> {
+        self.protection.unprotect(frames)
     }
 
     pub(crate) fn awaited(&self, limit: Duration) -> Result<Option<FrameRun>, GuestError> {
@@ -44,7 +44,7 @@ impl<'s> EpochProtection<'s> {
     fn end(&self) {
         let mut over = self.over.lock();
         *over = true;
-        self.protection.release_all();
+        self.protection.unprotect_all();
     }
 }
 

@@ -8,11 +8,11 @@ use driftline_dirty_tracker::FrameRun;
 use crate::error::GuestError;
 
 /// Write-protects frames of a guest. A write to a protected frame, by a vCPU, a device or the
-/// host's kernel on behalf of either, waits until the frame is released. Reads continue.
+/// host's kernel on behalf of either, waits until the frame is unprotected. Reads continue.
 ///
-/// The caller that protects frames must release all of them soon, also after an error: nothing else
-/// releases them until this is dropped. The caller must not write to guest memory meanwhile. All
-/// methods may be called by several threads at a time.
+/// The caller that protects frames must unprotect all of them soon, also after an error: nothing
+/// else unprotects them until this is dropped. The caller must not write to guest memory meanwhile.
+/// All methods may be called by several threads at a time.
 pub trait WriteProtection: Send + Sync {
     /// Write-protects `frames`, which are ascending and in the guest's memory, including frames
     /// that have never been written. Costs a system call per run and some time per frame that has
@@ -28,14 +28,14 @@ pub trait WriteProtection: Send + Sync {
     /// # Errors
     ///
     /// The host refuses; some of the frames may still be protected.
-    fn release(&self, frames: FrameRun) -> Result<(), GuestError>;
+    fn unprotect(&self, frames: FrameRun) -> Result<(), GuestError>;
 
     /// Unprotects everything. If the underlying system refuses something, does what it can.
-    fn release_all(&self);
+    fn unprotect_all(&self);
 
     /// Returns frames that a writer waits for, once for each wait that begins; they may have been
-    /// released since. Blocks for up to `limit`. A writer that waits for more than one frame
-    /// reports again when the first is released.
+    /// unprotected since. Blocks for up to `limit`. A writer that waits for more than one frame
+    /// reports again when the first is unprotected.
     ///
     /// # Errors
     ///

@@ -20,13 +20,13 @@ use super::request::{SnapshotReport, SnapshotRequest};
 use super::writeback::Writeback;
 use crate::copy_planner::CopyPlanner;
 use crate::disk_copy::DiskCopy;
+use crate::epoch_copy::{EpochCopier, EpochCopy};
 use crate::epoch_drives::{EpochDrives, drives_of};
 use crate::epoch_output::EpochOutput;
 use crate::guest::Checkpointable;
 use crate::live_copy::LiveCopy;
 use crate::pause::Epoch;
 use crate::report::{EpochFailure, EpochStep, FailedStep, step};
-use crate::snapshot::{EpochCopy, Snapshot};
 use crate::staging::{Staging, StagingLimits};
 
 /// As [`create_snapshot`](super::create_snapshot), of a guest that may run. It is paused only for
@@ -197,7 +197,7 @@ impl LiveMemory<'_> {
         let disks = DiskCopy::new(drives, policy, true);
         let protection = protection.next(policy, guest);
         let epoch = Epoch { guest, policy, pause_gate, subscription, disks, file: to };
-        Snapshot { epoch, protection, times, staging }.take()
+        EpochCopier { epoch, protection, times, staging }.run()
     }
 }
 

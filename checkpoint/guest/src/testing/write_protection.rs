@@ -38,7 +38,7 @@ impl FrameProtectionState {
         while state.protected.contains(gfn) {
             state.awaited.push_back(gfn);
             self.changed.notify_all();
-            // If the frame was released and protected again before this thread woke up, it waits
+            // If the frame was unprotected and protected again before this thread woke up, it waits
             // and reports again.
             let times = state.times;
             let waits = |s: &mut ProtectionState| s.protected.contains(gfn) && s.times == times;
@@ -68,14 +68,14 @@ impl WriteProtection for SoftwareWriteProtection {
         Ok(())
     }
 
-    fn release(&self, frames: FrameRun) -> Result<(), GuestError> {
+    fn unprotect(&self, frames: FrameRun) -> Result<(), GuestError> {
         self.faults.check(Op::Unprotect, "unprotecting frames")?;
         self.protected.lock().protected.remove(frames);
         self.protected.changed.notify_all();
         Ok(())
     }
 
-    fn release_all(&self) {
+    fn unprotect_all(&self) {
         self.protected.lock().protected.clear();
         self.protected.changed.notify_all();
     }
@@ -91,6 +91,6 @@ impl WriteProtection for SoftwareWriteProtection {
 
 impl Drop for SoftwareWriteProtection {
     fn drop(&mut self) {
-        self.release_all();
+        self.unprotect_all();
     }
 }

@@ -182,14 +182,14 @@ impl WriteProtection for ScriptedProtection {
         Ok(())
     }
 
-    fn release(&self, frames: FrameRun) -> Result<(), GuestError> {
+    fn unprotect(&self, frames: FrameRun) -> Result<(), GuestError> {
         let mut state = self.0.lock();
         state.protected.remove(frames);
         self.0.retry_writes(&mut state, false);
         Ok(())
     }
 
-    fn release_all(&self) {
+    fn unprotect_all(&self) {
         self.0.lock().protected.clear();
     }
 
@@ -305,7 +305,7 @@ impl Lifecycle for ScriptedGuest {
 
 impl Stateful for ScriptedGuest {
     fn save_state(&self) -> Result<Vec<Section>, GuestError> {
-        // Like a write of the host's kernel for a vCPU, this waits for the frame to be released,
+        // Like a write of the host's kernel for a vCPU, this waits for the frame to be unprotected,
         // too.
         let gfn = self.0.gfn(self.0.frame_written_by_save);
         loop {

@@ -85,7 +85,7 @@ impl CpuTemplate {
     }
 
     /// Stops requiring a capability.
-    pub fn release(&mut self, capability: u32) {
+    pub fn stop_requiring(&mut self, capability: u32) {
         self.capabilities.retain(|c| *c != capability);
     }
 
@@ -144,8 +144,8 @@ mod tests {
     fn capability_is_required_until_it_is_released() {
         let mut template = CpuTemplate::default();
         [171, 172, 171].into_iter().for_each(|c| template.require(c));
-        template.release(172);
-        template.release(56);
+        template.stop_requiring(172);
+        template.stop_requiring(56);
         assert_eq!(template.capabilities, [171]);
     }
 

@@ -200,9 +200,9 @@ pub enum FrameError {
     /// The memory is in no file, or in one that gets no writes.
     #[error("it is private to this process: start the guest with --memory-backing memfd")]
     PrivateMemory,
-    /// An earlier release of all protected frames has failed.
-    #[error("an earlier release failed")]
-    ReleaseFailed,
+    /// Unprotecting all frames failed earlier.
+    #[error("unprotecting all frames failed earlier")]
+    UnprotectFailed,
     /// The memory is being restored lazily, or was.
     #[error("this memory has a lazy restore already")]
     SecondRestore,
@@ -237,7 +237,7 @@ impl From<FrameError> for GuestError {
     fn from(e: FrameError) -> Self {
         let what = match &e {
             FrameError::System { what, .. } | FrameError::RestoreUnfinished { what } => what,
-            FrameError::ReleaseFailed => "protecting frames",
+            FrameError::UnprotectFailed => "protecting frames",
             FrameError::SecondRestore => "starting a lazy restore",
             FrameError::PrivateMemory => "handing over guest memory",
             FrameError::HandlerLost(_) | FrameError::HandlerSilent { .. } => "fetching frames",

@@ -225,7 +225,7 @@ impl Userfault {
     }
 
     /// Removes the protection and wakes the threads that wait to write there.
-    pub(crate) fn release(&self, start: u64, len: u64) -> io::Result<()> {
+    pub(crate) fn unprotect(&self, start: u64, len: u64) -> io::Result<()> {
         self.write_protect(start, len, 0)
     }
 

@@ -186,7 +186,7 @@ impl MemoryWriteProtection {
 
     fn require_registered(&self) -> Result<(), FrameError> {
         if self.broken.load(Ordering::Acquire) {
-            return Err(FrameError::ReleaseFailed);
+            return Err(FrameError::UnprotectFailed);
         }
         Ok(())
     }
@@ -217,24 +217,24 @@ impl WriteProtection for MemoryWriteProtection {
         self.protected.add(frames);
         let protected = frames.iter().try_for_each(|run| self.each(*run, Userfault::protect));
         // A frame that was unprotected meanwhile may have been protected after that. All frames are
-        // added again, so that `release_all` unprotects them in any case.
+        // added again, so that `unprotect_all` unprotects them in any case.
         self.protected.add(frames);
         Ok(protected.map_err(FrameError::system("protecting frames"))?)
     }
 
-    fn release(&self, frames: FrameRun) -> Result<(), GuestError> {
+    fn unprotect(&self, frames: FrameRun) -> Result<(), GuestError> {
         self.require_registered()?;
         // Comes first: a frame that is protected again meanwhile is added after it.
         self.protected.remove(frames);
-        let released = self.each(frames, Userfault::release);
-        let released = released.inspect_err(|_| self.protected.add(&[frames]));
-        Ok(released.map_err(FrameError::system("unprotecting frames"))?)
+        let unprotected = self.each(frames, Userfault::unprotect);
+        let unprotected = unprotected.inspect_err(|_| self.protected.add(&[frames]));
+        Ok(unprotected.map_err(FrameError::system("unprotecting frames"))?)
     }
 
-    fn release_all(&self) {
+    fn unprotect_all(&self) {
         let left = self.protected.clear();
-        let released = left.iter().map(|run| self.each(run, Userfault::release));
-        if let Some(e) = released.filter_map(Result::err).last() {
+        let unprotected = left.iter().map(|run| self.each(run, Userfault::unprotect));
+        if let Some(e) = unprotected.filter_map(Result::err).last() {
             tracing::error!("frames cannot be unprotected: {e}; all memory is unregistered");
             self.broken.store(true, Ordering::Release);
             for region in self.ram.iter() {
@@ -271,7 +271,7 @@ impl WriteProtection for MemoryWriteProtection {
 impl Drop for MemoryWriteProtection {
     fn drop(&mut self) {
         // The descriptor is closed with the remaining fields.
-        self.release_all();
+        self.unprotect_all();
     }
 }
 

@@ -27,7 +27,7 @@ impl From<&CustomCpuTemplate> for CpuTemplate {
                 KvmCapability::Add(number) => template.require(number),
                 // Removes only what the template requires: every machine still checks the
                 // capabilities that it needs.
-                KvmCapability::Remove(number) => template.release(number),
+                KvmCapability::Remove(number) => template.stop_requiring(number),
             }
         }
         for CpuidLeafModifier { leaf, subleaf, flags, modifiers } in &custom.cpuid_modifiers {

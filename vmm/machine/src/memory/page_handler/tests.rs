@@ -236,7 +236,7 @@ fn fetched_memory_needs_no_handler() {
     assert_eq!([4, 5, 6].map(|gfn| served.byte(gfn)), [content(4 * PAGE_SIZE), 0, 0]);
     if let Some(protection) = served.memory.write_protection().unwrap() {
         protection.protect(&[run(4, 1)]).unwrap();
-        protection.release(run(4, 1)).unwrap();
+        protection.unprotect(run(4, 1)).unwrap();
     }
 }
 

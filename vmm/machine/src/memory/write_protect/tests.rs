@@ -45,9 +45,9 @@ fn write(ram: &GuestRam, gfn: u64, value: u8) {
 }
 
 #[test]
-fn protected_frame_keeps_its_content_until_released() {
+fn protected_frame_keeps_its_content_until_unprotected() {
     for options in option_sets() {
-        let name = "protected_frame_keeps_its_content_until_released";
+        let name = "protected_frame_keeps_its_content_until_unprotected";
         let Some((memory, protection)) = write_protected(name, &options) else { return };
         let ram = memory.ram();
         // Written, never written, and the last of one slot.
@@ -65,9 +65,9 @@ fn protected_frame_keeps_its_content_until_released() {
             assert_eq!(protection.awaited(SOON).unwrap(), Some(run(gfn, 1)), "{options:?}");
             finished.recv_timeout(Duration::from_millis(20)).unwrap_err();
             assert_eq!(byte(ram, gfn), value, "{options:?}");
-            protection.release(run(gfn - 1, 1)).unwrap();
+            protection.unprotect(run(gfn - 1, 1)).unwrap();
             finished.recv_timeout(Duration::from_millis(20)).unwrap_err();
-            protection.release(run(gfn, 1)).unwrap();
+            protection.unprotect(run(gfn, 1)).unwrap();
             finished.recv_timeout(SOON).unwrap();
             writer.join().unwrap();
             assert_eq!(byte(ram, gfn), 200);
@@ -97,7 +97,7 @@ fn dropping_write_protection_wakes_all_writers() {
         writers.into_iter().for_each(|writer| writer.join().unwrap());
         let again = memory.write_protection().unwrap().unwrap();
         again.protect(&frames).unwrap();
-        again.release_all();
+        again.unprotect_all();
         write(memory.ram(), 100, 4);
     }
 }
@@ -129,7 +129,7 @@ fn second_write_protection_is_refused_without_effect() {
         }
         finished.recv_timeout(Duration::from_millis(20)).unwrap_err();
         assert_eq!(byte(ram, 70), 5, "{options:?}");
-        protection.release_all();
+        protection.unprotect_all();
         finished.recv_timeout(SOON).unwrap();
         finished.recv_timeout(SOON).unwrap();
         assert_eq!((byte(ram, 70), memory.protected_frames().lock().protected.frames()), (6, 0));
@@ -137,10 +137,10 @@ fn second_write_protection_is_refused_without_effect() {
 }
 
 #[test]
-fn frame_reprotected_during_release_is_released_at_end() {
+fn frame_protected_again_meanwhile_is_unprotected_at_end() {
     const RUNS: u64 = 2000;
     for options in option_sets() {
-        let name = "frame_reprotected_during_release_is_released_at_end";
+        let name = "frame_protected_again_meanwhile_is_unprotected_at_end";
         let Some((memory, protection)) = write_protected(name, &options) else { return };
         let (ram, protection) = (memory.ram(), &*protection);
         let runs = (0..RUNS).map(|n| run(256 + 32 * n, 1)).collect::<Vec<_>>();
@@ -158,14 +158,14 @@ fn frame_reprotected_during_release_is_released_at_end() {
                 scope.spawn(|| {
                     while !all_written.load(Ordering::Relaxed) {
                         if let Some(run) = protection.awaited(Duration::from_millis(1)).unwrap() {
-                            protection.release(run).unwrap();
+                            protection.unprotect(run).unwrap();
                         }
                     }
                 });
                 (0..4).for_each(|_| protection.protect(&runs).unwrap());
                 writes.store(false, Ordering::Relaxed);
             });
-            protection.release_all();
+            protection.unprotect_all();
             let (done, finished) = mpsc::channel();
             let (theirs, to_write) = (ram.clone(), runs.clone());
             thread::spawn(move || {
@@ -181,13 +181,13 @@ fn frame_reprotected_during_release_is_released_at_end() {
 }
 
 #[test]
-fn failed_release_wakes_writers_and_ends_protection() {
+fn failed_unprotect_wakes_writers_and_ends_protection() {
     for options in option_sets() {
         let memory = Memory::new((3 << 30) + (16 << 20), &options).unwrap();
         let ram = memory.ram();
         let Some(protection) = MemoryWriteProtection::open(ram, memory.protected_frames()).unwrap()
         else {
-            let name = "failed_release_wakes_writers_and_ends_protection";
+            let name = "failed_unprotect_wakes_writers_and_ends_protection";
             return crate::testing::skip(name, "this host has no userfaultfd for write protection");
         };
         let (done, finished) = mpsc::channel();
@@ -203,13 +203,13 @@ fn failed_release_wakes_writers_and_ends_protection() {
         // From here on the kernel refuses to unprotect frames, and wakes no writer.
         let first = ram.iter().next().unwrap();
         protection.userfault.unregister(first.as_ptr() as u64, first.len()).unwrap();
-        protection.release(run(500, 1)).unwrap_err();
+        protection.unprotect(run(500, 1)).unwrap_err();
         finished.recv_timeout(Duration::from_millis(20)).unwrap_err();
-        protection.release_all();
+        protection.unprotect_all();
         finished.recv_timeout(SOON).unwrap();
         finished.recv_timeout(SOON).unwrap();
         protection.protect(&[run(0x10_0000, 1)]).unwrap_err();
-        protection.release(run(0x10_0000, 1)).unwrap_err();
+        protection.unprotect(run(0x10_0000, 1)).unwrap_err();
         drop(protection);
         let again = memory.write_protection().unwrap().unwrap();
         again.protect(&[run(500, 1)]).unwrap();
@@ -217,9 +217,9 @@ fn failed_release_wakes_writers_and_ends_protection() {
 }
 
 #[test]
-fn discard_waits_until_protected_frames_are_released() {
+fn discard_waits_until_protected_frames_are_unprotected() {
     for options in option_sets().filter(|o| o.huge_pages == Some(HugePages::None)) {
-        let name = "discard_waits_until_protected_frames_are_released";
+        let name = "discard_waits_until_protected_frames_are_unprotected";
         let Some((memory, protection)) = write_protected(name, &options) else { return };
         let ram = memory.ram();
         (64..128).for_each(|gfn| write(ram, gfn, 9));
@@ -236,7 +236,7 @@ fn discard_waits_until_protected_frames_are_released() {
             let awaited = looks.find_map(|awaited| awaited);
             assert_eq!(awaited.map(|run| run.start), Some(Gfn(first)));
             assert_eq!(byte(ram, first), 9, "{options:?}");
-            protection.release(all).unwrap();
+            protection.unprotect(all).unwrap();
         }
         assert_eq!(balloon.join().unwrap(), 58);
         assert!((64..128).all(|gfn| byte(ram, gfn) == 0));

@@ -1,4 +1,4 @@
-//! The instant of an epoch. The guest is paused for as long as it takes to drain what changed and
+//! The copy of an epoch. The guest is paused for as long as it takes to drain what changed and
 //! to save its state. Changed frames are copied in that pause. If there are many and the guest can
 //! [write-protect](WriteProtection) them, they are copied after the guest has resumed:
 //!
@@ -25,7 +25,9 @@ use driftline_dirty_tracker::{DirtySet, FrameSet, PAGE_SIZE};
 use driftline_guest::{GuestError, WriteProtection};
 use parking_lot::Mutex;
 
-use crate::background_copy::{BackgroundCopier, BackgroundCopyStats, CopiedPiece, ReleasedFrames};
+use crate::background_copy::{
+    BackgroundCopier, BackgroundCopyStats, CopiedPiece, UnprotectedFrames,
+};
 use crate::chunks::{in_slots, spans};
 use crate::copy_time::{CopyTime, CopyTimes};
 use crate::pause::{Epoch, Pause, longest_stop};
@@ -35,8 +37,8 @@ use crate::protection::{COPY_THREAD, EpochProtection, UnprotectOnDrop, WriterWai
 use crate::report::{EpochFailure, EpochStep, FailedStep, step};
 use crate::staging::{Staging, copy, window};
 
-/// An epoch, and how its memory is copied.
-pub(crate) struct Snapshot<'s> {
+/// Copies an epoch: its memory, its drives and its state.
+pub(crate) struct EpochCopier<'s> {
     pub(crate) epoch: Epoch<'s>,
     pub(crate) protection: Option<&'s dyn WriteProtection>,
     pub(crate) times: &'s mut CopyTimes,
@@ -75,12 +77,12 @@ struct MemoryCopy {
     resumed: Instant,
 }
 
-impl Snapshot<'_> {
-    /// Takes the state, and what changed since the last epoch. On every return path the guest runs
+impl EpochCopier<'_> {
+    /// Copies the state, and what changed since the last epoch. On every return path the guest runs
     /// again if it ran before, and no write waits for a frame or a block.
-    pub(crate) fn take(mut self) -> Result<EpochCopy, FailedStep> {
+    pub(crate) fn run(mut self) -> Result<EpochCopy, FailedStep> {
         let before = self.epoch.guest.vcpu_pauses();
-        let memory = self.take_memory()?;
+        let memory = self.copy_memory()?;
         // The vCPUs have resumed by now. There may be another pause while drives are copied.
         let pause = longest_stop(self.epoch.guest, &before).unwrap_or(memory.pause);
         let Self { epoch: Epoch { guest, disks, file, .. }, staging, .. } = self;
@@ -103,7 +105,7 @@ impl Snapshot<'_> {
         })
     }
 
-    fn take_memory(&mut self) -> Result<MemoryCopy, FailedStep> {
+    fn copy_memory(&mut self) -> Result<MemoryCopy, FailedStep> {
         // What is collected here need not be collected in the pause.
         let early = self.epoch.drain()?;
         let (frames, room) = (early.frames(), self.staging.frames());
@@ -170,7 +172,7 @@ impl Snapshot<'_> {
         let (guest, policy) = (epoch.guest, epoch.policy);
         let protection = &EpochProtection::new(protection);
         // The copy thread has its own guard: if it ends early, nothing can be protected afterwards.
-        let _released = UnprotectOnDrop(protection);
+        let _unprotects = UnprotectOnDrop(protection);
         let piece_frames = policy.piece_frames.min(staging.frames() / 2);
         let (late_room, room) = staging.split(policy.late_frames.min(staging.frames() / 2));
         let (to_guest, empty) = mpsc::channel();
@@ -180,13 +182,13 @@ impl Snapshot<'_> {
         }
         let (to_copier, copy_sets) = mpsc::channel();
         let (to_file, full) = mpsc::channel();
-        let released = &Mutex::new(Some(Vec::new()));
+        let unprotected = &Mutex::new(Some(Vec::new()));
         let waits = WriterWaits::default();
         let copier = BackgroundCopier {
             guest,
             policy,
             protection,
-            released,
+            unprotected,
             copy_sets,
             empty,
             to_file,
@@ -202,7 +204,7 @@ impl Snapshot<'_> {
             let copying =
                 copying.map_err(|cause| FailedStep { step: EpochStep::Protect, cause })?;
             let background =
-                Background { epoch, protection, released, late_room, to_copier, full, to_guest };
+                Background { epoch, protection, unprotected, late_room, to_copier, full, to_guest };
             let taken = background.take(early);
             // The channels are closed: the copy thread ends if it has not ended yet.
             let panicked = || Err(EpochFailure::ThreadEnded { thread: COPY_THREAD });
@@ -220,7 +222,7 @@ impl Snapshot<'_> {
 struct Background<'m, 'e, 'b> {
     epoch: &'m mut Epoch<'e>,
     protection: &'m EpochProtection<'m>,
-    released: &'m ReleasedFrames,
+    unprotected: &'m UnprotectedFrames,
     late_room: &'b mut [u8],
     to_copier: Sender<(FrameSet, FrameSet)>,
     full: Receiver<CopiedPiece<'b>>,
@@ -230,17 +232,17 @@ struct Background<'m, 'e, 'b> {
 impl Background<'_, '_, '_> {
     /// Pauses the guest, and then writes what the copy thread copies.
     fn take(self, early: DirtySet) -> Result<MemoryCopy, FailedStep> {
-        let Self { epoch, protection, released, late_room, to_copier, full, to_guest } = self;
+        let Self { epoch, protection, unprotected, late_room, to_copier, full, to_guest } = self;
         let (guest, policy) = (epoch.guest, epoch.policy);
         let layout = guest.layout();
         let ProtectedAhead { mut frames, left, mut drained } =
-            protect_ahead(guest, policy, protection, released, early, epoch.subscription)?;
+            protect_ahead(guest, policy, protection, unprotected, early, epoch.subscription)?;
         let Pause { changed, sections, handled: late, time, resumed } =
             epoch.pause(|changed, _| {
-                let released = released.lock().take();
-                let released = released.into_iter().flatten();
+                let unprotected = unprotected.lock().take();
+                let unprotected = unprotected.into_iter().flatten();
                 let mut late: FrameSet =
-                    changed.runs().chain(left.iter()).chain(released).collect();
+                    changed.runs().chain(left.iter()).chain(unprotected).collect();
                 if late.frames() * PAGE_SIZE <= late_room.len() as u64 {
                     step(EpochStep::Copy, || {
                         copy(late_room, guest.ram(), in_slots(layout, &late))
@@ -253,7 +255,7 @@ impl Background<'_, '_, '_> {
                 }
                 Ok(late)
             })?;
-        // Since the pause took the released frames, no frame has been unprotected without being
+        // Since the pause took the unprotected frames, no frame has been unprotected without being
         // copied. If the copy thread has ended, its join returns the reason.
         let _ = to_copier.send((frames, late.clone()));
         step::<_, EpochFailure>(EpochStep::Write, || {
