@@ -106,12 +106,11 @@ impl Device for Vsock {
             let hung_up = connection.is_hung_up();
             self.stream_ready(token, hung_up);
         }
-        // The new deadlines are in a different order from the old ones, which does not matter.
         let new_programs: Vec<u32> = self.new_programs.iter().map(|(token, _)| *token).collect();
         new_programs.into_iter().for_each(|token| self.read_greeting(token));
         self.state.reset_due |= moved && self.active && !continues;
         self.resume_reset_deadline(moved);
-        // First, because processing the queues gives the guest its packets.
+        // The queues are processed after this call, and packets must not overtake the event.
         let told = self.tell_reset(io);
         self.set_timer();
         told

@@ -106,9 +106,10 @@ pub(super) struct Vsock {
     timer: Timer,
     /// Time for which the timer is set.
     timer_at: Option<Instant>,
-    /// Deadline of the driver's acknowledgement of a reset.
+    /// Time from which the device no longer waits for the driver to acknowledge a reset event.
+    /// `None` if it does not wait.
     reset_deadline: Option<Instant>,
-    /// Start of the pause, if the device is paused. Outdated otherwise.
+    /// Time of the last quiesce: the start of the pause, if the device is paused.
     paused_at: Option<Instant>,
     next_token: u32,
     refusals: VecDeque<PacketHeader>,
@@ -127,8 +128,8 @@ pub(super) struct Vsock {
 struct VsockState {
     /// Whether the guest must be told that its connections are closed.
     reset_due: bool,
-    /// Available index of the event queue that acknowledges the last reset event, until the device
-    /// has seen it.
+    /// Value of the event queue's available index that acknowledges the last reset event; see
+    /// [`reset`]. `None` if no acknowledgement is missing.
     reset_unacknowledged: Option<u16>,
     /// First port to be tried for the next connection that a program of the host opens. After a
     /// move the guest may still send packets of earlier connections, whose ports are not to be used

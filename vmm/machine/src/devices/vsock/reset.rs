@@ -7,14 +7,19 @@
 //! gives the guest its packets <------------------ makes the buffer available again
 //! ```
 //!
-//! Handling the event closes every established connection, including one that the guest accepted
-//! just before. So the device sends no packet until then. The buffer's return is read from the
-//! event queue itself, because a driver may suppress its interrupts and need not notify a queue
-//! that has buffers. A connection that waits for the guest does not time out meanwhile.
+//! A driver that handles the event closes every established connection, including one that the
+//! guest accepted just before. So the device sends no packet until the driver acknowledges the
+//! event, by making its buffer available again. The device knows the value that the event queue's
+//! available index has then, and compares the two. It asks for a notification at that value,
+//! because a driver need not notify a queue that still has buffers. No connection times out
+//! meanwhile, because the guest cannot answer.
 //!
-//! Two kinds of drivers are not waited for without a limit: one without a buffer for the event,
-//! which gets its packets immediately and the event later, and one that does not return the buffer
-//! within [`RESET_TIMEOUT`], in which pauses do not count.
+//! The wait has limits:
+//!
+//! | case | effect |
+//! | --- | --- |
+//! | the driver has no buffer for the event | it gets packets immediately, and the event later |
+//! | no acknowledgement within [`RESET_TIMEOUT`], not counting pauses | it gets packets then |
 
 use std::time::Instant;
 
@@ -23,7 +28,8 @@ use super::{EVENT, TRANSPORT_RESET, Vsock};
 use crate::devices::virtio::{DeviceIo, RequestDefect, Violation, is_at};
 
 impl Vsock {
-    /// Tells the guest that its connections are closed, if that is due and it has a buffer.
+    /// Tells the guest that its connections are closed, if that is due and the driver has made a
+    /// buffer available.
     pub(super) fn tell_reset(&mut self, io: &mut DeviceIo<'_>) -> Result<(), Violation> {
         let Some(ring) = io.rings.get_mut(EVENT).filter(|_| self.state.reset_due) else {
             return Ok(());
@@ -35,10 +41,12 @@ impl Vsock {
             let cause = RequestDefect::EventBuffer { head: chain.head, room: written as u32 };
             return Err(Violation::Malformed { queue: EVENT as u16, cause });
         }
-        // Read before the driver sees the event: any later buffer may be this one.
+        // Read before the driver sees the event: it may make this buffer available again as soon as
+        // it does.
         let available = ring.available(io.ram)?;
         ring.push(io.ram, chain.head, written as u32)?;
-        // An earlier event's buffer returns before this one.
+        // If an earlier event is not acknowledged, its buffer comes back first, and this one after
+        // it.
         let earlier = self.state.reset_unacknowledged.filter(|at| !is_at(available, *at));
         self.state.reset_unacknowledged = Some(earlier.unwrap_or(available).wrapping_add(1));
         self.state.reset_due = false;
@@ -46,8 +54,8 @@ impl Vsock {
         Ok(())
     }
 
-    /// Continues to wait for an acknowledgement after a pause, which prolongs the wait by its own
-    /// length. A guest that was restored (`moved`) gets the whole time.
+    /// Moves the deadline of the acknowledgement by the length of the pause that ends. A guest that
+    /// has moved gets [`RESET_TIMEOUT`] from now on.
     pub(super) fn resume_reset_deadline(&mut self, moved: bool) {
         match (self.reset_deadline, self.paused_at.take()) {
             (Some(deadline), Some(paused_at)) if !moved => {
@@ -57,19 +65,21 @@ impl Vsock {
         }
     }
 
-    /// Gives the driver the whole time for its acknowledgement, if one is missing.
+    /// Gives the driver [`RESET_TIMEOUT`] from now on for its acknowledgement, if one is missing.
     fn restart_reset_deadline(&mut self) {
         let is_missing = self.active && self.state.reset_unacknowledged.is_some();
         self.reset_deadline = is_missing.then(|| Instant::now() + RESET_TIMEOUT);
     }
 
-    /// Gives the guest the waiting packets, unless it may not have handled a reset. A notification
-    /// of the event queue, or the timer, then brings the device back.
+    /// Gives the guest the waiting packets, unless the device waits for the acknowledgement of a
+    /// reset event. In that case a notification of the event queue, or the timer, leads to the next
+    /// call.
     pub(super) fn give_packets(&mut self, io: &mut DeviceIo<'_>) -> Result<(), Violation> {
         if self.awaits_acknowledgement(io)? { Ok(()) } else { self.send_packets(io) }
     }
 
-    /// Returns whether the guest may not have handled a reset.
+    /// Returns whether the device waits for the acknowledgement of a reset event. Ends the wait if
+    /// the event is acknowledged or the deadline has passed.
     fn awaits_acknowledgement(&mut self, io: &mut DeviceIo<'_>) -> Result<bool, Violation> {
         let Some(at) = self.state.reset_unacknowledged else { return Ok(false) };
         let ring = io.rings.get_mut(EVENT).filter(|ring| ring.is_set_up());
