@@ -1,6 +1,6 @@
 //! What the wire and the store have in common: the fixed header, the record, the limits of a
-//! guest's state, durable names, locks on ranges of files and writes to them, and descriptors that
-//! travel over unix sockets.
+//! guest's state, durable names, locks on ranges of files and writes to them, descriptors that
+//! travel over unix sockets, and TLS records that the kernel encrypts.
 //!
 //! `FORMAT.md` and `PROTOCOL.md` specify every byte of the formats built on them.
 #![deny(unsafe_code)]
@@ -9,6 +9,7 @@ pub mod descriptors;
 pub mod durable;
 mod error;
 mod header;
+pub mod kernel_tls;
 mod layout_hash;
 mod limits;
 pub mod range_lock;

@@ -208,6 +208,7 @@ impl ListenerState {
             place.advance(stage);
             match stage {
                 Stage::Source => {
+                    wire.stream().log_encryption();
                     self.source(wire, header, place, since);
                     Ok(())
                 }

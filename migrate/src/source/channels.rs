@@ -21,8 +21,8 @@ impl Channels {
         1 + self.joined.len() as u32
     }
 
-    /// Makes new keys for TLS on all channels. Keys last for 2^24 records, 256 GiB, so none change
-    /// in a pause that follows.
+    /// Makes new keys for TLS on channels that have sent many records. Keys last for 2^24 records,
+    /// so none change in a pause that follows.
     pub(super) fn refresh_keys(&mut self) -> io::Result<()> {
         std::iter::once(&mut self.first)
             .chain(&mut self.joined)

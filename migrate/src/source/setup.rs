@@ -80,13 +80,17 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
             progress_timeout: self.options.progress_timeout,
             only_here: !self.options.insecure && self.options.tls.is_none(),
         };
-        let session = self.options.tls.as_ref().map(|tls| tls.session(&address)).transpose();
+        let bytes = self.bytes();
+        let session = self.options.tls.as_ref().map(|tls| tls.session(&address, bytes)).transpose();
         let session = session.map_err(|e| Cause::Tls(e.into()))?;
         let mut link = Link::connect(&address, limits, stop).map_err(unreached)?;
         link.set_deadline(Some(Instant::now() + limit));
         if let Some(session) = session {
             let failed = |cause| Cause::Handshake { peer: self.to.to_owned(), cause };
             link.secure(session).map_err(failed)?;
+            if purpose == Purpose::Move {
+                link.log_encryption();
+            }
         } else if purpose == Purpose::Move && !link.stays_here() {
             let to = self.to;
             tracing::warn!(to, "insecure: every host on the way can read and change the guest");
@@ -106,6 +110,16 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
         };
         wire.stream_mut().set_deadline(None);
         Ok((wire, features))
+    }
+
+    /// Returns the bytes of memory and of the copied disks. Any channel may carry most of them. A
+    /// choice of disks that is not valid has failed before.
+    fn bytes(&self) -> u64 {
+        let layout = self.guest.layout();
+        let memory = layout.frames() * layout.page_size().bytes();
+        let drives = drives::chosen(self.guest, &self.options.copy_drives).unwrap_or_default();
+        let drives: u64 = drives.iter().map(|drive| drive.head().bytes).sum();
+        memory + drives
     }
 
     /// Lets the destination build the machine, and opens the other channels.

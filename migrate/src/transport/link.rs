@@ -161,7 +161,7 @@ impl Link {
         Ok(())
     }
 
-    /// Writes guest memory, without copying it first if there is no TLS.
+    /// Writes guest memory, without copying it first unless this process encrypts it.
     pub(crate) fn write_all_volatile<B: BitmapSlice>(
         &mut self,
         slice: &VolatileSlice<'_, B>,
@@ -192,15 +192,26 @@ impl Link {
         self.is_torn
     }
 
-    /// Begins a TLS session, and waits for the end of its handshake.
+    /// Begins a TLS session, and waits for the end of its handshake. Then the session is offloaded
+    /// to the kernel, if that is possible.
     pub(crate) fn secure(&mut self, session: TlsSession) -> io::Result<()> {
         self.stream.set_tls(Some(session));
-        self.wait_until("sent", |s| s.handshake())
+        self.wait_until("sent", |s| s.handshake())?;
+        Ok(self.stream.offload()?)
     }
 
-    /// Makes new keys for the session, if there is one, so that none are due for 2^24 records.
+    /// Logs whether the kernel or this process encrypts, if there is a session.
+    pub(crate) fn log_encryption(&self) {
+        if let Some(by_kernel) = self.stream.is_kernel_tls() {
+            let by = if by_kernel { "the kernel" } else { "this process" };
+            tracing::debug!(by, "TLS records are encrypted and decrypted");
+        }
+    }
+
+    /// Makes new keys for the session, if there is one that has sent many records, so that none are
+    /// due soon.
     pub(crate) fn refresh_keys(&mut self) -> io::Result<()> {
-        self.stream.refresh_keys()?;
+        self.wait_until("accepted", |s| s.refresh_keys())?;
         self.write_pending()
     }
 
@@ -214,7 +225,8 @@ impl Link {
         self.stream.check_peer(allowed)
     }
 
-    /// Reads from the stream into guest memory, without a buffer in between if there is no TLS.
+    /// Reads from the stream into guest memory, without a buffer in between unless this process
+    /// decrypts.
     pub(crate) fn read_exact_volatile<B: BitmapSlice>(
         &mut self,
         slice: &VolatileSlice<'_, B>,

@@ -29,11 +29,12 @@ pub struct ReceiveTls {
 }
 
 impl SendTls {
-    /// Returns the session of a new connection to `address`.
-    pub(crate) fn session(&self, address: &Address) -> Result<TlsSession, TlsError> {
+    /// Returns the session of a new connection to `address`, for a source that has `bytes` of
+    /// memory and disks to send.
+    pub(crate) fn session(&self, address: &Address, bytes: u64) -> Result<TlsSession, TlsError> {
         let dialled = || address.host().and_then(|host| host.parse().ok());
         let peer = self.peer.clone().or_else(dialled).ok_or(TlsError::NoName)?;
-        tls::client(&self.dir, &peer)
+        tls::client(&self.dir, &peer, bytes)
     }
 }
 

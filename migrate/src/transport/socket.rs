@@ -85,12 +85,21 @@ impl Socket {
         SockRef::from(&self.fd).peer_addr().ok()?.as_socket()
     }
 
+    /// Whether this is a TCP connection.
+    pub(super) fn is_tcp(&self) -> bool {
+        self.is_tcp
+    }
+
     /// Whether bytes, or the end of the connection, can be read. Does not block.
     pub(super) fn has_incoming(&self) -> bool {
+        self.peek().map_or_else(|e| !waits(&e), |_| true)
+    }
+
+    /// Looks for a byte without reading it. Returns 0 at the end of the connection. Does not block.
+    pub(super) fn peek(&self) -> io::Result<usize> {
         let mut byte = [MaybeUninit::uninit()];
         let flags = libc::MSG_PEEK | libc::MSG_DONTWAIT;
-        let peeked = SockRef::from(&self.fd).recv_with_flags(&mut byte, flags);
-        peeked.map_or_else(|e| !waits(&e), |_| true)
+        SockRef::from(&self.fd).recv_with_flags(&mut byte, flags)
     }
 
     /// Delays small writes of a TCP connection, for at most 200 ms, until they are released. A

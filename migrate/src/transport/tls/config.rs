@@ -20,8 +20,13 @@ use rustls::{server::UnbufferedServerConnection, sign::SingleCertAndKey};
 
 use super::error::TlsError;
 use super::files::{self, CA, TlsFileError};
+use super::kernel::NEW_KEYS_EXPECTED;
 use super::names::PeerName;
 use super::session::TlsSession;
+
+/// Bytes of memory and disks above which a source offers [`NEW_KEYS_EXPECTED`]. A kernel session
+/// can carry this seven times, even in records of one page.
+const NEW_KEYS_FROM: u64 = 8 << 30;
 
 /// Returns the cryptography of both sides. AES-128 comes first: it takes less time than AES-256,
 /// and no practical attack on either is known.
@@ -31,8 +36,13 @@ fn provider() -> Arc<CryptoProvider> {
     Arc::new(provider)
 }
 
-/// Returns the session of a connection to a peer that must have the name `peer`.
-pub(in super::super) fn client(dir: &Path, peer: &PeerName) -> Result<TlsSession, TlsError> {
+/// Returns the session of a connection to a peer that must have the name `peer`. The source
+/// has `bytes` of memory and disks to send.
+pub(in super::super) fn client(
+    dir: &Path,
+    peer: &PeerName,
+    bytes: u64,
+) -> Result<TlsSession, TlsError> {
     let provider = provider();
     let roots = roots(dir)?;
     let identity = identity(dir, "client-cert.pem", "client-key.pem", &provider)?;
@@ -44,6 +54,10 @@ pub(in super::super) fn client(dir: &Path, peer: &PeerName) -> Result<TlsSession
         .with_custom_certificate_verifier(Arc::new(verifier))
         .with_client_cert_resolver(Arc::new(SingleCertAndKey::from(identity)));
     config.resumption = Resumption::disabled();
+    config.enable_secret_extraction = true;
+    if bytes > NEW_KEYS_FROM {
+        config.alpn_protocols = vec![NEW_KEYS_EXPECTED.to_vec()];
+    }
     // rustls requires a name here, and sends no SNI if it is an IP address.
     let none = ServerName::from(IpAddr::from(Ipv4Addr::UNSPECIFIED));
     let name = peer.server_name().unwrap_or(none);
@@ -67,6 +81,8 @@ pub(in super::super) fn server(dir: &Path) -> Result<TlsSession, TlsError> {
     // Without tickets the first bytes that the client reads after the handshake are a header.
     config.send_tls13_tickets = 0;
     config.session_storage = Arc::new(NoServerSessionStorage {});
+    config.enable_secret_extraction = true;
+    config.alpn_protocols = vec![NEW_KEYS_EXPECTED.to_vec()];
     let connection = UnbufferedServerConnection::new(Arc::new(config));
     Ok(TlsSession::server(connection.map_err(TlsError::Setup)?))
 }

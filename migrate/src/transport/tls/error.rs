@@ -48,6 +48,24 @@ pub enum TlsError {
         /// Names in its certificate.
         found: String,
     },
+    /// The kernel refuses the session's keys, although it offers TLS.
+    #[error(
+        "the kernel offers TLS and refuses the keys of the session ({step}): {cause}; try again, \
+         without kernel TLS from now on"
+    )]
+    Kernel {
+        /// The option of the socket that failed.
+        step: &'static str,
+        /// The system's answer.
+        #[source]
+        cause: io::Error,
+    },
+    /// The keys of a session must change, and the kernel has them.
+    #[error(
+        "the connection needs new TLS keys, which it does not get with kernel TLS: use more \
+         --connections, or start the program with DRIFTLINE_KERNEL_TLS=0"
+    )]
+    KeysUsedUp,
     /// The peer, or its certificate, is not acceptable.
     #[error("{}", describe(.0))]
     Session(#[source] rustls::Error),
@@ -58,6 +76,7 @@ impl From<TlsError> for io::Error {
         let kind = match &e {
             TlsError::Vanished => io::ErrorKind::UnexpectedEof,
             TlsError::Truncated => io::ErrorKind::ConnectionAborted,
+            TlsError::Kernel { .. } | TlsError::KeysUsedUp => io::ErrorKind::Other,
             _ => io::ErrorKind::InvalidData,
         };
         io::Error::new(kind, e)

@@ -7,6 +7,8 @@ use rustls::pki_types::{CertificateDer, ServerName};
 use serde::{Deserialize, Serialize};
 use webpki::EndEntityCert;
 
+use super::error::TlsError;
+
 /// Scheme of a SPIFFE id.
 const SPIFFE: &str = "spiffe://";
 
@@ -50,8 +52,20 @@ impl PeerName {
     }
 }
 
+/// Fails unless the peer's certificate has one of these names.
+pub(super) fn check_certificate(
+    certificate: Option<&CertificateDer<'_>>,
+    allowed: &[PeerName],
+) -> Result<(), TlsError> {
+    match certificate {
+        Some(certificate) if allowed.iter().any(|name| name.is_in(certificate)) => Ok(()),
+        Some(certificate) => Err(TlsError::NotAllowed { found: names_in(certificate) }),
+        None => Err(TlsError::NotAllowed { found: "no name".to_owned() }),
+    }
+}
+
 /// Returns the names in a certificate, for messages. Their number and length are bounded.
-pub(super) fn names_in(certificate: &CertificateDer<'_>) -> String {
+fn names_in(certificate: &CertificateDer<'_>) -> String {
     let Ok(certificate) = EndEntityCert::try_from(certificate) else {
         return "no name".to_owned();
     };

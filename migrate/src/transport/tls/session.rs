@@ -4,19 +4,24 @@
 //! that the owner has not read yet, and at most [`SMALL`] bytes of ciphertext before that of one
 //! [`PIECE`].
 
+pub(super) mod offload;
+#[cfg(test)]
+mod tests;
+
 use std::io::{self, Read};
 
 use rustls::client::{ClientConnectionData, UnbufferedClientConnection};
 use rustls::server::{ServerConnectionData, UnbufferedServerConnection};
-use rustls::unbuffered::{ConnectionState, EncodeError, EncryptError, UnbufferedStatus};
 use rustls::{CertificateError, CommonState};
 use vm_memory::bitmap::BitmapSlice;
 use vm_memory::{Bytes, VolatileSlice};
 
 use super::super::socket::{Socket, outside};
 use super::error::TlsError;
-use super::names::{PeerName, names_in};
+use super::names::{PeerName, check_certificate};
 use super::outgoing::Outgoing;
+use super::records::{RecordBoundary, SentRecords};
+use super::status::{Plain, PlainOutput, TlsStep, end, on_status, refresh};
 use driftline_format::MAGIC_STREAM;
 
 /// Plaintext that is encrypted at a time: 8 records, which fit into a processor's cache.
@@ -25,8 +30,6 @@ const PIECE: usize = 128 << 10;
 const INCOMING: usize = 128 << 10;
 /// Upper bound on the bytes of one record.
 const MAX_RECORD: usize = 17 << 10;
-/// Upper bound on what encryption adds to a piece.
-const OVERHEAD: usize = 4096;
 /// Upper bound on ciphertext to which more is added before it is written.
 const SMALL: usize = 4096;
 /// Upper bound on the steps that yield the alert of a failure.
@@ -42,10 +45,13 @@ pub(crate) struct TlsSession {
     incoming: Box<[u8]>,
     /// The bytes in `incoming` that are not processed yet.
     unprocessed: std::ops::Range<usize>,
+    /// Where the record ends that is being read, during the handshake.
+    boundary: RecordBoundary,
     plain: Plain,
     outgoing: Outgoing,
     /// Plaintext of one piece, because guest memory may change while it is encrypted.
     piece: Box<[u8]>,
+    sent: SentRecords,
     has_begun: bool,
     peer_has_ended: bool,
 }
@@ -53,28 +59,6 @@ pub(crate) struct TlsSession {
 enum TlsConnection {
     Client(Box<UnbufferedClientConnection>),
     Server(Box<UnbufferedServerConnection>),
-}
-
-/// Decrypted bytes that were not read yet.
-#[derive(Default)]
-struct Plain {
-    bytes: Vec<u8>,
-    read: usize,
-}
-
-/// Result of one step of a session.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum TlsStep {
-    /// There is more to process.
-    More,
-    /// Plaintext can be read.
-    Decrypted,
-    /// More bytes from the peer are needed.
-    Blocked,
-    /// Plaintext was encrypted.
-    Encrypted,
-    /// The peer has ended the session.
-    Ended,
 }
 
 impl std::fmt::Debug for TlsSession {
@@ -98,9 +82,11 @@ impl TlsSession {
             expected,
             incoming: vec![0; INCOMING].into(),
             unprocessed: 0..0,
+            boundary: RecordBoundary::default(),
             plain: Plain::default(),
             outgoing: Outgoing::default(),
             piece: Box::default(),
+            sent: SentRecords::default(),
             has_begun: false,
             peer_has_ended: false,
         }
@@ -115,12 +101,8 @@ impl TlsSession {
 
     /// Fails unless the peer's certificate has one of these names.
     pub(in super::super) fn check_peer(&self, allowed: &[PeerName]) -> Result<(), TlsError> {
-        let certificate = self.state().peer_certificates().and_then(|chain| chain.first());
-        match certificate {
-            Some(certificate) if allowed.iter().any(|name| name.is_in(certificate)) => Ok(()),
-            Some(certificate) => Err(TlsError::NotAllowed { found: names_in(certificate) }),
-            None => Err(TlsError::NotAllowed { found: "no name".to_owned() }),
-        }
+        let chain = self.state().peer_certificates();
+        check_certificate(chain.and_then(|chain| chain.first()), allowed)
     }
 
     /// Continues the handshake until it ends. Reads from the socket once, so that the caller can
@@ -142,7 +124,7 @@ impl TlsSession {
                 TlsStep::Decrypted => return Ok(()),
                 TlsStep::Blocked if has_read => return Err(io::ErrorKind::WouldBlock.into()),
                 TlsStep::Blocked => {
-                    if self.fill(socket)? == 0 {
+                    if self.fill_record(socket)? == 0 {
                         return Err(TlsError::Vanished.into());
                     }
                     has_read = true;
@@ -178,13 +160,29 @@ impl TlsSession {
 
     /// Reads from the socket into the buffer. Returns 0 at the connection's end.
     fn fill(&mut self, socket: &mut Socket) -> io::Result<usize> {
+        self.fill_at_most(socket, INCOMING)
+    }
+
+    /// Reads from the socket into the buffer, nothing behind the current record: it may be the last
+    /// one of the handshake, and the kernel may decrypt those that follow. Returns 0 at the
+    /// connection's end.
+    fn fill_record(&mut self, socket: &mut Socket) -> io::Result<usize> {
+        let read = self.fill_at_most(socket, self.boundary.missing())?;
+        let end = self.unprocessed.end;
+        self.boundary.advance(&self.incoming[end - read..end]);
+        Ok(read)
+    }
+
+    fn fill_at_most(&mut self, socket: &mut Socket, most: usize) -> io::Result<usize> {
         if self.unprocessed.is_empty() {
             self.unprocessed = 0..0;
         } else if self.incoming.len() - self.unprocessed.end < MAX_RECORD {
             self.incoming.copy_within(self.unprocessed.clone(), 0);
             self.unprocessed = 0..self.unprocessed.len();
         }
-        let read = socket.read(&mut self.incoming[self.unprocessed.end..])?;
+        let room = &mut self.incoming[self.unprocessed.end..];
+        let most = most.min(room.len());
+        let read = socket.read(&mut room[..most])?;
         self.unprocessed.end += read;
         Ok(read)
     }
@@ -379,7 +377,10 @@ impl TlsSession {
         }
         loop {
             match self.step(Some(length))? {
-                TlsStep::Encrypted => return Ok(length),
+                TlsStep::Encrypted => {
+                    self.sent.add(length);
+                    return Ok(length);
+                }
                 // Nothing is read meanwhile, so what has arrived is bounded.
                 TlsStep::More | TlsStep::Decrypted | TlsStep::Ended => {}
                 TlsStep::Blocked => {
@@ -389,9 +390,13 @@ impl TlsSession {
         }
     }
 
-    /// Encrypts with new keys from here on. The message that announces them waits for
-    /// [`flush`](Self::flush).
+    /// Encrypts with new keys from here on, if many records were sent with the current ones. The
+    /// message that announces them waits for [`flush`](Self::flush).
     pub(in super::super) fn refresh_keys(&mut self) -> Result<(), TlsError> {
+        if !self.sent.are_many() {
+            return Ok(());
+        }
+        self.sent.reset();
         self.process_all()?;
         let incoming = &mut self.incoming[self.unprocessed.clone()];
         let (discard, refreshed) = match &mut self.connection {
@@ -441,105 +446,4 @@ impl TlsSession {
             }
         };
     }
-}
-
-impl Plain {
-    fn is_empty(&self) -> bool {
-        self.read == self.bytes.len()
-    }
-
-    /// Adds bytes. Empties the buffer first if all were read.
-    fn add(&mut self, bytes: &[u8]) {
-        if self.is_empty() {
-            self.bytes.clear();
-            self.read = 0;
-        }
-        self.bytes.extend_from_slice(bytes);
-    }
-}
-
-/// Where decrypted bytes go.
-struct PlainOutput<'p> {
-    waiting: &'p mut Plain,
-    sink: &'p mut dyn FnMut(&[u8]) -> usize,
-}
-
-impl PlainOutput<'_> {
-    fn add(&mut self, payload: &[u8]) {
-        let taken = if self.waiting.is_empty() { (self.sink)(payload) } else { 0 };
-        self.waiting.add(&payload[taken..]);
-    }
-}
-
-/// Performs what the state of a session asks for. Returns the number of processed bytes.
-fn on_status<Data>(
-    status: UnbufferedStatus<'_, '_, Data>,
-    plain: &mut PlainOutput<'_>,
-    outgoing: &mut Outgoing,
-    plaintext: Option<&[u8]>,
-) -> (usize, Result<TlsStep, rustls::Error>) {
-    let UnbufferedStatus { mut discard, state, .. } = status;
-    let step = state.and_then(|state| match state {
-        ConnectionState::ReadTraffic(mut traffic) => {
-            while let Some(record) = traffic.next_record() {
-                let record = record?;
-                discard += record.discard;
-                plain.add(record.payload);
-            }
-            Ok(TlsStep::Decrypted)
-        }
-        ConnectionState::EncodeTlsData(mut data) => {
-            let mut length = OVERHEAD;
-            loop {
-                match data.encode(outgoing.room(length)) {
-                    Ok(written) => break outgoing.add(written),
-                    Err(EncodeError::InsufficientSize(needed)) => length = needed.required_size,
-                    Err(EncodeError::AlreadyEncoded) => break,
-                }
-            }
-            Ok(TlsStep::More)
-        }
-        ConnectionState::TransmitTlsData(data) => {
-            // The queue is written before anything that is encrypted later.
-            data.done();
-            Ok(TlsStep::More)
-        }
-        ConnectionState::WriteTraffic(mut traffic) => match plaintext {
-            None => Ok(TlsStep::Blocked),
-            Some(bytes) => match traffic.encrypt(bytes, outgoing.room(bytes.len() + OVERHEAD)) {
-                Ok(written) => {
-                    outgoing.add(written);
-                    Ok(TlsStep::Encrypted)
-                }
-                Err(EncryptError::InsufficientSize(_) | EncryptError::EncryptExhausted) => {
-                    Err(rustls::Error::EncryptError)
-                }
-            },
-        },
-        ConnectionState::PeerClosed => Ok(TlsStep::Ended),
-        // Also once both sides have ended the session.
-        _ => Ok(TlsStep::Blocked),
-    });
-    (discard, step)
-}
-
-/// Makes new keys. Returns the number of processed bytes.
-fn refresh<Data>(status: UnbufferedStatus<'_, '_, Data>) -> (usize, Result<(), rustls::Error>) {
-    let refreshed = status.state.and_then(|state| match state {
-        ConnectionState::WriteTraffic(traffic) => traffic.refresh_traffic_keys(),
-        // The peer has ended the session, which a later operation reports.
-        _ => Ok(()),
-    });
-    (status.discard, refreshed)
-}
-
-/// Queues the end of a session, unless the peer's bytes come first. Returns the number of processed
-/// bytes.
-fn end<Data>(status: UnbufferedStatus<'_, '_, Data>, outgoing: &mut Outgoing) -> usize {
-    if let Ok(ConnectionState::WriteTraffic(mut traffic)) = status.state
-        && let Ok(written) = traffic.queue_close_notify(outgoing.room(OVERHEAD))
-    {
-        outgoing.add(written);
-    }
-    status.discard
 }

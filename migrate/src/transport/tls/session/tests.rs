@@ -1,0 +1,86 @@
+use std::path::Path;
+use std::process::Command;
+
+use super::super::config::{client, server};
+use super::super::kernel::NEW_KEYS_EXPECTED;
+use super::super::names::PeerName;
+use super::offload::Offload;
+use super::*;
+use crate::transport::socket::waits;
+
+/// Makes a CA, and a certificate that is the client's and the server's, in the folder `$1`.
+const CERTIFICATES: &str = "set -e; cd \"$1\"; \
+    request='openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes'; \
+    $request -x509 -subj /CN=ca -keyout ca-key.pem -out ca-cert.pem; \
+    $request -subj /CN=host -keyout server-key.pem -out request; \
+    echo subjectAltName=DNS:host >names; \
+    openssl x509 -req -in request -CA ca-cert.pem -CAkey ca-key.pem -CAcreateserial \
+        -extfile names -out server-cert.pem; \
+    cp server-key.pem client-key.pem; cp server-cert.pem client-cert.pem";
+
+fn certificates() -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    let made = Command::new("sh").args(["-c", CERTIFICATES, "sh"]).arg(dir.path()).output();
+    let made = made.unwrap();
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    dir
+}
+
+/// A session that is to carry `bytes` once, its server's side, and their sockets. The client
+/// has ended its handshake; the server has not.
+fn half_open(dir: &Path, bytes: u64) -> [(TlsSession, Socket); 2] {
+    let (one, other) = Socket::pair().unwrap();
+    let peer: PeerName = "host".parse().unwrap();
+    let mut client = (client(dir, &peer, bytes).unwrap(), one);
+    let mut server = (server(dir).unwrap(), other);
+    while !is_done(client.0.handshake(&mut client.1)) {
+        assert!(!is_done(server.0.handshake(&mut server.1)));
+    }
+    [client, server]
+}
+
+fn is_done(step: io::Result<()>) -> bool {
+    match step {
+        Ok(()) => true,
+        Err(e) if waits(&e) => false,
+        Err(e) => panic!("{e}"),
+    }
+}
+
+#[test]
+fn bytes_behind_the_handshake_stay_unread() {
+    let dir = certificates();
+    let [mut client, mut server] = half_open(dir.path(), 0);
+    client.0.encrypt([&b"data"[..]].into_iter()).unwrap();
+    client.0.flush(&mut client.1).unwrap();
+    while !is_done(server.0.handshake(&mut server.1)) {}
+    assert!(server.0.unprocessed.is_empty() && server.0.plain.is_empty());
+    let mut data = [0; 8];
+    let read = loop {
+        match server.0.read(&mut server.1, &mut data) {
+            Err(e) if waits(&e) => {}
+            read => break read.unwrap(),
+        }
+    };
+    assert_eq!(&data[..read], b"data");
+}
+
+#[test]
+fn much_memory_is_announced() {
+    let dir = certificates();
+    for (bytes, announced) in [(8 << 30, None), ((8 << 30) + 1, Some(NEW_KEYS_EXPECTED))] {
+        let [mut client, mut server] = half_open(dir.path(), bytes);
+        while !is_done(server.0.handshake(&mut server.1)) {}
+        for session in [&mut client.0, &mut server.0] {
+            assert_eq!(session.state().alpn_protocol(), announced);
+        }
+    }
+}
+
+#[test]
+fn unix_sockets_keep_their_sessions() {
+    let dir = certificates();
+    let [client, _server] = half_open(dir.path(), 0);
+    let kept = Box::new(client.0).offload(&client.1).unwrap();
+    assert!(matches!(kept, Offload::Impossible(_)));
+}
