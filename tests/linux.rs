@@ -26,6 +26,8 @@ mod drives;
 mod firecracker;
 #[path = "linux/hand_overs.rs"]
 mod hand_overs;
+#[path = "linux/kernel_tls.rs"]
+mod kernel_tls;
 #[path = "linux/page_handler.rs"]
 mod page_handler;
 #[path = "linux/served.rs"]

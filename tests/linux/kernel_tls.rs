@@ -1,0 +1,142 @@
+//! Kernel TLS, which hosts of these tests may not have: a Linux guest is the host of a source and
+//! of a receiver. They run the static program that `DRIFTLINE_STATIC` names, with a guest of the
+//! threads backend.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use driftline_machine::testing::skip;
+use serde_json::json;
+use tests::{LINUX_CMDLINE, LinuxImage, ScratchDir, driftline};
+
+use super::firecracker::FirecrackerProcess;
+use super::text;
+
+/// Makes a CA in `ca` of the folder `$1`, and certificates of a source and a receiver in `tls`.
+const CERTIFICATES: &str = r#"
+set -e; cd "$1"; mkdir ca disk disk/tls
+request="openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes"
+for name in ca other; do
+    $request -x509 -days 36500 -subj /CN=$name -keyout ca/$name-key.pem -out ca/$name-cert.pem
+done
+issue() {
+    $request -subj /CN=$1 -keyout $4/$1-key.pem -out ca/request
+    echo "subjectAltName=$2" >ca/names
+    openssl x509 -req -in ca/request -CA ca/$3-cert.pem -CAkey ca/$3-key.pem -CAcreateserial \
+        -days 36500 -extfile ca/names -out $4/$1-cert.pem
+    cp ca/ca-cert.pem $4
+}
+issue client DNS:source ca disk/tls
+issue server IP:127.0.0.1 ca disk/tls
+mkdir disk/other
+issue client DNS:source other disk/other
+"#;
+
+/// Sends a guest once, and prints the result, the kernel's sessions, and what encrypted, in a line.
+/// `$1` and `$2` are `DRIFTLINE_KERNEL_TLS` of source and receiver, `$3` is the source's folder of
+/// certificates. With a `$4`, the receiver is killed in pre-copy.
+const MIGRATE: &str = r#"
+cd /tmp 2>/dev/null || { mkdir /tmp; cd /tmp; }
+ifconfig lo 127.0.0.1 up
+await() { n=0; while [ $n -lt 600 ] && ! eval "$1"; do sleep 0.1; n=$((n + 1)); done; }
+sessions() { sed -n 's/^TlsTxSw[^0-9]*//p; s/^TlsRxSw[^0-9]*//p' /proc/net/tls_stat | xargs; }
+rm -f *.sock *.log *.out
+# The image's kernel has neither.
+options="--no-seccomp --no-landlock"
+export RUST_LOG=driftline_migrate=debug
+DRIFTLINE_KERNEL_TLS=$1 /mnt/driftline run --backend threads --guest payload,ws=512K,rate=4K \
+    --mem 18M --api-sock a.sock $options >a.out 2>a.log &
+source=$!
+DRIFTLINE_KERNEL_TLS=$2 /mnt/driftline receive-migration tcp:127.0.0.1:7000 --tls-dir /mnt/tls \
+    --api-sock b.sock --once $options >b.out 2>b.log &
+receiver=$!
+await '[ -S a.sock ] && grep -q "waiting for a migration" b.log'
+before=$(sessions)
+/mnt/driftline send-migration tcp:127.0.0.1:7000 --tls-dir /mnt/$3 --verify --api-sock a.sock \
+    >s.out 2>s.log &
+send=$!
+[ -z "$4" ] || { await 'grep -q phase=Precopy b.log'; kill -9 $receiver; }
+wait $send
+echo "exit=$? before=$before after=$(sessions)" \
+    "by=$(sed -n 's/.*encrypted and decrypted by="\([a-z ]*\)".*/\1/p' a.log b.log | xargs)" \
+    "a=$(/mnt/driftline info --api-sock a.sock 2>&1 | sed -n 's/^state *//p')" \
+    "b=$(/mnt/driftline info --api-sock b.sock 2>&1 | sed -n 's/^state *//p')" \
+    "said=$(tr '\n' ' ' <s.log)"
+kill -9 $source $receiver 2>/dev/null
+"#;
+
+/// Makes an ext4 disk with the program, the certificates and the script.
+fn disk(scratch: &ScratchDir, program: &str) -> PathBuf {
+    let (folder, disk) = (scratch.path("host"), scratch.path("disk.img"));
+    fs::create_dir(&folder).expect("a folder");
+    run(Command::new("sh").args(["-c", CERTIFICATES, "sh", text(&folder)]));
+    let content = folder.join("disk");
+    fs::copy(program, content.join("driftline")).expect("the program is copied");
+    fs::write(content.join("migrate.sh"), MIGRATE).expect("the script is written");
+    fs::File::create(&disk).and_then(|file| file.set_len(128 << 20)).expect("a file");
+    run(Command::new("mkfs.ext4").args(["-q", "-F", "-d", text(&content), text(&disk)]));
+    disk
+}
+
+fn run(command: &mut Command) {
+    let out = command.output().expect("the program starts");
+    assert!(out.status.success(), "{command:?}: {}", String::from_utf8_lossy(&out.stderr));
+}
+
+/// Boots a guest that has the disk at `/mnt`.
+fn boot(linux: &LinuxImage, scratch: &ScratchDir, disk: &Path) -> FirecrackerProcess {
+    let process = FirecrackerProcess::start(Command::new(driftline()), scratch);
+
+    let machine = json!({ "vcpu_count": 1, "mem_size_mib": 256 });
+    process.done("PUT", "/machine-config", &machine);
+    let (kernel, initrd) = (linux.file("vmlinux"), linux.file("initramfs.cpio"));
+    let cmdline = format!("{LINUX_CMDLINE} driftline.mount=/dev/vda:/mnt");
+    let boot = json!({ "kernel_image_path": text(&kernel), "initrd_path": text(&initrd),
+        "boot_args": cmdline });
+    process.done("PUT", "/boot-source", &boot);
+    let drive = json!({ "drive_id": "data", "path_on_host": text(disk),
+        "is_root_device": false, "is_read_only": false });
+    process.done("PUT", "/drives/data", &drive);
+    process.done("PUT", "/actions", &json!({ "action_type": "InstanceStart" }));
+    process.await_shell();
+    process
+}
+
+#[test]
+fn kernel_encrypts_a_migration() {
+    let test = "kernel_encrypts_a_migration";
+    let _alone = tests::one_at_a_time();
+    let Some(linux) = LinuxImage::or_skip(test) else { return };
+    let Ok(program) = std::env::var("DRIFTLINE_STATIC") else {
+        return skip(test, "DRIFTLINE_STATIC names no static program");
+    };
+    let scratch = ScratchDir::new();
+    let disk = disk(&scratch, &program);
+    let mut host = boot(&linux, &scratch, &disk);
+    let mut migrate = |args: &str| {
+        let said = host.shell(&format!("sh /mnt/migrate.sh {args}"));
+        eprintln!("{args}: {said}");
+        said
+    };
+    // Sessions are counted by direction, so a connection with two kernel sessions has two of each.
+    let arrived = [
+        ("1 1 tls", "before=0 0 after=2 2 by=the kernel the kernel "),
+        ("0 1 tls", "before=2 2 after=3 3 by=this process the kernel "),
+        ("1 0 tls", "before=3 3 after=4 4 by=the kernel this process "),
+        ("0 0 tls", "before=4 4 after=4 4 by=this process this process "),
+    ];
+    for (args, sessions) in arrived {
+        let said = migrate(args);
+        assert!(said.contains("exit=0 ") && said.contains(sessions), "{said}");
+        assert!(said.contains("b=running "), "{said}");
+    }
+    // The source ends its handshake before the receiver sees its certificate.
+    let said = migrate("1 1 other");
+    let expected = "the peer does not trust the CA that signed this host's certificate";
+    assert!(said.contains("exit=4 before=4 4 after=5 5 by=the kernel "), "{said}");
+    assert!(said.contains(expected) && said.contains("a=running "), "{said}");
+    let said = migrate("1 1 tls cut");
+    assert!(said.contains("exit=4 before=5 5 after=7 7 by=the kernel the kernel "), "{said}");
+    assert!(said.contains("failed (in pre-copy)") && said.contains("a=running "), "{said}");
+}
