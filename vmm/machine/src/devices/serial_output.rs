@@ -25,9 +25,9 @@ const CAPACITY: usize = 256 << 10;
 /// Longest time that an unfinished line waits for its end.
 const LINE_TIMEOUT: Duration = Duration::from_millis(10);
 /// Longest time that an unfinished line waits for its next byte, so that a prompt, or the first
-/// byte of a guest, appears 9 ms earlier than by [`LINE_TIMEOUT`]. A line is split only if its vCPU
-/// stalls for longer than this.
-const BYTE_TIMEOUT: Duration = Duration::from_millis(1);
+/// byte of a guest, appears 10 ms earlier than by [`LINE_TIMEOUT`]. A line is split only if its
+/// vCPU stalls for longer than this.
+const BYTE_TIMEOUT: Duration = Duration::from_micros(200);
 /// Longest time that [`SerialWriter::drain`] waits for the reader.
 const DRAIN_TIMEOUT: Duration = Duration::from_millis(100);
 /// Longest time that a paused guest waits for the reader before its next process writes. A reader
