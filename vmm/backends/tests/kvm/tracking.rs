@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::{Gfn, SlotId, Subscription};
-use driftline_guest::{DirtyLog, GuestContents, GuestError, Lifecycle, Paused};
-use driftline_machine::config::MachineConfig;
-use driftline_machine::machine::KvmMachine;
+use driftline_guest::{DirtyLog, GuestContents, GuestError, Lifecycle, Paused, VmId};
+use driftline_machine::config::{HostConfig, MachineConfig};
+use driftline_machine::machine::{BuildOptions, KvmMachine};
 use driftline_machine::testing::{Elf, full};
 use driftline_machine::tracking::TrackingMode;
 use driftline_machine::vm::Vm;
@@ -33,8 +33,14 @@ pub fn modes() -> Vec<TrackingMode> {
 /// Runs `config` to the guest's own end. Returns the leaves of slot 0 and the frames whose content
 /// differs from the start.
 fn whole_run(config: MachineConfig) -> (Vec<u64>, Vec<u64>) {
+    whole_run_as(config, BuildOptions::default())
+}
+
+fn whole_run_as(config: MachineConfig, options: BuildOptions) -> (Vec<u64>, Vec<u64>) {
     let console = SerialLog::new();
-    let machine = launch(config, &console);
+    let image = driftline_backends::image(&config).unwrap_or_default();
+    let host = HostConfig { image, ..console.host() };
+    let machine = KvmMachine::build(VmId::random(), config, &host, options).unwrap();
     // Memory is read first: userfaultfd counts the first read of a frame as a touch.
     let mut copy = RamCopy::of(&machine);
     let subscription = machine.subscribe("test").unwrap();
@@ -110,6 +116,37 @@ fn agree(modes: &[TrackingMode], vcpus: u8, workload: &str, least: u32) {
             continue;
         }
         assert!(apart.is_empty(), "{workload}: words, {tracking} and {other}: {apart:x?}");
+    }
+}
+
+/// A guest whose logging is on from the start reports the frames that it reports otherwise. It is
+/// logged, too, for a subscription after the first.
+#[test]
+fn logging_from_the_start_misses_nothing() {
+    if !kvm_or_skip("logging_from_the_start_misses_nothing") {
+        return;
+    }
+    for tracking in modes().into_iter().filter(|mode| *mode != TrackingMode::UserfaultWp) {
+        let config = || MachineConfig {
+            tracking,
+            ..payload("payload,rate=max,ws=8M,pattern=once,passes=1")
+        };
+        let tracked = || BuildOptions { tracked: true, ..BuildOptions::default() };
+        let (leaves, content) = whole_run_as(config(), tracked());
+        let lost: u32 = leaves.iter().zip(&content).map(|(l, c)| (c & !l).count_ones()).sum();
+        assert_eq!(lost, 0, "{tracking}: frames that changed and were lost");
+        assert!(leaves == whole_run(config()).0, "{tracking}: other frames than without it");
+
+        let config = MachineConfig { tracking, ..payload("payload,rate=max,ws=8M") };
+        let image = driftline_backends::image(&config).unwrap_or_default();
+        let host = HostConfig { image, ..silent() };
+        let machine = KvmMachine::build(VmId::random(), config, &host, tracked()).unwrap();
+        drop(machine.subscribe("first").unwrap());
+        let mut second = machine.subscribe("second").unwrap();
+        assert!(
+            check_epochs(&machine, &mut second, 2, Duration::from_millis(50)) > 0,
+            "{tracking}"
+        );
     }
 }
 

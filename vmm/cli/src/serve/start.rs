@@ -90,7 +90,7 @@ impl GuestStarter {
         let _logged = guest_span(self.vm_id, &config.identity).entered();
         let failed = |e: &dyn ToString| StartFault::Machine(e.to_string());
         let before_devices = Some(self.close_sandbox(self.restrictions(&config, &host)));
-        let options = BuildOptions { before_devices, ..BuildOptions::default() };
+        let options = BuildOptions { before_devices, tracked, ..BuildOptions::default() };
         let vm = KvmMachine::build(self.vm_id, config, &host, options);
         let vm: SharedVm = vm.map_err(|e| start_fault(&e))?;
         let base = SnapshotBase::booted(&vm, tracked).map_err(|e| failed(&e))?;
@@ -130,11 +130,12 @@ impl GuestStarter {
         let before_devices = Some(self.close_sandbox(self.restrictions(&config, &host)));
         // A page handler may end.
         exit::set_lost_memory(end_without_memory);
-        let options = BuildOptions { contents, before_devices, ..BuildOptions::default() };
+        let tracked = snapshot.track_dirty_pages;
+        let options = BuildOptions { contents, before_devices, tracked, ..BuildOptions::default() };
         let machine = KvmMachine::build(self.vm_id, config, &host, options);
         let machine = machine.map_err(build_fault)?;
         let vm: SharedVm = machine.clone();
-        let base = SnapshotBase::loaded(&vm, snapshot.track_dirty_pages, backing);
+        let base = SnapshotBase::loaded(&vm, tracked, backing);
         let base = base.map_err(|e| failed(&e))?;
         let clock = if snapshot.clock_realtime { Clock::AdvanceAnyTime } else { Clock::Continue };
         machine.restore_clone(&sections, clock).map_err(|e| failed(&e))?;

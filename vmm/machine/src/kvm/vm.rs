@@ -2,6 +2,7 @@
 
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use driftline_dirty_tracker::{Slot, SlotId};
 use kvm_bindings::*;
@@ -23,12 +24,14 @@ pub struct KvmVm {
     fd: VmFd,
     /// Declared after `fd`, so that the memory is unmapped only after the VM is closed.
     memory: Arc<Memory>,
+    /// Whether logging is on since before there were vCPUs, and no source has started yet.
+    logs_early: AtomicBool,
 }
 
 impl KvmVm {
     /// Registers `memory` with the VM, with dirty logging off.
     pub fn new(fd: VmFd, memory: Arc<Memory>) -> io::Result<Self> {
-        let vm = Self { fd, memory };
+        let vm = Self { fd, memory, logs_early: AtomicBool::new(false) };
         vm.set_dirty_logging(false)?;
         Ok(vm)
     }
@@ -57,6 +60,19 @@ impl KvmVm {
     /// even if it was off only for a moment.
     pub fn set_dirty_logging(&self, on: bool) -> io::Result<()> {
         self.memory.layout().slots().try_for_each(|slot| self.set_slot(slot, on))
+    }
+
+    /// Switches dirty logging of all slots on before there are vCPUs.
+    pub(crate) fn log_early(&self) -> io::Result<()> {
+        self.set_dirty_logging(true)?;
+        self.logs_early.store(true, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Returns, once, whether logging is on since before there were vCPUs. Then no write has been
+    /// missed.
+    pub(crate) fn take_early_logging(&self) -> bool {
+        self.logs_early.swap(false, Ordering::Relaxed)
     }
 
     fn set_slot(&self, slot: &Slot, log: bool) -> io::Result<()> {

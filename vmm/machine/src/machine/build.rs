@@ -60,6 +60,10 @@ pub struct BuildOptions {
     pub contents: FirstContents,
     /// A VM whose creation began before the configuration was known.
     pub early: Option<EarlyVm>,
+    /// Whether the caller subscribes to the guest's writes before the guest runs, so that dirty
+    /// logging is on from the start. Otherwise the first subscription switches it on, which takes
+    /// up to 8 ms.
+    pub tracked: bool,
     /// What is done between the memory and the first device.
     pub before_devices: Option<BeforeDevices>,
     /// Options of a machine that exists to be measured.
@@ -127,7 +131,7 @@ impl KvmMachine {
         mut config: MachineConfig,
         host: &HostConfig,
         devices: impl FnOnce(&MachineConfig, &Memory, VmId, bool) -> Result<DeviceSet, DeviceError>,
-        BuildOptions { contents, early, before_devices, measured }: BuildOptions,
+        BuildOptions { contents, early, tracked, before_devices, measured }: BuildOptions,
     ) -> Result<Arc<Self>, MachineError> {
         check(&config)?;
         let empty = early.map_or_else(EmptyVm::new, EarlyVm::wait)?;
@@ -148,9 +152,8 @@ impl KvmMachine {
         let devices = devices(&config, &memory, vm_id, is_new)?;
         devices.note_disks(&mut config.devices);
 
-        let BuiltVm { vm, kvm, capabilities, mut supported } = empty.finish(&memory)?;
-        step("tracking mode")?;
-        dirty_tracking::enable(&vm, &capabilities, &config)?;
+        let built = empty.finish(&memory, &config, tracked)?;
+        let BuiltVm { vm, kvm, capabilities, mut supported } = built;
         let vm = Arc::new(vm);
         let vcpus = create_vcpus(&kvm, &capabilities, &offered, &vm, &config, entry)?;
         if let Some((fd, cpuid)) = vcpus.first() {

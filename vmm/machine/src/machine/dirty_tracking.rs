@@ -40,16 +40,23 @@ pub(super) struct DirtyTracking {
     pub(super) ring_full: Vec<Option<RingFull>>,
 }
 
-/// Prepares the VM for the tracking mode. KVM requires this before the first vCPU exists.
+/// Prepares the VM for the tracking mode. KVM requires this before the first vCPU exists. If
+/// `begins`, logging of the modes that KVM logs for is on from now on.
 pub(super) fn enable(
     vm: &KvmVm,
     capabilities: &Capabilities,
     config: &MachineConfig,
+    begins: bool,
 ) -> Result<(), MachineError> {
     match config.tracking {
-        TrackingMode::DirtyRing => Ok(enable_rings(vm, capabilities, config.ring_entries)?),
-        TrackingMode::DirtyBitmapManual => Ok(enable_manual(vm, capabilities)?),
-        _ => Ok(()),
+        TrackingMode::DirtyRing => enable_rings(vm, capabilities, config.ring_entries)?,
+        TrackingMode::DirtyBitmap => {}
+        TrackingMode::DirtyBitmapManual => enable_manual(vm, capabilities)?,
+        TrackingMode::UserfaultWp | TrackingMode::None => return Ok(()),
+    }
+    match begins {
+        true => vm.log_early().map_err(MachineError::system("switching dirty logging on")),
+        false => Ok(()),
     }
 }
 

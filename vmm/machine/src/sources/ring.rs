@@ -101,6 +101,10 @@ impl DirtySource for RingSource {
 
     fn start(&mut self) -> Result<(), SourceError> {
         self.rings.iter().for_each(RingMap::populate);
+        if self.vm.take_early_logging() {
+            self.logging = true;
+            return Ok(());
+        }
         // A previous stop may have failed half-way. KVM write-protects a slot only when its logging
         // changes from off to on.
         self.set_logging(false)?;

@@ -31,6 +31,9 @@ impl SlotBitmaps {
 
     /// Starts logging in all slots. A slot that was logging already is switched off first.
     pub(super) fn start(&self) -> Result<(), SourceError> {
+        if self.vm.take_early_logging() {
+            return Ok(());
+        }
         // A previous stop may have failed half-way. KVM write-protects a slot, or sets all its
         // bits, only when its logging changes from off to on.
         self.stop()?;
