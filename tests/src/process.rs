@@ -5,8 +5,9 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::OnceLock;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use driftline_machine::testing::share_kib;
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -329,13 +330,23 @@ impl Drop for Driftline {
     }
 }
 
-/// Stops the guest at an API socket when dropped: its latest process is no child of this one.
+/// Stops the guest at an API socket when dropped, and waits until its latest process, which is no
+/// child of this one, has released what the next guest may use.
 #[derive(Debug)]
 pub struct StopsLatest(pub String);
 
 impl Drop for StopsLatest {
     fn drop(&mut self) {
+        let info = run_cli(&["info", "--api-sock", &self.0, "--json"]);
+        let pid =
+            serde_json::from_slice::<Value>(&info.stdout).ok().and_then(|i| i["pid"].as_u64());
         run_cli(&["stop", "--api-sock", &self.0]);
+        let Some(pid) = pid else { return };
+        let limit = Instant::now() + SOON;
+        // A process that has ended has no memory, even if no parent has waited for it.
+        while share_kib(pid as u32).is_some() && Instant::now() < limit {
+            std::thread::sleep(Duration::from_millis(5));
+        }
     }
 }
 
