@@ -1,15 +1,16 @@
 //! Driftline and Firecracker, started and used by the same requests of Firecracker's API.
 //!
 //! `FIRECRACKER=/usr/bin/firecracker cargo bench -p tests --bench firecracker`. The environment
-//! variable is the path of Firecracker's binary; without it only Driftline is measured. Firecracker's
-//! releases are static programs, and so is what Driftline's package installs: `DRIFTLINE_STATIC` is
-//! the path of that. Without it, the bench builds the program for this host's libc.
+//! variable is the path of Firecracker's binary; without it only Driftline is measured.
+//! Firecracker's releases are static programs, and so is what Driftline's package installs:
+//! `DRIFTLINE_STATIC` is the path of that. Without it, the bench builds the program for this host's
+//! libc.
 //!
-//! The programs take turns, and all figures are medians of ten. The guest has 1 GiB and one vCPU. It
-//! prints a byte, writes to each page of 64 MiB, and then halts or writes to them again and again.
-//! "Loaded" is the time from the start of the process to the answer to `PUT /snapshot/load` with
-//! `resume_vm`. The memory of a clone is the mean PSS of 20 processes that have loaded the same
-//! files.
+//! The programs take turns, and all figures are medians of ten. The guest has 1 GiB and one vCPU.
+//! It prints a byte, writes to each page of 64 MiB, and then halts or writes to them again and
+//! again. "Loaded" is the time from the start of the process to the answer to `PUT /snapshot/load`
+//! with `resume_vm`. The memory of a clone is the mean PSS of 20 processes that have loaded the
+//! same files.
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, reason = "a bench")]
 
 use std::fs::{self, File};

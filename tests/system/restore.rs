@@ -111,7 +111,7 @@ fn ends_at_damage(scratch: &ScratchDir, store: &str, slot: u64) -> bool {
 /// guest.
 fn two_small_checkpoints(scratch: &ScratchDir) -> String {
     let args = ["--vcpus", "2", "--mem", "32M"];
-    let mut vm = Driftline::run(scratch, "before", "payload,ws=1M,rate=1M", &args);
+    let mut vm = Driftline::run(scratch, "before", "payload,ws=1M,rate=1M,burst=8", &args);
     vm.console().wait_pass(2, SOON);
     let store = scratch.path("store").to_str().expect("UTF-8").to_owned();
     let taken = vm.cli("checkpoint", &["--store", &store, "--every", "20ms", "--count", "2"]);

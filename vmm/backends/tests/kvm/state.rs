@@ -107,7 +107,7 @@ fn only_a_migration_shows_in_the_guests_clock() {
         [(Clock::Advance, true), (Clock::AdvanceAnyTime, true), (Clock::Continue, false)]
     {
         let console = SerialLog::new();
-        let machine = launch(payload("payload,ws=1M,rate=1M"), &console);
+        let machine = launch(payload("payload,ws=1M,rate=1M,burst=8"), &console);
         machine.resume().unwrap();
         console.wait_for_reports(1, 1);
         machine.pause().unwrap();
@@ -277,7 +277,7 @@ fn only_a_restore_renews_the_generation_id() {
         return;
     }
     let console = SerialLog::new();
-    let machine = launch(payload("payload,ws=1M,rate=1M"), &console);
+    let machine = launch(payload("payload,ws=1M,rate=1M,burst=8"), &console);
     let sections = machine.save_state().unwrap();
     let id = |machine: &KvmMachine| {
         let mut id = [0; 16];

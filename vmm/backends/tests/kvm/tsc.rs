@@ -54,7 +54,7 @@ fn counters_of_all_vcpus_agree_after_a_restore() {
         return run_in_child(&format!("tsc::{NAME}"), CHILD, "1", Stdio::null());
     }
     let console = SerialLog::new();
-    let config = MachineConfig { vcpus: 4, ..payload("payload,ws=1M,rate=1M") };
+    let config = MachineConfig { vcpus: 4, ..payload("payload,ws=1M,rate=1M,burst=8") };
     let mut machine = launch(config, &console);
     let mut before = vcpus();
     assert_eq!(before.len(), 4);

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use crate::common::{TestDir, Vmm, attack, wait_for};
 
 const GUEST: &[&str] =
-    &["--backend", "threads", "--mem", "32M", "--guest", "payload,ws=1M,rate=1M"];
+    &["--backend", "threads", "--mem", "32M", "--guest", "payload,ws=1M,rate=1M,burst=8"];
 /// Allowance beside connections: the operator's own, and threads that are ending.
 const SLACK: usize = 16;
 

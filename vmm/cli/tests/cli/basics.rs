@@ -16,8 +16,11 @@ fn payload(spec: &'static str) -> Vec<&'static str> {
 #[test]
 fn guest_is_shown_paused_resumed_and_stopped() {
     let tmp = TestDir::new();
-    let mut vmm =
-        Vmm::run(&tmp, "a", &[&payload("payload,ws=4M,rate=8M"), &["--vcpus", "2"][..]].concat());
+    let mut vmm = Vmm::run(
+        &tmp,
+        "a",
+        &[&payload("payload,ws=4M,rate=8M,burst=8"), &["--vcpus", "2"][..]].concat(),
+    );
     let info = vmm.info().unwrap();
     assert_eq!(info["state"], "running");
     assert_eq!((&info["vcpus"], &info["mem_bytes"]), (&2.into(), &(64 << 20).into()));
@@ -56,7 +59,7 @@ fn process_ends_with_its_guest() {
 #[test]
 fn a_signal_stops_the_guest_cleanly() {
     let tmp = TestDir::new();
-    let mut vmm = Vmm::run(&tmp, "a", &payload("payload,ws=1M,rate=1M"));
+    let mut vmm = Vmm::run(&tmp, "a", &payload("payload,ws=1M,rate=1M,burst=8"));
     vmm.signal(Signal::TERM);
     assert_eq!(vmm.wait(), Some(0));
     assert!(vmm.stderr().contains("interrupted by SIGTERM"), "{}", vmm.stderr());
@@ -131,13 +134,13 @@ fn missing_or_dead_socket_is_explained() {
     let stderr = fail(1, &["info", "--api-sock", &socket]);
     assert!(stderr.contains("does not exist: is the guest running"), "{stderr}");
 
-    let mut first = Vmm::run(&tmp, "a", &payload("payload,ws=1M,rate=1M"));
+    let mut first = Vmm::run(&tmp, "a", &payload("payload,ws=1M,rate=1M,burst=8"));
     let stderr =
         fail(1, &[&["run"][..], &payload("payload"), &["--api-sock", &first.socket()]].concat());
     assert!(stderr.contains("is in use: another process listens there"), "{stderr}");
     first.kill();
     assert!(tmp.path("a.sock").exists(), "a killed process leaves its socket");
-    let mut second = Vmm::run(&tmp, "a", &payload("payload,ws=1M,rate=1M"));
+    let mut second = Vmm::run(&tmp, "a", &payload("payload,ws=1M,rate=1M,burst=8"));
     assert_eq!(second.state(), "running");
     second.tell(&["stop"]);
     second.wait();
@@ -155,7 +158,7 @@ fn impossible_guest_is_refused_with_the_reason() {
 #[test]
 fn a_job_is_followed_by_its_number() {
     let tmp = TestDir::new();
-    let mut vmm = Vmm::run(&tmp, "a", &payload("payload,ws=1M,rate=1M"));
+    let mut vmm = Vmm::run(&tmp, "a", &payload("payload,ws=1M,rate=1M,burst=8"));
     let socket = vmm.socket();
     let ask = |method: &str, path: &str, body: &str| request(&socket, method, path, body);
     // A client may send null for a field that it does not use.

@@ -17,7 +17,7 @@ use rustix::process::Signal;
 use serde_json::Value;
 
 const GUEST: &[&str] =
-    &["--backend", "threads", "--mem", "32M", "--guest", "payload,ws=1M,rate=1M"];
+    &["--backend", "threads", "--mem", "32M", "--guest", "payload,ws=1M,rate=1M,burst=8"];
 /// Longer than any command here takes, including its limit of one second.
 const LIMIT: Duration = Duration::from_secs(30);
 

@@ -10,7 +10,7 @@ use crate::common::{TestDir, Vmm, fail, receiver, text, wait_for};
 use driftline_machine::testing::{kvm_or_skip, skip};
 use serde_json::Value;
 
-const GUEST: &[&str] = &["--mem", "32M", "--guest", "payload,ws=1M,rate=1M,report=200"];
+const GUEST: &[&str] = &["--mem", "32M", "--guest", "payload,ws=1M,rate=1M,burst=8,report=200"];
 const BYTES: u64 = (8 << 20) + 512;
 
 /// Creates a disk with scattered data and holes between it.

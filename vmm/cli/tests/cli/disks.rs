@@ -11,7 +11,7 @@ use driftline_machine::machine::KvmMachine;
 use driftline_machine::testing::{fail_fdatasync, kvm_or_skip};
 use serde_json::Value;
 
-const GUEST: &[&str] = &["--mem", "32M", "--guest", "payload,ws=1M,rate=1M,report=200"];
+const GUEST: &[&str] = &["--mem", "32M", "--guest", "payload,ws=1M,rate=1M,burst=8,report=200"];
 
 fn disk(tmp: &TestDir, name: &str, bytes: u64) -> String {
     let path = tmp.path(name);

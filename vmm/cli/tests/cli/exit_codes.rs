@@ -25,7 +25,7 @@ fn exit_codes_follow_the_table() {
     let mut vmm = Vmm::run(
         &tmp,
         "a",
-        &["--backend", "threads", "--mem", "64M", "--guest", "payload,ws=1M,rate=1M"],
+        &["--backend", "threads", "--mem", "64M", "--guest", "payload,ws=1M,rate=1M,burst=8"],
     );
     vmm.tell(&["checkpoint", "--store", &store]);
     let socket = vmm.socket();
@@ -132,7 +132,7 @@ fn a_damaged_store_is_one_object_on_stdout() {
     let vmm = Vmm::run(
         &tmp,
         "a",
-        &["--backend", "threads", "--mem", "64M", "--guest", "payload,ws=1M,rate=1M"],
+        &["--backend", "threads", "--mem", "64M", "--guest", "payload,ws=1M,rate=1M,burst=8"],
     );
     vmm.tell(&["checkpoint", "--store", &store]);
     drop(vmm);
@@ -255,7 +255,8 @@ fn printed(vmm: &Vmm<'_>, args: &[&str]) -> Value {
 #[test]
 fn json_results_are_one_object_on_stdout() {
     let tmp = TestDir::new();
-    let guest = ["--backend", "threads", "--mem", "64M", "--guest", "payload,ws=1M,rate=1M"];
+    let guest =
+        ["--backend", "threads", "--mem", "64M", "--guest", "payload,ws=1M,rate=1M,burst=8"];
     let mut vmm = Vmm::run(&tmp, "a", &guest);
     for _ in 0..2 {
         assert_eq!(printed(&vmm, &["pause"]), json!({ "state": "paused" }));

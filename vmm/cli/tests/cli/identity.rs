@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 const ID: &str = "3f2504e0-4f89-41d3-9a0c-0305e82c3301";
 const THREADS: [&str; 6] =
-    ["--backend", "threads", "--mem", "32M", "--guest", "payload,ws=1M,rate=1M"];
+    ["--backend", "threads", "--mem", "32M", "--guest", "payload,ws=1M,rate=1M,burst=8"];
 
 fn run<'p>(tmp: &'p TestDir, name: &'static str, more: &[&str]) -> Vmm<'p> {
     let mut vmm = Vmm::run(tmp, name, &[&THREADS[..], more].concat());
@@ -146,7 +146,8 @@ fn clone_in_doubt_needs_other_disks() {
         std::fs::File::create(tmp.path(name)).unwrap().set_len(1 << 20).unwrap();
     }
     let (store, disk) = (tmp.text("store"), format!("path={}", tmp.text("disk")));
-    let args = ["--mem", "32M", "--guest", "payload,ws=1M,rate=1M", "--id", ID, "--disk", &disk];
+    let args =
+        ["--mem", "32M", "--guest", "payload,ws=1M,rate=1M,burst=8", "--id", ID, "--disk", &disk];
     let parent = Vmm::run(&tmp, "parent", &args);
     parent.tell(&["checkpoint", "--store", &store, "--disks", "external"]);
     drop(parent);

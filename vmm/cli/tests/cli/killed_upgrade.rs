@@ -17,7 +17,7 @@ use rustix::process::{Pid, Signal, kill_process};
 const THREADS: &[&str] = &["--backend", "threads", "--mem", "64M", "--vcpus", "2"];
 const KVM: &[&str] = &["--backend", "kvm", "--mem", "64M", "--vcpus", "2"];
 const GUEST: &[&str] =
-    &["--memory-backing", "memfd", "--guest", "payload,ws=2M,rate=8M,report=200"];
+    &["--memory-backing", "memfd", "--guest", "payload,ws=2M,rate=8M,burst=8,report=200"];
 /// Default limit on a request. Those that wait during an upgrade must not reach it.
 const CLIENT_LIMIT: Duration = Duration::from_secs(30);
 /// Cases at the same time.

@@ -7,7 +7,7 @@ use serde_json::Value;
 const THREADS: &[&str] = &["--backend", "threads", "--mem", "64M", "--vcpus", "2"];
 const KVM: &[&str] = &["--backend", "kvm", "--mem", "128M", "--vcpus", "2", "--prefault"];
 const IN_FILES: &[&str] =
-    &["--memory-backing", "memfd", "--guest", "payload,ws=16M,rate=32M,report=200"];
+    &["--memory-backing", "memfd", "--guest", "payload,ws=16M,rate=32M,burst=32,report=200"];
 
 /// Starts a process that waits for a guest at a unix socket. Returns it with its address.
 fn local_receiver<'p>(tmp: &'p TestDir, name: &'static str, more: &[&str]) -> (Vmm<'p>, String) {
@@ -106,7 +106,7 @@ fn checkpoints_follow_a_hand_over() {
 #[test]
 fn guest_that_cannot_change_hands_is_refused() {
     let tmp = TestDir::new();
-    let private = ["--guest", "payload,ws=4M,rate=1M,report=200"];
+    let private = ["--guest", "payload,ws=4M,rate=1M,burst=8,report=200"];
     let vmm = Vmm::run(&tmp, "first", &[THREADS, &private].concat());
     let (mut next, to) = local_receiver(&tmp, "second", &[]);
     let said = vmm.refuse(4, &["send-migration", &to, "--local"]);

@@ -10,7 +10,7 @@ use driftline_machine::testing::{Elf, kvm_or_skip};
 use serde_json::Value;
 
 const GUEST: &[&str] =
-    &["--backend", "threads", "--mem", "64M", "--guest", "payload,ws=1M,rate=1M"];
+    &["--backend", "threads", "--mem", "64M", "--guest", "payload,ws=1M,rate=1M,burst=8"];
 
 #[test]
 fn verbose_run_logs_the_machine_in_plain_text() {

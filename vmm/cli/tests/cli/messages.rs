@@ -100,7 +100,8 @@ fn refusals_name_cause_place_and_remedy() {
     std::fs::write(tmp.path("empty"), []).unwrap();
     std::fs::create_dir(tmp.path("text")).unwrap();
     std::fs::write(tmp.path("text").join("manifest"), [b'N'; 4096]).unwrap();
-    let guest = ["--backend", "threads", "--mem", "32M", "--guest", "payload,ws=1M,rate=1M"];
+    let guest =
+        ["--backend", "threads", "--mem", "32M", "--guest", "payload,ws=1M,rate=1M,burst=8"];
     let vmm = Vmm::run(&tmp, "a", &guest);
     vmm.tell(&["checkpoint", "--store", &tmp.text("store")]);
     drop(vmm);
@@ -121,7 +122,8 @@ fn refusals_name_cause_place_and_remedy() {
 #[test]
 fn commands_without_a_result_print_a_sentence() {
     let tmp = TestDir::new();
-    let guest = ["--backend", "threads", "--mem", "32M", "--guest", "payload,ws=1M,rate=1M"];
+    let guest =
+        ["--backend", "threads", "--mem", "32M", "--guest", "payload,ws=1M,rate=1M,burst=8"];
     let vmm = Vmm::run(&tmp, "a", &guest);
     let socket = vmm.socket();
     for (command, sentence) in [
@@ -204,7 +206,8 @@ fn stopped_receiver_names_the_cause() {
 #[test]
 fn dead_vmm_leaves_its_last_checkpoints_number() {
     let tmp = TestDir::new();
-    let guest = ["--backend", "threads", "--mem", "32M", "--guest", "payload,ws=1M,rate=1M"];
+    let guest =
+        ["--backend", "threads", "--mem", "32M", "--guest", "payload,ws=1M,rate=1M,burst=8"];
     let mut vmm = Vmm::run(&tmp, "a", &guest);
     let (socket, store) = (vmm.socket(), tmp.text("store"));
     let out = std::fs::File::create(tmp.path("out")).unwrap();

@@ -19,7 +19,7 @@ const MODES: [&str; 3] = ["dirty-bitmap", "dirty-bitmap-manual", "userfault-wp"]
 
 fn moves_there_and_back(machine: &[&str]) {
     let tmp = TestDir::new();
-    let guest = ["--guest", "payload,ws=16M,rate=32M,report=200"];
+    let guest = ["--guest", "payload,ws=16M,rate=32M,burst=32,report=200"];
     let mut first = Vmm::run(&tmp, "first", &[machine, &guest].concat());
     let id = first.info().unwrap()["vm_id"].clone();
     let before = first.await_progress(2, &[]);
@@ -86,7 +86,7 @@ fn kvm_guest_survives_its_killed_vmm() {
 fn killed_and_restored(mode: &str, how: &[&str]) {
     let tmp = TestDir::new();
     let store = tmp.text("store");
-    let guest = ["--guest", "payload,ws=4M,rate=8M,report=200", "--tracking", mode];
+    let guest = ["--guest", "payload,ws=4M,rate=8M,burst=8,report=200", "--tracking", mode];
     let mut first = Vmm::run(&tmp, "first", &[KVM, &guest].concat());
     let before = first.await_progress(2, &[]);
     first.tell(&["checkpoint", "--store", &store, "--every", "50ms", "--count", "5"]);
@@ -108,7 +108,7 @@ fn killed_and_restored(mode: &str, how: &[&str]) {
 fn paused_guest_arrives_paused() {
     let tmp = TestDir::new();
     let store = tmp.text("store");
-    let guest = ["--guest", "payload,ws=16M,rate=32M,report=200"];
+    let guest = ["--guest", "payload,ws=16M,rate=32M,burst=32,report=200"];
     let mut first = Vmm::run(&tmp, "first", &[THREADS, &guest].concat());
     let follower = std::thread::spawn({
         let (socket, store) = (first.socket(), store.clone());
@@ -202,7 +202,7 @@ fn cancelled_migration_leaves_the_guest_running() {
 fn guest_in_doubt_waits_for_the_operator() {
     let tmp = TestDir::new();
     let (store, state) = (tmp.text("store"), tmp.text("state"));
-    let guest = ["--guest", "payload,ws=4M,rate=4M"];
+    let guest = ["--guest", "payload,ws=4M,rate=4M,burst=8"];
     let mut first = Vmm::run(&tmp, "first", &[THREADS, &guest].concat());
     let id = first.info().unwrap()["vm_id"].as_str().unwrap().to_owned();
     first.tell(&["checkpoint", "--store", &store]);
@@ -265,7 +265,11 @@ fn guest_in_doubt_waits_for_the_operator() {
 #[test]
 fn second_interrupt_ends_send_migration() {
     let tmp = TestDir::new();
-    let vmm = Vmm::run(&tmp, "source", &[THREADS, &["--guest", "payload,ws=1M,rate=1M"]].concat());
+    let vmm = Vmm::run(
+        &tmp,
+        "source",
+        &[THREADS, &["--guest", "payload,ws=1M,rate=1M,burst=8"]].concat(),
+    );
     let (_there, to) = receiver(&tmp, "there", &[]);
     let (to, record) = proxy_that_keeps_commit(&to, tmp.path("state"));
     let mut send = driftline(&["send-migration", &to, "--api-sock", &vmm.socket()])
@@ -289,7 +293,7 @@ fn second_interrupt_ends_send_migration() {
 #[test]
 fn unreachable_destination_is_4_and_bad_address_2() {
     let tmp = TestDir::new();
-    let guest = ["--guest", "payload,ws=1M,rate=1M"];
+    let guest = ["--guest", "payload,ws=1M,rate=1M,burst=8"];
     let mut vmm = Vmm::run(&tmp, "a", &[THREADS, &guest].concat());
     let closed = ClosedAddress::new();
     let to = format!("tcp:{}", closed.address);

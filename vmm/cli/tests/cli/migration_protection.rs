@@ -7,8 +7,14 @@ use certificates::{NOW, TestCa};
 #[path = "../../../../migrate/tests/migrations/tls/certificates.rs"]
 mod certificates;
 
-const GUEST: &[&str] =
-    &["--backend", "threads", "--mem", "32M", "--guest", "payload,ws=4M,rate=1M,report=200"];
+const GUEST: &[&str] = &[
+    "--backend",
+    "threads",
+    "--mem",
+    "32M",
+    "--guest",
+    "payload,ws=4M,rate=1M,burst=8,report=200",
+];
 
 #[test]
 fn other_hosts_are_refused_without_protection() {

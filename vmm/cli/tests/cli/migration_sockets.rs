@@ -6,8 +6,14 @@ use std::process::{Command, Stdio};
 
 use crate::common::{TestDir, Vmm, driftline, fail, wait_for};
 
-const GUEST: &[&str] =
-    &["--backend", "threads", "--mem", "32M", "--guest", "payload,ws=4M,rate=1M,report=200"];
+const GUEST: &[&str] = &[
+    "--backend",
+    "threads",
+    "--mem",
+    "32M",
+    "--guest",
+    "payload,ws=4M,rate=1M,burst=8,report=200",
+];
 
 fn await_waiting(receiver: &Vmm<'_>, address: &str) {
     let line = format!("waiting for a migration on {address}\n");

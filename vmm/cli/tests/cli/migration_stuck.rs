@@ -23,7 +23,8 @@ fn hand_over_fails_where_a_flush_hangs() {
         let before = vmm.reports();
         vmm.await_progress(1, &before);
         // No other guest gets the disk while its flush is in progress (I7).
-        let guest = ["run", "--serial", "null", "--mem", "32M", "--guest", "payload,ws=1M"];
+        let guest =
+            ["run", "--serial", "null", "--mem", "32M", "--guest", "payload,ws=1M,rate=64K"];
         let stderr = fail(1, &[&guest[..], &["--disk", &disk(storage)]].concat());
         assert!(stderr.contains("in use by another"), "{stderr}");
         in_time("a pause", || vmm.tell(&["pause"]));

@@ -234,7 +234,8 @@ fn unusable_tap_is_refused_with_the_reason() {
         return;
     }
     let run = |net: &str| {
-        let guest = ["--serial", "null", "--mem", "32M", "--guest", "payload,ws=1M,rate=1M"];
+        let guest =
+            ["--serial", "null", "--mem", "32M", "--guest", "payload,ws=1M,rate=1M,burst=8"];
         [&["run", "--net", net], &guest[..]].concat().iter().map(|s| (*s).to_owned()).collect()
     };
     let refused = |code, net: &str| {

@@ -7,7 +7,7 @@ use crate::common::{TestDir, Vmm, driftline, fail, wait_for};
 use serde_json::Value;
 
 const MACHINE: &[&str] = &["--backend", "threads", "--mem", "64M", "--vcpus", "2"];
-const GUEST: &[&str] = &["--guest", "payload,ws=16M,rate=8M"];
+const GUEST: &[&str] = &["--guest", "payload,ws=16M,rate=8M,burst=8"];
 
 #[test]
 fn plan_leaves_the_guest_as_it_was() {

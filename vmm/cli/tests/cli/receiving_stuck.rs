@@ -24,7 +24,8 @@ fn receiver_in_hanging_take_over_can_be_stopped() {
         let tmp = TestDir::new();
         std::fs::write(tmp.path("own"), vec![7; DISK_BYTES]).unwrap();
         let own = format!("path={}", tmp.text("own"));
-        let guest = ["--mem", "32M", "--guest", "payload,ws=1M,rate=1M,report=200", "--disk", &own];
+        let guest =
+            ["--mem", "32M", "--guest", "payload,ws=1M,rate=1M,burst=8,report=200", "--disk", &own];
         let source = Vmm::run(&tmp, "source", &guest);
         let before = source.await_progress(1, &[]);
         let there = format!("{},id=disk0,identity=any", disk(&storage));
@@ -65,7 +66,8 @@ impl<'p> StuckCopy<'p> {
         let storage = storage_or_skip(test)?;
         std::fs::write(tmp.path("own"), vec![7; DISK_BYTES]).unwrap();
         let own = format!("path={}", tmp.text("own"));
-        let guest = ["--mem", "32M", "--guest", "payload,ws=1M,rate=1M,report=200", "--disk", &own];
+        let guest =
+            ["--mem", "32M", "--guest", "payload,ws=1M,rate=1M,burst=8,report=200", "--disk", &own];
         let source = Vmm::run(tmp, "source", &guest);
         storage.answer_only_writes(0);
         stuck(&storage);

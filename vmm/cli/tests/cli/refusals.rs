@@ -14,7 +14,7 @@ use driftline_machine::config::{Boot, CpuidWord, HostConfig, MachineConfig, Seri
 use driftline_machine::machine::KvmMachine;
 use driftline_machine::testing::{TestTap, kvm_or_skip, skip};
 
-const GUEST: &[&str] = &["--mem", "32M", "--guest", "payload,ws=1M,rate=1M,report=200"];
+const GUEST: &[&str] = &["--mem", "32M", "--guest", "payload,ws=1M,rate=1M,burst=8,report=200"];
 
 /// Returns the header of a bzImage with this boot protocol version.
 fn bzimage(version: u16) -> Vec<u8> {

@@ -12,9 +12,15 @@ use crate::common::{
 };
 use driftline_machine::testing::kvm_or_skip;
 
-const GUEST: &[&str] =
-    &["--backend", "threads", "--mem", "64M", "--guest", "payload,ws=1M,rate=1M,report=200"];
-const KVM_GUEST: &[&str] = &["--mem", "64M", "--guest", "payload,ws=1M,rate=1M,report=200"];
+const GUEST: &[&str] = &[
+    "--backend",
+    "threads",
+    "--mem",
+    "64M",
+    "--guest",
+    "payload,ws=1M,rate=1M,burst=8,report=200",
+];
+const KVM_GUEST: &[&str] = &["--mem", "64M", "--guest", "payload,ws=1M,rate=1M,burst=8,report=200"];
 
 /// Number of filters on each thread of a process, by thread name.
 type FilterCounts = BTreeMap<String, u32>;

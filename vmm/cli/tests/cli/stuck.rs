@@ -29,7 +29,8 @@ fn sigterm_ends_a_restore_whose_writes_hang() {
     let Some(storage) = storage_or_skip(test) else { return };
     std::fs::write(tmp.path("own"), vec![7; DISK_BYTES]).unwrap();
     let (own, store) = (format!("path={}", tmp.text("own")), tmp.text("store"));
-    let guest = ["--mem", "32M", "--guest", "payload,ws=1M,rate=1M,report=200", "--disk", &own];
+    let guest =
+        ["--mem", "32M", "--guest", "payload,ws=1M,rate=1M,burst=8,report=200", "--disk", &own];
     let source = Vmm::run(&tmp, "source", &guest);
     source.tell(&["checkpoint", "--store", &store]);
     storage.answer_only_writes(0);

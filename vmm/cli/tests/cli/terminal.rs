@@ -18,7 +18,7 @@ use driftline_machine::testing::kvm_or_skip;
 use rustix::process::{Pid, Signal, kill_process};
 use rustix::termios::{LocalModes, tcgetattr};
 
-const GUEST: [&str; 4] = ["--mem", "32M", "--guest", "payload,ws=1M,rate=1M"];
+const GUEST: [&str; 4] = ["--mem", "32M", "--guest", "payload,ws=1M,rate=1M,burst=8"];
 
 fn pid(raw: u32) -> Pid {
     Pid::from_raw(raw.try_into().unwrap()).unwrap()

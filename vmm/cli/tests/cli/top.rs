@@ -17,7 +17,7 @@ use rustix::termios::{Termios, Winsize, tcgetattr, tcsetwinsize};
 use serde_json::Value;
 
 const MACHINE: &[&str] = &["--backend", "threads", "--mem", "64M", "--vcpus", "2"];
-const GUEST: &[&str] = &["--guest", "payload,ws=16M,rate=8M"];
+const GUEST: &[&str] = &["--guest", "payload,ws=16M,rate=8M,burst=8"];
 
 fn guest<'p>(tmp: &'p TestDir, name: &'static str) -> Vmm<'p> {
     let vmm = Vmm::run(tmp, name, &[MACHINE, GUEST].concat());

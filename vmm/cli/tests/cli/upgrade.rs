@@ -21,11 +21,11 @@ use serde_json::Value;
 const THREADS: &[&str] = &["--backend", "threads", "--mem", "64M", "--vcpus", "2"];
 const KVM: &[&str] = &["--backend", "kvm", "--mem", "128M", "--vcpus", "2"];
 const GUEST: &[&str] =
-    &["--memory-backing", "memfd", "--guest", "payload,ws=16M,rate=32M,report=200"];
+    &["--memory-backing", "memfd", "--guest", "payload,ws=16M,rate=32M,burst=32,report=200"];
 /// A guest that writes each page once a second. A page that a checkpoint has missed is therefore
 /// not in a checkpoint that follows soon after it.
 const SLOW_GUEST: &[&str] =
-    &["--memory-backing", "memfd", "--guest", "payload,ws=2M,rate=2M,report=100"];
+    &["--memory-backing", "memfd", "--guest", "payload,ws=2M,rate=2M,burst=8,report=100"];
 
 /// A client that keeps its connection.
 struct KeptConnection(BufReader<UnixStream>);
@@ -349,7 +349,7 @@ fn guest_stays_if_the_next_process_fails() {
 #[test]
 fn process_that_cannot_be_replaced_says_why() {
     let tmp = TestDir::new();
-    let private = ["--guest", "payload,ws=4M,rate=1M,report=200"];
+    let private = ["--guest", "payload,ws=4M,rate=1M,burst=8,report=200"];
     let vmm = Vmm::run(&tmp, "private", &[THREADS, &private].concat());
     let said = vmm.refuse(4, &["upgrade"]);
     assert!(said.contains("start the guest with --memory-backing memfd"), "{said}");

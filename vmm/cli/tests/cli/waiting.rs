@@ -11,7 +11,7 @@ use driftline_machine::testing::kvm_or_skip;
 
 /// Memory that takes a while to send at [`SLOW`].
 const GUEST: &[&str] =
-    &["--mem", "128M", "--vcpus", "2", "--guest", "payload,ws=64M,rate=1M,report=200"];
+    &["--mem", "128M", "--vcpus", "2", "--guest", "payload,ws=64M,rate=1M,burst=8,report=200"];
 const SLOW: &[&str] = &["--max-bandwidth", "4M", "--downtime-ms", "1"];
 
 fn phase(of: &Vmm<'_>) -> String {

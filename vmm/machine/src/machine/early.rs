@@ -5,9 +5,9 @@
 //! That order saves 2 to 8 ms on a kernel clock of 250 Hz. Adding memory to a VM waits for an SRCU
 //! grace period, and so does switching its dirty logging on. KVM requests an expedited one, which
 //! ends immediately, unless a normal grace period has already begun: that one ends at the next tick
-//! of the kernel's clock. Registering the interrupt controllers starts normal grace periods. The rows "lazy" of `cargo bench -p tests
-//! --bench restore` and "Driftline" of `cargo bench -p driftline-cli --bench boot` include the
-//! order's effect.
+//! of the kernel's clock. Registering the interrupt controllers starts normal grace periods. The
+//! rows "lazy" of `cargo bench -p tests --bench restore` and "Driftline" of `cargo bench -p
+//! driftline-cli --bench boot` include the order's effect.
 
 use std::sync::Arc;
 use std::thread::{Builder, JoinHandle};

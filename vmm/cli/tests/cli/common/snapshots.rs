@@ -51,7 +51,8 @@ impl<'t> Instance<'t> {
     pub fn configured(self, tracked: bool) -> Self {
         let (tmp, guest) = (self.tmp, self);
         fs::write(tmp.path("kernel"), PAYLOAD_ELF).unwrap();
-        let spec: PayloadSpec = "payload,ws=1M,rate=10M,pattern=seq,report=300".parse().unwrap();
+        let spec: PayloadSpec =
+            "payload,ws=1M,rate=10M,burst=16,pattern=seq,report=300".parse().unwrap();
         let source =
             json!({ "kernel_image_path": tmp.path("kernel"), "boot_args": spec.cmdline(2) });
         guest.vmm.done("PUT", "/boot-source", &source.to_string());

@@ -26,7 +26,8 @@ impl<'p> StuckGuest<'p> {
     /// Starts a guest with such a disk.
     pub fn or_skip(tmp: &'p TestDir, test: &str) -> Option<Self> {
         let storage = storage_or_skip(test)?;
-        let guest = ["--mem", "32M", "--guest", "payload,ws=1M,rate=1M,report=200", "--disk"];
+        let guest =
+            ["--mem", "32M", "--guest", "payload,ws=1M,rate=1M,burst=8,report=200", "--disk"];
         let vmm = Vmm::run(tmp, "source", &[&guest[..], &[&disk(&storage)]].concat());
         Some(Self { storage, vmm })
     }
