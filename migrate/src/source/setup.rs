@@ -80,8 +80,8 @@ impl<G: Migratable + ?Sized> SendJob<'_, G> {
             progress_timeout: self.options.progress_timeout,
             only_here: !self.options.insecure && self.options.tls.is_none(),
         };
-        let bytes = self.bytes();
-        let session = self.options.tls.as_ref().map(|tls| tls.session(&address, bytes)).transpose();
+        let session = self.options.tls.as_ref().map(|tls| tls.session(&address, self.bytes()));
+        let session = session.transpose();
         let session = session.map_err(|e| Cause::Tls(e.into()))?;
         let mut link = Link::connect(&address, limits, stop).map_err(unreached)?;
         link.set_deadline(Some(Instant::now() + limit));

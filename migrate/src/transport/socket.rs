@@ -6,6 +6,8 @@ use std::net::{IpAddr, Shutdown, SocketAddr, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 use rustix::net::AddressFamily;
 use rustix::net::sockopt::socket_domain;
 use socket2::{SockRef, TcpKeepalive};
@@ -18,7 +20,7 @@ use super::wait::SLICE;
 /// Idle time after which the kernel probes the peer of a TCP connection.
 const KEEPALIVE: Duration = Duration::from_secs(5);
 
-/// A connected stream socket. Its reads and writes wait at most [`SLICE`].
+/// A connected stream socket. Its reads and writes wait at most [`SLICE`], or not at all.
 #[derive(Debug)]
 pub(crate) struct Socket {
     fd: OwnedFd,
@@ -92,14 +94,32 @@ impl Socket {
 
     /// Whether bytes, or the end of the connection, can be read. Does not block.
     pub(super) fn has_incoming(&self) -> bool {
-        self.peek().map_or_else(|e| !waits(&e), |_| true)
-    }
-
-    /// Looks for a byte without reading it. Returns 0 at the end of the connection. Does not block.
-    pub(super) fn peek(&self) -> io::Result<usize> {
         let mut byte = [MaybeUninit::uninit()];
         let flags = libc::MSG_PEEK | libc::MSG_DONTWAIT;
-        SockRef::from(&self.fd).recv_with_flags(&mut byte, flags)
+        let peeked = SockRef::from(&self.fd).recv_with_flags(&mut byte, flags);
+        peeked.map_or_else(|e| !waits(&e), |_| true)
+    }
+
+    /// Lets reads and writes fail with `WouldBlock` instead of waiting.
+    pub(super) fn set_nonblocking(&self) -> io::Result<()> {
+        SockRef::from(&self.fd).set_nonblocking(true)
+    }
+
+    /// Waits for one of `events`, a failure or the end of the connection, for at most [`SLICE`].
+    /// Fails with `WouldBlock` without one.
+    pub(super) fn await_events(&self, events: PollFlags) -> io::Result<()> {
+        match self.is_ready(events, SLICE) {
+            true => Ok(()),
+            false => Err(io::ErrorKind::WouldBlock.into()),
+        }
+    }
+
+    /// Whether one of `events`, a failure or the end of the connection comes within `limit`. A
+    /// failure to wait counts as one of them.
+    pub(super) fn is_ready(&self, events: PollFlags, limit: Duration) -> bool {
+        let limit = Timespec::try_from(limit).ok();
+        let mut polled = [PollFd::new(&self.fd, events)];
+        !matches!(poll(&mut polled, limit.as_ref()), Ok(0) | Err(Errno::INTR))
     }
 
     /// Delays small writes of a TCP connection, for at most 200 ms, until they are released. A

@@ -25,8 +25,8 @@ use super::names::PeerName;
 use super::session::TlsSession;
 
 /// Bytes of memory and disks above which a source offers [`NEW_KEYS_EXPECTED`]. A kernel session
-/// can carry this seven times, even in records of one page.
-const NEW_KEYS_FROM: u64 = 8 << 30;
+/// can carry this four times, even in runs of 8 pages, which take three records each.
+const NEW_KEYS_FROM: u64 = 32 << 30;
 
 /// Returns the cryptography of both sides. AES-128 comes first: it takes less time than AES-256,
 /// and no practical attack on either is known.
@@ -55,14 +55,15 @@ pub(in super::super) fn client(
         .with_client_cert_resolver(Arc::new(SingleCertAndKey::from(identity)));
     config.resumption = Resumption::disabled();
     config.enable_secret_extraction = true;
-    if bytes > NEW_KEYS_FROM {
+    let new_keys = bytes > NEW_KEYS_FROM;
+    if new_keys {
         config.alpn_protocols = vec![NEW_KEYS_EXPECTED.to_vec()];
     }
     // rustls requires a name here, and sends no SNI if it is an IP address.
     let none = ServerName::from(IpAddr::from(Ipv4Addr::UNSPECIFIED));
     let name = peer.server_name().unwrap_or(none);
     let connection = UnbufferedClientConnection::new(Arc::new(config), name);
-    Ok(TlsSession::client(connection.map_err(TlsError::Setup)?, peer))
+    Ok(TlsSession::client(connection.map_err(TlsError::Setup)?, peer, new_keys))
 }
 
 /// Returns the session of a connection from a peer.

@@ -63,7 +63,7 @@ pub enum TlsError {
     /// The keys of a session must change, and the kernel has them.
     #[error(
         "the connection needs new TLS keys, which it does not get with kernel TLS: use more \
-         --connections, or start the program with DRIFTLINE_KERNEL_TLS=0"
+         --connections, or start the programs of both hosts with DRIFTLINE_KERNEL_TLS=0"
     )]
     KeysUsedUp,
     /// The peer, or its certificate, is not acceptable.

@@ -6,13 +6,15 @@
 
 use std::io::{self, Read};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use driftline_format::kernel_tls::{self, RecordDirection, RecordKeys};
+use rustix::event::PollFlags;
 use rustix::io::Errno;
 use rustls::pki_types::CertificateDer;
 use rustls::{AlertDescription, ConnectionTrafficSecrets, Error, ExtractedSecrets, InvalidMessage};
 
-use super::super::socket::{Socket, waits};
+use super::super::socket::Socket;
 use super::error::TlsError;
 use super::names::{PeerName, check_certificate};
 use super::records::{MAX_PLAINTEXT, SentRecords};
@@ -73,6 +75,11 @@ pub(super) fn has_refused() -> bool {
     REFUSED.load(Ordering::Relaxed)
 }
 
+/// Keeps later sessions in this process.
+pub(super) fn note_refusal() {
+    REFUSED.store(true, Ordering::Relaxed);
+}
+
 impl KernelSession {
     /// Gives the keys of a session to the kernel, to which the socket is
     /// [attached](kernel_tls::attach).
@@ -85,6 +92,10 @@ impl KernelSession {
         set_keys(socket, RecordDirection::Receive, secrets.rx)?;
         // Saves a copy. rustls never pads, and padded records are received as well.
         let _ = kernel_tls::expect_no_padding(socket);
+        // With a time limit, the kernel would wait as long for each record without data, and for
+        // each page that it sends.
+        let set = socket.set_nonblocking();
+        set.map_err(|cause| TlsError::Kernel { step: "O_NONBLOCK", cause })?;
         let (sent, end) = (SentRecords::default(), KernelSessionEnd::Open);
         Ok(Self { certificate, sent, alert: None, end })
     }
@@ -101,6 +112,7 @@ impl KernelSession {
         read: impl FnOnce(&mut Socket) -> io::Result<usize>,
     ) -> io::Result<usize> {
         if self.end == KernelSessionEnd::Open {
+            socket.await_events(PollFlags::IN)?;
             match read(socket) {
                 Ok(0) => return Err(TlsError::Truncated.into()),
                 Err(e) if is(&e, Errno::IO) => self.receive_control(socket)?,
@@ -128,6 +140,7 @@ impl KernelSession {
         socket: &mut Socket,
         sink: &mut [u8],
     ) -> io::Result<usize> {
+        socket.await_events(PollFlags::IN)?;
         match socket.read(sink) {
             Err(e) if is(&e, Errno::IO) => {
                 kernel_tls::receive_record(&*socket, sink).map(|(_, length)| length)
@@ -136,24 +149,10 @@ impl KernelSession {
         }
     }
 
-    /// Whether data, a failure, or the end of the session can be read. Does not block.
-    pub(in super::super) fn has_incoming(&mut self, socket: &Socket) -> bool {
-        if self.end != KernelSessionEnd::Open {
-            return true;
-        }
-        match socket.peek() {
-            Err(e) if is(&e, Errno::IO) => match self.receive_control(socket) {
-                Ok(()) => self.end != KernelSessionEnd::Open,
-                Err(e) => !waits(&e),
-            },
-            Err(e) if waits(&e) => false,
-            // A failure is reported once.
-            Err(e) if is_bad_record(&e) => {
-                self.fail(Error::DecryptError);
-                true
-            }
-            _ => true,
-        }
+    /// Whether a record, a failure, or the end of the session can be read. Does not block, and
+    /// leaves all of them to be read.
+    pub(in super::super) fn has_incoming(&self, socket: &Socket) -> bool {
+        self.end != KernelSessionEnd::Open || socket.is_ready(PollFlags::IN, Duration::ZERO)
     }
 
     /// Receives a record that is not data, which ends the session.
@@ -180,7 +179,8 @@ impl KernelSession {
         write: impl FnOnce(&mut Socket) -> io::Result<usize>,
     ) -> io::Result<usize> {
         self.check_keys()?;
-        let written = write(socket)?;
+        socket.await_events(PollFlags::OUT)?;
+        let written = write(socket).map_err(|e| self.write_failed(e))?;
         self.sent.add(written);
         Ok(written)
     }
@@ -192,9 +192,22 @@ impl KernelSession {
         bytes: &[u8],
     ) -> io::Result<usize> {
         self.check_keys()?;
-        let written = socket.write_more(bytes)?;
+        socket.await_events(PollFlags::OUT)?;
+        let written = socket.write_more(bytes).map_err(|e| self.write_failed(e))?;
         self.sent.add_more(written);
         Ok(written)
+    }
+
+    /// Returns the error of a write. After a record that it could not decrypt, the kernel fails the
+    /// next call, whichever that is.
+    fn write_failed(&mut self, e: io::Error) -> io::Error {
+        match is(&e, Errno::BADMSG) {
+            true => {
+                self.fail(Error::DecryptError);
+                TlsError::Session(Error::DecryptError).into()
+            }
+            false => e,
+        }
     }
 
     /// Fails if nothing may be sent any more.
@@ -219,6 +232,7 @@ impl KernelSession {
     /// Sends the alert that waits.
     pub(in super::super) fn flush(&mut self, socket: &Socket) -> io::Result<()> {
         if let Some(alert) = self.alert {
+            socket.await_events(PollFlags::OUT)?;
             kernel_tls::send_record(socket, ALERT, &alert)?;
             self.alert = None;
         }
@@ -248,7 +262,7 @@ fn set_keys(
         _ => Err(io::ErrorKind::Unsupported.into()),
     };
     set.map_err(|cause| {
-        REFUSED.store(true, Ordering::Relaxed);
+        note_refusal();
         TlsError::Kernel { step, cause }
     })
 }

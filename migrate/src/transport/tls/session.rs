@@ -18,6 +18,7 @@ use vm_memory::{Bytes, VolatileSlice};
 
 use super::super::socket::{Socket, outside};
 use super::error::TlsError;
+use super::kernel::NEW_KEYS_EXPECTED;
 use super::names::{PeerName, check_certificate};
 use super::outgoing::Outgoing;
 use super::records::{RecordBoundary, SentRecords};
@@ -52,6 +53,8 @@ pub(crate) struct TlsSession {
     /// Plaintext of one piece, because guest memory may change while it is encrypted.
     piece: Box<[u8]>,
     sent: SentRecords,
+    /// Whether this side has offered [`NEW_KEYS_EXPECTED`], whatever the peer has answered.
+    new_keys: bool,
     has_begun: bool,
     peer_has_ended: bool,
 }
@@ -68,8 +71,15 @@ impl std::fmt::Debug for TlsSession {
 }
 
 impl TlsSession {
-    pub(super) fn client(connection: UnbufferedClientConnection, peer: &PeerName) -> Self {
-        Self::new(TlsConnection::Client(Box::new(connection)), Some(peer.to_string()))
+    /// Returns the session of a source. `new_keys` says that it offers [`NEW_KEYS_EXPECTED`].
+    pub(super) fn client(
+        connection: UnbufferedClientConnection,
+        peer: &PeerName,
+        new_keys: bool,
+    ) -> Self {
+        let session =
+            Self::new(TlsConnection::Client(Box::new(connection)), Some(peer.to_string()));
+        Self { new_keys, ..session }
     }
 
     pub(super) fn server(connection: UnbufferedServerConnection) -> Self {
@@ -87,9 +97,15 @@ impl TlsSession {
             outgoing: Outgoing::default(),
             piece: Box::default(),
             sent: SentRecords::default(),
+            new_keys: false,
             has_begun: false,
             peer_has_ended: false,
         }
+    }
+
+    /// Whether keys of the session may change before it has sent what they allow.
+    fn expects_new_keys(&self) -> bool {
+        self.new_keys || self.state().alpn_protocol() == Some(NEW_KEYS_EXPECTED)
     }
 
     fn state(&self) -> &CommonState {
@@ -390,10 +406,10 @@ impl TlsSession {
         }
     }
 
-    /// Encrypts with new keys from here on, if many records were sent with the current ones. The
-    /// message that announces them waits for [`flush`](Self::flush).
+    /// Encrypts with new keys from here on, if many records were sent with the current ones and the
+    /// peer expects new ones. The message that announces them waits for [`flush`](Self::flush).
     pub(in super::super) fn refresh_keys(&mut self) -> Result<(), TlsError> {
-        if !self.sent.are_many() {
+        if !self.sent.are_many() || !self.expects_new_keys() {
             return Ok(());
         }
         self.sent.reset();

@@ -6,7 +6,7 @@ use driftline_format::kernel_tls;
 use rustls::{CipherSuite, CommonState};
 
 use super::super::error::TlsError;
-use super::super::kernel::{KernelSession, NEW_KEYS_EXPECTED, has_refused};
+use super::super::kernel::{KernelSession, has_refused, note_refusal};
 use super::{Socket, TlsConnection, TlsSession};
 
 /// Variable of the environment that keeps sessions in this process if it is `0`.
@@ -42,26 +42,27 @@ impl TlsSession {
                 connection.dangerous_into_kernel_connection().map(|(secrets, _)| secrets)
             }
         };
-        let secrets = secrets.map_err(TlsError::Session)?;
+        let secrets = secrets.map_err(TlsError::Session).inspect_err(|_| note_refusal())?;
         let session = KernelSession::begin(socket, secrets, certificate)?;
         Ok(Offload::Done(Box::new(session)))
     }
 
-    /// Whether the kernel can have the session: nothing of it is left here, kernels with TLS have
-    /// its cipher, and its keys need not change.
+    /// Whether the kernel can have the session of this socket.
     fn fits_the_kernel(&self, socket: &Socket) -> bool {
         static WANTED: LazyLock<bool> =
             LazyLock::new(|| std::env::var_os(VARIABLE).is_none_or(|value| value != "0"));
-        let is_empty = self.unprocessed.is_empty()
+        *WANTED && !has_refused() && socket.is_tcp() && self.can_leave()
+    }
+
+    /// Whether a kernel with TLS can have the session: nothing of it is left here, such kernels
+    /// have its cipher, and its keys need not change.
+    pub(super) fn can_leave(&self) -> bool {
+        self.unprocessed.is_empty()
             && self.plain.is_empty()
             && self.outgoing.is_empty()
-            && !self.peer_has_ended;
-        *WANTED
-            && !has_refused()
-            && socket.is_tcp()
-            && is_empty
+            && !self.peer_has_ended
             && has_kernel_cipher(self.state())
-            && self.state().alpn_protocol() != Some(NEW_KEYS_EXPECTED)
+            && !self.expects_new_keys()
     }
 }
 

@@ -68,13 +68,28 @@ fn bytes_behind_the_handshake_stay_unread() {
 #[test]
 fn much_memory_is_announced() {
     let dir = certificates();
-    for (bytes, announced) in [(8 << 30, None), ((8 << 30) + 1, Some(NEW_KEYS_EXPECTED))] {
+    for (bytes, announced) in [(32 << 30, None), ((32 << 30) + 1, Some(NEW_KEYS_EXPECTED))] {
         let [mut client, mut server] = half_open(dir.path(), bytes);
         while !is_done(server.0.handshake(&mut server.1)) {}
         for session in [&mut client.0, &mut server.0] {
             assert_eq!(session.state().alpn_protocol(), announced);
+            session.outgoing = Outgoing::default();
+            assert_eq!(session.can_leave(), announced.is_none(), "{bytes}");
         }
     }
+}
+
+#[test]
+fn session_with_bytes_in_this_process_stays() {
+    let dir = certificates();
+    let [mut client, mut server] = half_open(dir.path(), 0);
+    client.0.encrypt([&b"data"[..]].into_iter()).unwrap();
+    assert!(!client.0.can_leave(), "they are not sent yet");
+    client.0.flush(&mut client.1).unwrap();
+    assert!(client.0.can_leave());
+    while !is_done(server.0.handshake(&mut server.1)) {}
+    server.0.fill(&mut server.1).unwrap();
+    assert!(!server.0.can_leave(), "they are not read yet");
 }
 
 #[test]
