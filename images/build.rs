@@ -26,12 +26,10 @@ fn main() -> ExitCode {
 
 fn build() -> Result<(), String> {
     let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("cargo did not set OUT_DIR")?);
-    // If the compiler no longer accepts that SSE is disabled, it is asked not to vectorize. Another
-    // failure may pass, as that of a host without room, and a guest with SSE would stay.
+    // If the compiler no longer accepts that SSE is disabled, it is asked not to vectorize. Other
+    // failures, such as a full disk, may be transient; falling back would keep a guest with SSE.
     let first = compile(&out, &[NO_SSE]);
     if let Err(refused) = first {
-        let is_about_sse =
-            |line: &str| line.starts_with("error") && line.to_lowercase().contains("sse");
         if !refused.lines().any(is_about_sse) {
             return Err(refused);
         }
@@ -48,6 +46,13 @@ fn build() -> Result<(), String> {
         );
     }
     Ok(())
+}
+
+/// Returns whether a line of the compiler's output is an error about SSE.
+fn is_about_sse(line: &str) -> bool {
+    let is_error = line.starts_with("error") || line.contains("LLVM ERROR");
+    let mut words = line.split(|c: char| !c.is_ascii_alphanumeric()).map(str::to_ascii_lowercase);
+    is_error && words.any(|word| word == "sse" || word == "sse2")
 }
 
 /// Returns whether a line of assembly names a vector register.
@@ -107,7 +112,7 @@ fn compile(out: &Path, flags: &[&str]) -> Result<(), String> {
         return Ok(());
     }
     Err(format!(
-        "building the payload guest failed, {}:\n{}",
+        "building the payload guest failed, {}:\n{command:?}\n{}",
         output.status,
         String::from_utf8_lossy(&output.stderr)
     ))
