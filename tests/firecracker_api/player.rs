@@ -84,7 +84,7 @@ struct Player<'s> {
     taps: Vec<TestTap>,
     process: Option<ApiProcess>,
     started: usize,
-    /// Whether the process ends after the current step.
+    /// Whether the process ends by itself after the current step.
     ends_next: bool,
     failures: Vec<String>,
 }
@@ -131,7 +131,8 @@ impl<'s> Player<'s> {
             let before = self.failures.len();
             let next = self.sequence.steps.get(number);
             self.ends_next = next.is_some_and(|next| {
-                matches!(record::step(self.expanded(next.clone()), &place), SequenceStep::End(_))
+                let next = record::step(self.expanded(next.clone()), &place);
+                matches!(next, SequenceStep::End(end) if end.signal.is_none())
             });
             self.step(&step);
             for failure in &mut self.failures[before..] {

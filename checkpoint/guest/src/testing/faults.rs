@@ -42,7 +42,7 @@ pub enum Op {
     WriteProtection,
     /// `WriteProtection::protect`
     Protect,
-    /// `WriteProtection::release`
+    /// `WriteProtection::unprotect`
     Unprotect,
     /// `WriteProtection::awaited`
     Awaited,

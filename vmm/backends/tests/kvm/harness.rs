@@ -6,10 +6,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::{Gfn, PAGE_SIZE};
-use driftline_guest::GuestContents;
+use driftline_guest::{GuestContents, VmId};
 use driftline_images::{PayloadMessage, PayloadReport};
 use driftline_machine::config::{BackendKind, Boot, HostConfig, MachineConfig, SerialSink};
-use driftline_machine::machine::{KvmMachine, MachineError};
+use driftline_machine::machine::{BuildOptions, KvmMachine, MachineError};
 use driftline_machine::testing::payload_config;
 use driftline_machine::vm::{EndReason, Vm};
 use kvm_bindings::KVM_MAX_CPUID_ENTRIES;
@@ -177,8 +177,16 @@ impl SerialLog {
 
 /// Boots the guest of `config`, which may be the payload.
 pub fn boot(config: MachineConfig, host: &HostConfig) -> Result<Arc<KvmMachine>, MachineError> {
+    boot_as(config, host, BuildOptions::default())
+}
+
+pub fn boot_as(
+    config: MachineConfig,
+    host: &HostConfig,
+    options: BuildOptions,
+) -> Result<Arc<KvmMachine>, MachineError> {
     let image = driftline_backends::image(&config).unwrap_or_default();
-    KvmMachine::launch(config, &HostConfig { image, ..host.clone() })
+    KvmMachine::build(VmId::random(), config, &HostConfig { image, ..host.clone() }, options)
 }
 
 /// Returns a host without serial output.

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::{Gfn, SlotId, Subscription};
-use driftline_guest::{DirtyLog, GuestContents, GuestError, Lifecycle, Paused, VmId};
-use driftline_machine::config::{HostConfig, MachineConfig};
+use driftline_guest::{DirtyLog, GuestContents, GuestError, Lifecycle, Paused};
+use driftline_machine::config::MachineConfig;
 use driftline_machine::machine::{BuildOptions, KvmMachine};
 use driftline_machine::testing::{Elf, full};
 use driftline_machine::tracking::TrackingMode;
@@ -38,9 +38,7 @@ fn whole_run(config: MachineConfig) -> (Vec<u64>, Vec<u64>) {
 
 fn whole_run_as(config: MachineConfig, options: BuildOptions) -> (Vec<u64>, Vec<u64>) {
     let console = SerialLog::new();
-    let image = driftline_backends::image(&config).unwrap_or_default();
-    let host = HostConfig { image, ..console.host() };
-    let machine = KvmMachine::build(VmId::random(), config, &host, options).unwrap();
+    let machine = boot_as(config, &console.host(), options).unwrap();
     // Memory is read first: userfaultfd counts the first read of a frame as a touch.
     let mut copy = RamCopy::of(&machine);
     let subscription = machine.subscribe("test").unwrap();
@@ -138,9 +136,7 @@ fn logging_from_the_start_misses_nothing() {
         assert!(leaves == whole_run(config()).0, "{tracking}: other frames than without it");
 
         let config = MachineConfig { tracking, ..payload("payload,rate=max,ws=8M") };
-        let image = driftline_backends::image(&config).unwrap_or_default();
-        let host = HostConfig { image, ..silent() };
-        let machine = KvmMachine::build(VmId::random(), config, &host, tracked()).unwrap();
+        let machine = boot_as(config, &silent(), tracked()).unwrap();
         drop(machine.subscribe("first").unwrap());
         let mut second = machine.subscribe("second").unwrap();
         assert!(

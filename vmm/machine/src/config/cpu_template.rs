@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn capability_is_required_until_it_is_released() {
+    fn capability_is_required_until_it_is_not() {
         let mut template = CpuTemplate::default();
         [171, 172, 171].into_iter().for_each(|c| template.require(c));
         template.stop_requiring(172);

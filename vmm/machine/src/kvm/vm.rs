@@ -59,6 +59,7 @@ impl KvmVm {
     /// Switches dirty logging of all slots on or off. Switching it on write-protects all memory,
     /// even if it was off only for a moment.
     pub fn set_dirty_logging(&self, on: bool) -> io::Result<()> {
+        self.logs_early.store(false, Ordering::Relaxed);
         self.memory.layout().slots().try_for_each(|slot| self.set_slot(slot, on))
     }
 
@@ -69,8 +70,8 @@ impl KvmVm {
         Ok(())
     }
 
-    /// Returns, once, whether logging is on since before there were vCPUs. Then no write has been
-    /// missed.
+    /// Returns, once, whether logging is on since before there were vCPUs. Then KVM has missed no
+    /// write, and the log may also have what the set-up of vCPUs has written.
     pub(crate) fn take_early_logging(&self) -> bool {
         self.logs_early.swap(false, Ordering::Relaxed)
     }

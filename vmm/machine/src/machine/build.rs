@@ -1,5 +1,5 @@
-//! Assembles a machine in the order that KVM requires: dirty rings before vCPUs, interrupt
-//! controllers before both, CPUID before registers.
+//! Assembles a machine in the order that KVM requires: dirty tracking and interrupt controllers
+//! before vCPUs, CPUID before registers.
 
 use std::io;
 use std::sync::Arc;
@@ -61,8 +61,8 @@ pub struct BuildOptions {
     /// A VM whose creation began before the configuration was known.
     pub early: Option<EarlyVm>,
     /// Whether the caller subscribes to the guest's writes before the guest runs, so that dirty
-    /// logging is on from the start. Otherwise the first subscription switches it on, which takes
-    /// up to 8 ms.
+    /// logging is on from the start. Otherwise the first subscription switches it on, which may
+    /// wait for ticks of the kernel's clock, as [`EmptyVm::finish`] explains.
     pub tracked: bool,
     /// What is done between the memory and the first device.
     pub before_devices: Option<BeforeDevices>,

@@ -40,13 +40,13 @@ pub(super) struct DirtyTracking {
     pub(super) ring_full: Vec<Option<RingFull>>,
 }
 
-/// Prepares the VM for the tracking mode. KVM requires this before the first vCPU exists. If
-/// `begins`, logging of the modes that KVM logs for is on from now on.
+/// Prepares the VM for the tracking mode. KVM requires this before the first vCPU exists. If the
+/// guest is `tracked` from its start, KVM's logging is on from now on, in the modes that use it.
 pub(super) fn enable(
     vm: &KvmVm,
     capabilities: &Capabilities,
     config: &MachineConfig,
-    begins: bool,
+    tracked: bool,
 ) -> Result<(), MachineError> {
     match config.tracking {
         TrackingMode::DirtyRing => enable_rings(vm, capabilities, config.ring_entries)?,
@@ -54,7 +54,7 @@ pub(super) fn enable(
         TrackingMode::DirtyBitmapManual => enable_manual(vm, capabilities)?,
         TrackingMode::UserfaultWp | TrackingMode::None => return Ok(()),
     }
-    match begins {
+    match tracked {
         true => vm.log_early().map_err(MachineError::system("switching dirty logging on")),
         false => Ok(()),
     }

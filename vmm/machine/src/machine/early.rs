@@ -7,7 +7,9 @@
 //! ends immediately, unless a normal grace period has already begun: that one ends at the next tick
 //! of the kernel's clock. Registering the interrupt controllers starts normal grace periods. The
 //! rows "lazy" of `cargo bench -p tests --bench restore` and "Driftline" of `cargo bench -p
-//! driftline-cli --bench boot` include the order's effect.
+//! driftline-cli --bench boot` include the order's effect. The first row of `cargo bench -p tests
+//! --bench firecracker` includes that of dirty logging: 9.8 ms, and 15.2 ms if it is switched on by
+//! the first subscription.
 
 use std::sync::Arc;
 use std::thread::{Builder, JoinHandle};
@@ -60,19 +62,19 @@ impl EmptyVm {
     }
 
     /// Adds memory, its dirty tracking, interrupt controllers and timer to the VM, in the fastest
-    /// order. If `logs`, the dirty logging of `config` is on from now on.
+    /// order. If the guest is `tracked` from its start, dirty logging is on from now on.
     pub(super) fn finish(
         self,
         memory: &Arc<Memory>,
         config: &MachineConfig,
-        logs: bool,
+        tracked: bool,
     ) -> Result<BuiltVm, MachineError> {
         let Self { kvm, capabilities, supported, fd } = self;
         step("memory slots")?;
         let vm = KvmVm::new(fd, memory.clone());
         let vm = vm.map_err(MachineError::system("giving the guest its memory"))?;
         step("tracking mode")?;
-        dirty_tracking::enable(&vm, &capabilities, config, logs)?;
+        dirty_tracking::enable(&vm, &capabilities, config, tracked)?;
         let fd = vm.fd();
         step("interrupt controllers")?;
         if capabilities.has(KVM_CAP_SET_IDENTITY_MAP_ADDR) {

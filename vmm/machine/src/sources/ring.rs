@@ -56,7 +56,9 @@ impl RingSource {
         let count = count.map_err(|cause| SourceError { what: "KVM_RESET_DIRTY_RINGS", cause })?;
         let mut readable = harvest.reprotected(count);
         if !readable.is_trusted() {
-            if self.logging {
+            // A start that follows must not rely on it.
+            let logs_early = self.vm.take_early_logging();
+            if self.logging || logs_early {
                 tracing::warn!(
                     overruns = readable.overruns(),
                     harvested = expected,

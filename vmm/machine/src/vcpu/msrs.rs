@@ -92,8 +92,8 @@ fn why_tolerated(index: u32) -> Option<&'static str> {
     }
 }
 
-/// Returns whether the guest cannot know of `index`, judging by the CPUID that it was shown. The
-/// register then reads as 0.
+/// Returns whether the guest cannot know of `index`, judging by the CPUID that is exposed to it.
+/// The register then reads as 0.
 fn is_hidden(index: u32, cpuid: &[kvm_cpuid_entry2]) -> bool {
     match index {
         ARCH_CAPABILITIES => find(cpuid, LEAF_EXTENDED_FEATURES, 0)[3] & HAS_ARCH_CAPABILITIES == 0,
