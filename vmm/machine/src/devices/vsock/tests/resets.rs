@@ -191,12 +191,12 @@ fn pause_moves_the_reset_deadline_by_its_length() {
     let unaware = UnawareGuest::new(&TestSockets::new());
     let transport = &unaware.guest.driver.transport;
     for _ in 0..3 {
-        let before = unaware.vsock().reset_deadline.unwrap();
         let begin = Instant::now();
+        // Returns once the device has resumed from the pause before, and is paused.
         unaware.guest.driver.quiesce();
+        let before = unaware.vsock().reset_deadline.unwrap();
         std::thread::sleep(PAUSE);
         transport.resume();
-        // Returns once the device has resumed.
         unaware.guest.driver.quiesce();
         let after = unaware.vsock().reset_deadline.unwrap();
         assert!(after - before >= PAUSE, "the pause does not count");
