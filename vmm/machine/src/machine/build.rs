@@ -62,7 +62,7 @@ pub struct BuildOptions {
     pub early: Option<EarlyVm>,
     /// Whether the caller subscribes to the guest's writes before the guest runs, so that dirty
     /// logging is on from the start. Otherwise the first subscription switches it on, which may
-    /// wait for ticks of the kernel's clock, as [`EmptyVm::finish`] explains.
+    /// wait for ticks of the kernel's clock, because interrupt controllers exist by then.
     pub tracked: bool,
     /// What is done between the memory and the first device.
     pub before_devices: Option<BeforeDevices>,
