@@ -12,26 +12,11 @@ use tests::{LINUX_CMDLINE, LinuxImage, ScratchDir, driftline};
 
 use super::firecracker::FirecrackerProcess;
 use super::text;
+use certificates::{NOW, TestCa};
 
-/// Makes a CA in `ca` of the folder `$1`, and certificates of a source and a receiver in `tls`.
-const CERTIFICATES: &str = r#"
-set -e; cd "$1"; mkdir ca disk disk/tls
-request="openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes"
-for name in ca other; do
-    $request -x509 -days 36500 -subj /CN=$name -keyout ca/$name-key.pem -out ca/$name-cert.pem
-done
-issue() {
-    $request -subj /CN=$1 -keyout $4/$1-key.pem -out ca/request
-    echo "subjectAltName=$2" >ca/names
-    openssl x509 -req -in ca/request -CA ca/$3-cert.pem -CAkey ca/$3-key.pem -CAcreateserial \
-        -days 36500 -extfile ca/names -out $4/$1-cert.pem
-    cp ca/ca-cert.pem $4
-}
-issue client DNS:source ca disk/tls
-issue server IP:127.0.0.1 ca disk/tls
-mkdir disk/other
-issue client DNS:source other disk/other
-"#;
+#[allow(dead_code, clippy::unwrap_used, reason = "only `migrations` tests dates and twins")]
+#[path = "../../migrate/tests/migrations/tls/certificates.rs"]
+mod certificates;
 
 /// Sends a guest once, and prints the result, the kernel's sessions, and what encrypted, in a line.
 /// `$1` and `$2` are `DRIFTLINE_KERNEL_TLS` of source and receiver, `$3` is the source's folder of
@@ -68,10 +53,15 @@ kill -9 $source $receiver 2>/dev/null
 
 /// Makes an ext4 disk with the program, the certificates and the script.
 fn disk(scratch: &ScratchDir, program: &str) -> PathBuf {
-    let (folder, disk) = (scratch.path("host"), scratch.path("disk.img"));
-    fs::create_dir(&folder).expect("a folder");
-    run(Command::new("sh").args(["-c", CERTIFICATES, "sh", text(&folder)]));
-    let content = folder.join("disk");
+    let (content, disk) = (scratch.path("host"), scratch.path("disk.img"));
+    let [tls, other] = ["tls", "other"].map(|name| content.join(name));
+    let (ca, other_ca) = (TestCa::new(), TestCa::new());
+    for (dir, of_source) in [(&tls, &ca), (&other, &other_ca)] {
+        fs::create_dir_all(dir).expect("a folder");
+        fs::copy(ca.certificate(), dir.join("ca-cert.pem")).expect("a file");
+        of_source.issue(dir, "client", "DNS:source", NOW);
+    }
+    ca.issue(&tls, "server", "IP:127.0.0.1", NOW);
     fs::copy(program, content.join("driftline")).expect("the program is copied");
     fs::write(content.join("migrate.sh"), MIGRATE).expect("the script is written");
     fs::File::create(&disk).and_then(|file| file.set_len(128 << 20)).expect("a file");

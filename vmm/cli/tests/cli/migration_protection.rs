@@ -1,20 +1,11 @@
 //! Migrations to other hosts need TLS, or `--insecure`.
 
-use crate::common::{TestDir, Vmm, fail, receiver, wait_for};
+use crate::common::{SMALL_GUEST, TestDir, Vmm, fail, receiver, wait_for};
 use certificates::{NOW, TestCa};
 
 #[allow(dead_code, reason = "only `migrate` tests dates")]
 #[path = "../../../../migrate/tests/migrations/tls/certificates.rs"]
 mod certificates;
-
-const GUEST: &[&str] = &[
-    "--backend",
-    "threads",
-    "--mem",
-    "32M",
-    "--guest",
-    "payload,ws=4M,rate=1M,burst=8,report=200",
-];
 
 #[test]
 fn other_hosts_are_refused_without_protection() {
@@ -24,7 +15,7 @@ fn other_hosts_are_refused_without_protection() {
         assert!(stderr.contains("without TLS every host on the way can read"), "{stderr}");
         assert!(!stderr.contains("waiting for a migration"), "{stderr}");
     }
-    let guest = Vmm::run(&tmp, "a", GUEST);
+    let guest = Vmm::run(&tmp, "a", SMALL_GUEST);
     // An address that is reserved for documentation. Nothing is sent to it.
     let stderr = guest.refuse(4, &["send-migration", "tcp:192.0.2.1:7000"]);
     let why = "cannot connect to 192.0.2.1:7000: 192.0.2.1:7000 is not on this host's loopback";
@@ -47,7 +38,7 @@ fn guest_moves_with_certificates_of_both_hosts() {
     let tls = ["--tls-dir", dir.to_str().unwrap()];
     let stderr = fail(1, &["receive-migration", "tcp:127.0.0.1:0", "--tls-dir", "/none"]);
     assert!(stderr.contains("cannot read /none/ca-cert.pem: No such file"), "{stderr}");
-    let guest = Vmm::run(&tmp, "a", GUEST);
+    let guest = Vmm::run(&tmp, "a", SMALL_GUEST);
     let (mut there, to) = receiver(&tmp, "b", &[&tls[..], &["--allow-peer", "here"]].concat());
     let words = [&["send-migration", &*to], &tls[..], &["--peer", "there"]].concat();
     let stderr = guest.refuse(4, &words);

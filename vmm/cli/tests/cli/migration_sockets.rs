@@ -4,16 +4,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
 use std::process::{Command, Stdio};
 
-use crate::common::{TestDir, Vmm, driftline, fail, wait_for};
-
-const GUEST: &[&str] = &[
-    "--backend",
-    "threads",
-    "--mem",
-    "32M",
-    "--guest",
-    "payload,ws=4M,rate=1M,burst=8,report=200",
-];
+use crate::common::{SMALL_GUEST, TestDir, Vmm, driftline, fail, wait_for};
 
 fn await_waiting(receiver: &Vmm<'_>, address: &str) {
     let line = format!("waiting for a migration on {address}\n");
@@ -23,7 +14,7 @@ fn await_waiting(receiver: &Vmm<'_>, address: &str) {
 #[test]
 fn guest_moves_through_a_private_unix_socket() {
     let tmp = TestDir::new();
-    let (path, source) = (tmp.path("in.sock"), Vmm::run(&tmp, "a", GUEST));
+    let (path, source) = (tmp.path("in.sock"), Vmm::run(&tmp, "a", SMALL_GUEST));
     // The socket of a receiver that was killed.
     drop(UnixListener::bind(&path).unwrap());
     let address = format!("unix:{}", path.display());
@@ -43,7 +34,7 @@ fn guest_moves_through_a_private_unix_socket() {
 #[test]
 fn receiver_waits_on_an_inherited_socket() {
     let tmp = TestDir::new();
-    let (path, source) = (tmp.path("in.sock"), Vmm::run(&tmp, "a", GUEST));
+    let (path, source) = (tmp.path("in.sock"), Vmm::run(&tmp, "a", SMALL_GUEST));
     let listener = UnixListener::bind(&path).unwrap();
     // As a service manager passes a socket: as descriptor 3.
     let mut command = Command::new("sh");

@@ -1,5 +1,4 @@
 use std::path::Path;
-use std::process::Command;
 
 use super::super::config::{client, server};
 use super::super::kernel::NEW_KEYS_EXPECTED;
@@ -7,22 +6,17 @@ use super::super::names::PeerName;
 use super::offload::Offload;
 use super::*;
 use crate::transport::socket::waits;
+use certificates::{NOW, TestCa};
 
-/// Makes a CA, and a certificate that is the client's and the server's, in the folder `$1`.
-const CERTIFICATES: &str = "set -e; cd \"$1\"; \
-    request='openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes'; \
-    $request -x509 -subj /CN=ca -keyout ca-key.pem -out ca-cert.pem; \
-    $request -subj /CN=host -keyout server-key.pem -out request; \
-    echo subjectAltName=DNS:host >names; \
-    openssl x509 -req -in request -CA ca-cert.pem -CAkey ca-key.pem -CAcreateserial \
-        -extfile names -out server-cert.pem; \
-    cp server-key.pem client-key.pem; cp server-cert.pem client-cert.pem";
+#[allow(dead_code, reason = "only `migrations` tests dates and twins")]
+#[path = "../../../../tests/migrations/tls/certificates.rs"]
+mod certificates;
 
 fn certificates() -> tempfile::TempDir {
-    let dir = tempfile::tempdir().unwrap();
-    let made = Command::new("sh").args(["-c", CERTIFICATES, "sh"]).arg(dir.path()).output();
-    let made = made.unwrap();
-    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    let (dir, ca) = (tempfile::tempdir().unwrap(), TestCa::new());
+    ca.issue(dir.path(), "client", "DNS:host", NOW);
+    ca.issue(dir.path(), "server", "DNS:host", NOW);
+    std::fs::copy(ca.certificate(), dir.path().join("ca-cert.pem")).unwrap();
     dir
 }
 

@@ -52,6 +52,15 @@ pub fn raw(socket: &str, bytes: &str) -> String {
 
 /// Time limit after which a test gives up.
 pub const TIMEOUT: Duration = Duration::from_secs(60);
+/// A guest that works on every host, and writes all the time.
+pub const SMALL_GUEST: &[&str] = &[
+    "--backend",
+    "threads",
+    "--mem",
+    "32M",
+    "--guest",
+    "payload,ws=4M,rate=1M,burst=8,report=200",
+];
 
 /// Returns the minimum duration of an attack: a minute with `DRIFTLINE_FULL=1`, otherwise no longer
 /// than its first steps.
