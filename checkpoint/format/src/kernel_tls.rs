@@ -6,6 +6,8 @@
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 
+use zeroize::Zeroizing;
+
 /// Offsets in a control message: its kind, and its data. Its length and level come before.
 const LEVEL_AT: usize = size_of::<usize>();
 const KIND_AT: usize = LEVEL_AT + 4;
@@ -171,7 +173,7 @@ fn set_option(
 /// Returns `tls12_crypto_info_aes_gcm_128` or `_256`: version, cipher, the last 8 bytes of the
 /// initialization vector, key, the first 4 bytes of the vector (salt), and number of the next
 /// record.
-fn crypto_info(keys: &RecordKeys<'_>) -> io::Result<Vec<u8>> {
+fn crypto_info(keys: &RecordKeys<'_>) -> io::Result<Zeroizing<Vec<u8>>> {
     let cipher = match keys.key.len() {
         libc::TLS_CIPHER_AES_GCM_128_KEY_SIZE => libc::TLS_CIPHER_AES_GCM_128,
         libc::TLS_CIPHER_AES_GCM_256_KEY_SIZE => libc::TLS_CIPHER_AES_GCM_256,
@@ -180,7 +182,9 @@ fn crypto_info(keys: &RecordKeys<'_>) -> io::Result<Vec<u8>> {
     let (salt, iv) = keys.iv.split_at(libc::TLS_CIPHER_AES_GCM_128_SALT_SIZE);
     let version = libc::TLS_1_3_VERSION.to_ne_bytes();
     let sequence = keys.sequence.to_be_bytes();
-    Ok([&version, &cipher.to_ne_bytes()[..], iv, keys.key, salt, &sequence].concat())
+    let info = [&version, &cipher.to_ne_bytes()[..], iv, keys.key, salt, &sequence].concat();
+    // Overwritten when it is freed.
+    Ok(Zeroizing::new(info))
 }
 
 #[cfg(test)]
