@@ -128,3 +128,35 @@ impl Drop for EarlyVm {
         let _ = self.0.take().map(JoinHandle::join);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use driftline_dirty_tracker::SlotId;
+
+    use super::*;
+    use crate::config::BackendKind;
+    use crate::memory::MemoryOptions;
+    use crate::testing::{kvm_or_skip, payload_config};
+    use crate::tracking::TrackingMode;
+
+    #[test]
+    fn tracked_vm_logs_before_it_has_vcpus() {
+        if !kvm_or_skip("tracked_vm_logs_before_it_has_vcpus") {
+            return;
+        }
+        let tracking = TrackingMode::DirtyBitmap;
+        let config = MachineConfig { tracking, ..payload_config(BackendKind::Kvm) };
+        for tracked in [false, true] {
+            let memory = Arc::new(Memory::new(16 << 20, &MemoryOptions::default()).unwrap());
+            let built = EmptyVm::new().unwrap().finish(&memory, &config, tracked).unwrap();
+            let mut bitmap = [0; 64];
+            // KVM has no log of a slot that it does not log.
+            assert_eq!(built.vm.get_dirty_log(SlotId(0), &mut bitmap).is_ok(), tracked);
+            assert_eq!(built.vm.take_early_logging(), tracked);
+            assert!(!built.vm.take_early_logging(), "it is told once");
+            built.vm.log_early().unwrap();
+            built.vm.set_dirty_logging(false).unwrap();
+            assert!(!built.vm.take_early_logging(), "it was off meanwhile");
+        }
+    }
+}
