@@ -9,6 +9,8 @@ use core::sync::atomic::{AtomicU32, Ordering};
 pub const BUSY_BYTES: u32 = 2;
 /// Bytes sent before going to sleep.
 pub const IDLE_BYTES: u32 = 12;
+/// Capacity of the port's FIFO in bytes.
+const FIFO_BYTES: u32 = 16;
 /// Capacity of the queue in bytes.
 pub const QUEUE: usize = 4096;
 
@@ -42,27 +44,33 @@ impl Console {
         }
     }
 
-    /// Sends at most `bytes` bytes, if no other vCPU is in the middle of a line.
+    /// Sends at most `bytes` bytes, if no other vCPU is in the middle of a line. Calls `sent` after
+    /// each.
     #[inline(always)]
-    pub fn pump(&mut self, bytes: u32) {
+    pub fn pump(&mut self, bytes: u32, mut sent: impl FnMut()) {
         if self.head != self.tail {
-            self.send(bytes);
+            self.send(bytes, &mut sent);
         }
     }
 
     /// Sends all queued bytes.
     pub fn flush(&mut self) {
         while self.head != self.tail {
-            self.send(u32::MAX);
+            self.send(FIFO_BYTES, &mut || {});
             spin_loop();
         }
     }
 
+    /// Sends at most `bytes` bytes. The port is asked once, because it takes as many as its FIFO
+    /// has room for: an access costs tens of microseconds.
     #[cold]
     #[inline(never)]
-    fn send(&mut self, bytes: u32) {
-        for _ in 0..bytes {
-            if self.head == self.tail || !ready() {
+    fn send(&mut self, bytes: u32, sent: &mut dyn FnMut()) {
+        if !ready() {
+            return;
+        }
+        for _ in 0..bytes.min(FIFO_BYTES) {
+            if self.head == self.tail {
                 return;
             }
             if !self.holding {
@@ -82,6 +90,7 @@ impl Console {
                 self.holding = false;
                 LOCK.store(0, Ordering::Release);
             }
+            sent();
         }
     }
 }
@@ -94,6 +103,15 @@ pub fn print_now(line: &[u8]) {
         }
         put(byte);
     }
+}
+
+/// Switches the port's FIFO on, once for all vCPUs.
+pub fn enable_fifo() {
+    // SAFETY: writes COM1's FIFO control register: on, nothing is cleared.
+    unsafe {
+        asm!("out dx, al", in("dx") 0x3fau16, in("al") 1u8,
+            options(nomem, nostack, preserves_flags))
+    };
 }
 
 fn ready() -> bool {

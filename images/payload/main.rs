@@ -39,6 +39,7 @@ const START_NS: u64 = 20_000_000_000;
 /// Entry of the boot processor, in ring 0, with the first 4 GiB mapped.
 #[unsafe(no_mangle)]
 extern "C" fn boot_main(start_info: u64) -> ! {
+    console::enable_fifo();
     let mut line = LineBuffer::new();
     let mut setup = pvh::read(start_info, &mut line);
     heap::start(setup.ram());
@@ -127,14 +128,16 @@ extern "C" fn run(cpu: &'static mut Cpu) -> ! {
     let table = heap::table(runner.workload().share().first, runner.workload().table_len());
     loop {
         let now = cpu.clock.now();
-        let console = &mut cpu.console;
+        let (console, clock) = (&mut cpu.console, &cpu.clock);
         match runner.tick(now, &mut memory, table, &mut |line| console.print(line)) {
-            TickOutcome::TickAgain => cpu.console.pump(console::BUSY_BYTES),
+            TickOutcome::TickAgain => {
+                console.pump(console::BUSY_BYTES, || runner.goes_on(clock.now()));
+            }
             TickOutcome::SleepUntil(wake) => {
-                cpu.console.pump(console::IDLE_BYTES);
-                let now = cpu.clock.now();
+                console.pump(console::IDLE_BYTES, || runner.goes_on(clock.now()));
+                let now = clock.now();
                 if now < wake {
-                    apic::sleep(&cpu.clock, now, wake);
+                    apic::sleep(clock, now, wake);
                 }
             }
             TickOutcome::Done => break,

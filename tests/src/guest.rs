@@ -1,6 +1,7 @@
 //! The console of a guest, and the payload's reports on it.
 
-use std::fs;
+use std::fs::{self, File};
+use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -48,43 +49,36 @@ impl GuestConsole {
 
     /// Returns the last report of each of `vcpus` vCPUs; `None` until all have reported.
     pub fn last_reports(&self, vcpus: u32) -> Option<Vec<PayloadReport>> {
-        let all = self.reports();
-        (0..vcpus).map(|v| all.iter().rev().find(|r| r.vcpu == v).copied()).collect()
+        last_of_each(&self.reports(), vcpus)
     }
 
     /// Fails the test if the guest has reported an error, a fault or that it cannot continue.
     pub fn assert_clean(&self) {
-        for m in self.messages() {
-            match m {
-                PayloadMessage::Report(r) => {
-                    assert_eq!(r.errors, 0, "{}: {r:?}", self.path.display())
-                }
-                PayloadMessage::Ready { .. } => {}
-                bad => panic!("{}: the guest reports {bad:?}", self.path.display()),
-            }
-        }
+        CleanReports::of(self).update();
     }
 
     /// Waits until every vCPU has reported `more` times from now on without an error. Returns the
     /// last report of each vCPU.
     pub fn wait_reports(&self, vcpus: u32, more: usize, limit: Duration) -> Vec<PayloadReport> {
-        let count = |v: u32| self.reports().iter().filter(|r| r.vcpu == v).count();
-        let before: Vec<usize> = (0..vcpus).map(count).collect();
         let what = format!("{more} more reports of {vcpus} vCPUs on {}", self.path.display());
+        let mut reports = CleanReports::of(self);
+        let before = reports.update().len();
         wait_for(&what, limit, || {
-            self.assert_clean();
-            (0..vcpus).all(|v| count(v) >= before[v as usize] + more).then_some(())
+            let since = &reports.update()[before..];
+            let has = |v: u32| since.iter().filter(|r| r.vcpu == v).count() >= more;
+            (0..vcpus).all(has).then_some(())
         });
-        self.last_reports(vcpus).unwrap_or_default()
+        last_of_each(&reports.all, vcpus).unwrap_or_default()
     }
 
     /// Waits until every vCPU has reported a pass over its part of the working set, without an
     /// error.
     pub fn wait_first_pass(&self, vcpus: u32, limit: Duration) {
         let what = format!("a first pass of {vcpus} vCPUs on {}", self.path.display());
+        let mut reports = CleanReports::of(self);
         wait_for(&what, limit, || {
-            self.assert_clean();
-            self.last_reports(vcpus)?.iter().all(|r| r.passes > 0).then_some(())
+            let last = last_of_each(reports.update(), vcpus)?;
+            last.iter().all(|r| r.passes > 0).then_some(())
         });
     }
 
@@ -94,9 +88,10 @@ impl GuestConsole {
     /// because a part of it may precede this console.
     pub fn wait_pass(&self, vcpus: u32, limit: Duration) {
         let what = format!("a pass of {vcpus} vCPUs on {}", self.path.display());
+        let mut reports = CleanReports::of(self);
         wait_for(&what, limit, || {
-            self.assert_clean();
-            let (all, last) = (self.reports(), self.last_reports(vcpus)?);
+            let all = reports.update();
+            let last = last_of_each(all, vcpus)?;
             let passed = |r: &PayloadReport| {
                 let first = all.iter().find(|first| first.vcpu == r.vcpu);
                 first.is_some_and(|first| r.passes >= first.passes + 2)
@@ -104,4 +99,51 @@ impl GuestConsole {
             last.iter().all(passed).then_some(())
         });
     }
+}
+
+/// The reports on a console, none of which may have an error. Each part of the console is read
+/// once, so that a wait takes little processor time.
+struct CleanReports<'c> {
+    console: &'c GuestConsole,
+    read: u64,
+    all: Vec<PayloadReport>,
+}
+
+impl<'c> CleanReports<'c> {
+    fn of(console: &'c GuestConsole) -> Self {
+        Self { console, read: 0, all: Vec::new() }
+    }
+
+    /// Reads the lines that are new, and returns all reports. Fails the test if the guest has
+    /// reported an error, a fault or that it cannot continue.
+    fn update(&mut self) -> &[PayloadReport] {
+        let path = self.console.path.display();
+        for line in self.new_lines().lines() {
+            match PayloadMessage::parse(line) {
+                Some(PayloadMessage::Report(r)) => {
+                    assert_eq!(r.errors, 0, "{path}: {r:?}");
+                    self.all.push(r);
+                }
+                Some(PayloadMessage::Ready { .. }) | None => {}
+                Some(bad) => panic!("{path}: the guest reports {bad:?}"),
+            }
+        }
+        &self.all
+    }
+
+    /// Returns the complete lines after those that were read.
+    fn new_lines(&mut self) -> String {
+        let mut new = Vec::new();
+        let Ok(mut file) = File::open(&self.console.path) else { return String::new() };
+        file.seek(SeekFrom::Start(self.read)).expect("a file");
+        file.read_to_end(&mut new).expect("a file");
+        new.truncate(new.iter().rposition(|byte| *byte == b'\n').map_or(0, |last| last + 1));
+        self.read += new.len() as u64;
+        String::from_utf8_lossy(&new).into_owned()
+    }
+}
+
+/// Returns the last report of each vCPU; `None` until all have reported.
+fn last_of_each(reports: &[PayloadReport], vcpus: u32) -> Option<Vec<PayloadReport>> {
+    (0..vcpus).map(|v| reports.iter().rev().find(|r| r.vcpu == v).copied()).collect()
 }

@@ -110,6 +110,15 @@ impl TickGap {
         }
     }
 
+    /// Records that the loop goes on between two ticks: as [`tick`](Self::tick), except that an
+    /// intended sleep whose end has not come stays one.
+    #[inline(always)]
+    pub fn goes_on(&mut self, now_ns: u64) {
+        if now_ns > self.due_ns {
+            self.tick(now_ns);
+        }
+    }
+
     /// Records that the loop sleeps until `wake_ns`. A late wake-up counts, the sleep itself does
     /// not.
     #[inline(always)]

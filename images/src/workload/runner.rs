@@ -143,6 +143,12 @@ impl Runner {
         TickOutcome::SleepUntil(wake_ns)
     }
 
+    /// Records that the loop goes on while it prints, so that this does not count as a gap.
+    #[inline(always)]
+    pub fn goes_on(&mut self, now_ns: u64) {
+        self.gap.goes_on(now_ns);
+    }
+
     #[cold]
     #[inline(never)]
     fn report(&mut self, now_ns: u64, print: &mut impl FnMut(&[u8])) {
