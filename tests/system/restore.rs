@@ -204,7 +204,7 @@ fn working_set_is_prefetched_at_the_next_restore() {
     assert!(waits > 10 && prefetched == 0, "{waits} waits, {prefetched} prefetched");
     tests::wait_for("the recorded working set", SOON, || working_set.exists().then_some(()));
     // Which other pages the guest touches before all have arrived depends on chance and on the
-    // host, whose other load may also delay the prefetch.
+    // host, whose other load may also delay the prefetch. So two restores must show the effect.
     let mut waits_again: Vec<u64> = (2..=6)
         .map(|number| {
             let [again, prefetched] = restored(&format!("restore-{number}"), &[]);
@@ -214,7 +214,7 @@ fn working_set_is_prefetched_at_the_next_restore() {
         })
         .collect();
     waits_again.sort_unstable();
-    assert!(4 * waits_again[2] <= 3 * waits, "{waits} waits the first time, {waits_again:?} after");
+    assert!(2 * waits_again[1] <= waits, "{waits} waits the first time, {waits_again:?} after");
 
     let mut damaged = std::fs::read(&working_set).expect("readable");
     *damaged.last_mut().expect("bytes") ^= 1;
