@@ -131,10 +131,10 @@ extern "C" fn run(cpu: &'static mut Cpu) -> ! {
         let (console, clock) = (&mut cpu.console, &cpu.clock);
         match runner.tick(now, &mut memory, table, &mut |line| console.print(line)) {
             TickOutcome::TickAgain => {
-                console.pump(console::BUSY_BYTES, || runner.goes_on(clock.now()));
+                console.pump(console::BUSY_BYTES, || runner.progress(clock.now()));
             }
             TickOutcome::SleepUntil(wake) => {
-                console.pump(console::IDLE_BYTES, || runner.goes_on(clock.now()));
+                console.pump(console::IDLE_BYTES, || runner.progress(clock.now()));
                 let now = clock.now();
                 if now < wake {
                     apic::sleep(clock, now, wake);

@@ -19,7 +19,7 @@
 //! | `passes` | complete rounds through its share |
 //! | `pages` | page writes so far |
 //! | `errors` | pages found wrong so far; the first ten have an `error` line each |
-//! | `max_gap_us` | the longest time between two ticks of its loop since it began; intended sleep does not count, late wake-ups do |
+//! | `max_gap_us` | the longest time between two ticks of its loop, or printed bytes, since it began; intended sleep does not count, late wake-ups do |
 //! | `gap_us` | the same since its last line |
 //!
 //! vCPU 0 prints `ready` before any page is written. Each vCPU prints a report about once a second,
@@ -43,7 +43,7 @@ pub struct PayloadReport {
     pub pages: u64,
     /// Pages found wrong so far.
     pub errors: u64,
-    /// Longest gap between two ticks so far, in microseconds.
+    /// Longest gap so far, in microseconds.
     pub max_gap_us: u64,
     /// Longest gap since its last line, in microseconds.
     pub gap_us: u64,

@@ -4,7 +4,7 @@
 //! | figure | of |
 //! | --- | --- |
 //! | downtime | from the source's request to pause until the destination has resumed the guest |
-//! | longest gap | the longest time between two ticks of a vCPU's loop, in the 0.1 s in which the pause lies, and for `upgrade` in the whole command |
+//! | longest gap | the longest time between two ticks of a vCPU's loop, or printed bytes, in the 0.1 s in which the pause lies, and for `upgrade` in the whole command |
 //! | baseline gap | the longest gap in an equally long time without a hand-over |
 //! | both | the most memory that both processes had together, above what one had before |
 //!

@@ -33,14 +33,10 @@ impl GuestConsole {
         whole.lines().map(str::to_owned).collect()
     }
 
-    /// Returns the payload's messages so far.
-    pub fn messages(&self) -> Vec<PayloadMessage> {
-        self.lines().iter().filter_map(|l| PayloadMessage::parse(l)).collect()
-    }
-
     /// Returns the payload's reports so far, oldest first.
     pub fn reports(&self) -> Vec<PayloadReport> {
-        let reports = self.messages().into_iter().filter_map(|m| match m {
+        let messages = self.lines().into_iter().filter_map(|l| PayloadMessage::parse(&l));
+        let reports = messages.filter_map(|m| match m {
             PayloadMessage::Report(r) => Some(r),
             _ => None,
         });

@@ -1,5 +1,4 @@
-//! Time: how many page writes the rate allows, until when to sleep, and the longest gap between two
-//! ticks.
+//! Time: how many page writes the rate allows, until when to sleep, and the longest gap.
 
 use super::page::PAGE_SIZE;
 use super::settings::{PayloadSpec, WriteRate};
@@ -84,7 +83,8 @@ impl Pacer {
     }
 }
 
-/// The longest time between two ticks of one loop, without intended sleep.
+/// The longest time without progress of one loop, without intended sleep. Ticks and printed bytes
+/// are progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct TickGap {
@@ -110,10 +110,10 @@ impl TickGap {
         }
     }
 
-    /// Records that the loop goes on between two ticks: as [`tick`](Self::tick), except that an
-    /// intended sleep whose end has not come stays one.
+    /// Records progress between two ticks, such as a printed byte: as [`tick`](Self::tick), except
+    /// that an intended sleep whose end has not come is kept.
     #[inline(always)]
-    pub fn goes_on(&mut self, now_ns: u64) {
+    pub fn progress(&mut self, now_ns: u64) {
         if now_ns > self.due_ns {
             self.tick(now_ns);
         }

@@ -143,10 +143,10 @@ impl Runner {
         TickOutcome::SleepUntil(wake_ns)
     }
 
-    /// Records that the loop goes on while it prints, so that this does not count as a gap.
+    /// Records progress while the loop prints, so that printing does not count as a gap.
     #[inline(always)]
-    pub fn goes_on(&mut self, now_ns: u64) {
-        self.gap.goes_on(now_ns);
+    pub fn progress(&mut self, now_ns: u64) {
+        self.gap.progress(now_ns);
     }
 
     #[cold]
