@@ -7,12 +7,13 @@ use std::ops::Range;
 
 use crate::{FrameRun, Gfn, PageSize};
 
-/// KVM's number of a memory slot.
+/// The number of a memory slot: KVM's, unless slots are registered [in
+/// parts](crate::ring::SlotParts).
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct SlotId(pub u32);
 
-/// A memory slot: a range of frames that KVM maps and tracks as a unit.
+/// A memory slot: a range of frames that lie side by side in guest physical memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Slot {

@@ -2,7 +2,8 @@
 
 use super::consumer::RingConsumer;
 use super::entry::{RingEntry, RingFull};
-use super::list::DirtyList;
+use super::list::{DirtyFrame, DirtyList};
+use super::parts::SlotParts;
 use crate::{SlotId, Tracker};
 
 /// The consumer sides of all rings of a guest, and the dirty list of each vCPU. A harvester must
@@ -45,6 +46,8 @@ pub struct Harvester {
     /// Whether entries were lost, or may have been, and all memory has not been reprotected since
     /// (I6).
     distrust: bool,
+    /// The parts in which slots are registered with KVM; `None` if each is a KVM slot.
+    parts: Option<SlotParts>,
 }
 
 impl Harvester {
@@ -54,7 +57,13 @@ impl Harvester {
         let one = || (RingConsumer::default(), DirtyList::with_capacity(ring_entries));
         let vcpus: Vec<_> = (0..vcpus).map(|_| one()).collect();
         let none = vec![0; vcpus.len()];
-        Self { dirtied: none.clone(), harvested: none, vcpus, distrust: false }
+        Self { dirtied: none.clone(), harvested: none, vcpus, distrust: false, parts: None }
+    }
+
+    /// Expects ring entries of the KVM slots of `parts`. Call it before the first harvest.
+    pub fn with_parts(mut self, parts: SlotParts) -> Self {
+        self.parts = Some(parts);
+        self
     }
 
     /// Returns the number of frames that each vCPU has made dirty so far, in the order of the
@@ -274,9 +283,11 @@ impl Readable<'_> {
     /// ```
     pub fn for_each(self, mut visit: impl FnMut(SlotId, u64) -> bool) -> Inserted {
         let mut out = Inserted::default();
+        let parts = self.harvester.parts;
         for (_, list) in &mut self.harvester.vcpus {
             for frame in list.frames() {
-                match visit(frame.slot_id(), frame.offset) {
+                let (slot, offset) = place(*frame, parts);
+                match visit(slot, offset) {
                     true => out.frames += 1,
                     false => out.foreign += 1,
                 }
@@ -299,10 +310,12 @@ impl Readable<'_> {
     pub fn insert_into(self, tracker: &Tracker) -> Inserted {
         let mut out = Inserted::default();
         let mut marking = tracker.marking();
+        let parts = self.harvester.parts;
         for ((_, list), dirtied) in self.harvester.vcpus.iter_mut().zip(&mut self.harvester.dirtied)
         {
             for frame in list.frames() {
-                match marking.mark_offset(frame.slot_id(), frame.offset) {
+                let (slot, offset) = place(*frame, parts);
+                match marking.mark_offset(slot, offset) {
                     Ok(()) => out.frames += 1,
                     Err(_) => out.foreign += 1,
                 }
@@ -318,4 +331,10 @@ impl Readable<'_> {
         }
         out
     }
+}
+
+/// Returns the slot and the offset of `frame` in the layout.
+fn place(frame: DirtyFrame, parts: Option<SlotParts>) -> (SlotId, u64) {
+    let (slot, offset) = (frame.slot_id(), frame.offset);
+    parts.map_or((slot, offset), |parts| parts.locate(slot, offset))
 }

@@ -8,6 +8,8 @@ mod consumer;
 mod entry;
 mod harvest;
 mod list;
+mod parts;
 
 pub use entry::{ENTRY_DIRTY, ENTRY_RESET, RingEntry, RingFull};
 pub use harvest::{Harvest, Harvester, Inserted, Readable};
+pub use parts::SlotParts;

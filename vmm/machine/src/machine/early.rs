@@ -131,7 +131,10 @@ impl Drop for EarlyVm {
 
 #[cfg(test)]
 mod tests {
-    use driftline_dirty_tracker::SlotId;
+    use driftline_dirty_tracker::{PAGE_SIZE, SlotId};
+
+    /// Register by which a guest asks KVM for the wall clock.
+    const MSR_KVM_WALL_CLOCK_NEW: u32 = 0x4b56_4d00;
 
     use super::*;
     use crate::config::BackendKind;
@@ -158,5 +161,55 @@ mod tests {
             built.vm.set_dirty_logging(false).unwrap();
             assert!(!built.vm.take_early_logging(), "it was off meanwhile");
         }
+    }
+
+    #[test]
+    fn writes_are_logged_in_their_slot_and_part() {
+        if !kvm_or_skip("writes_are_logged_in_their_slot_and_part") {
+            return;
+        }
+        let manual = TrackingMode::DirtyBitmapManual;
+        let config = MachineConfig { tracking: manual, ..payload_config(BackendKind::Kvm) };
+        let memory = Memory::sparse(4 << 30, &MemoryOptions::default()).unwrap();
+        let built = EmptyVm::new().unwrap().finish(&Arc::new(memory), &config, true).unwrap();
+        let vm = &built.vm;
+        let (words, part) = (1 << 14, vm.parts().frames());
+        let mut bitmap = vec![u64::MAX; words];
+        // KVM writes the wall clock to the address in this register, as a vCPU's write.
+        let vcpu = vm.fd().create_vcpu(0).unwrap();
+        let clear_all = |slot, words: usize| {
+            let chunk = usize::try_from(part / 64).unwrap();
+            let all = vec![u64::MAX; words];
+            for (nth, bits) in all.chunks(chunk).enumerate() {
+                vm.clear_dirty_log(slot, (nth * chunk) as u64, bits).unwrap();
+            }
+        };
+        for (slot, words, base, frame) in [
+            (SlotId(0), 3 << 12, 0, 2 * part + 5),
+            (SlotId(0), 3 << 12, 0, (3 << 18) - 1),
+            (SlotId(1), 1 << 12, 1 << 20, 0),
+            (SlotId(1), 1 << 12, 1 << 20, 3 * part + 70),
+        ] {
+            clear_all(SlotId(0), 3 << 12);
+            clear_all(SlotId(1), 1 << 12);
+            let entry = kvm_bindings::kvm_msr_entry {
+                index: MSR_KVM_WALL_CLOCK_NEW,
+                data: (base + frame) * PAGE_SIZE,
+                ..Default::default()
+            };
+            let msrs = kvm_bindings::Msrs::from_entries(&[entry]).unwrap();
+            assert_eq!(vcpu.set_msrs(&msrs).unwrap(), 1);
+            vm.get_dirty_log(slot, &mut bitmap[..words]).unwrap();
+            let set: Vec<u64> = (0..words as u64 * 64)
+                .filter(|at| bitmap[(at / 64) as usize] >> (at % 64) & 1 == 1)
+                .collect();
+            assert_eq!(set, [frame], "slot {slot:?}");
+            let other = SlotId(1 - slot.0);
+            vm.get_dirty_log(other, &mut bitmap).unwrap();
+            let other_words = if other == SlotId(0) { 3 << 12 } else { 1 << 12 };
+            assert!(bitmap[..other_words].iter().all(|word| *word == 0));
+        }
+        let across = vm.clear_dirty_log(SlotId(0), part / 64 - 1, &[1, 1]);
+        assert_eq!(across.unwrap_err().kind(), std::io::ErrorKind::InvalidInput);
     }
 }

@@ -40,9 +40,10 @@ impl DirtySource for BitmapSource {
     }
 
     fn collect(&mut self, tracker: &Tracker) -> Result<CollectionReport, SourceError> {
-        self.collect_by(|slot, bitmap| {
+        let collected = self.collect_by(|slot, bitmap| {
             tracker.absorb_bitmap(slot, bitmap).inspect_err(|_| tracker.mark_all())
-        })
+        });
+        collected.inspect_err(|_| tracker.mark_all())
     }
 
     fn dirtied(&self) -> &[u64] {
@@ -56,7 +57,8 @@ impl DirtySource for BitmapSource {
 
 impl BitmapSource {
     /// Reads each slot's bitmap and passes it to `insert`. `insert` returns the number of frames it
-    /// took, or an error after it has marked all memory.
+    /// took, or an error after it has marked all memory. After an error the caller must mark all
+    /// memory: KVM forgets what it reads.
     pub(super) fn collect_by(
         &mut self,
         mut insert: impl FnMut(SlotId, &[u64]) -> Result<u64, OutOfSlot>,

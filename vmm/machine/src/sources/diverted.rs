@@ -46,10 +46,11 @@ impl Divert for RingSource {
 
 impl Divert for BitmapSource {
     fn collect_into(&mut self, sink: &SharedSink) -> Result<CollectionReport, SourceError> {
-        self.collect_by(|slot, bitmap| {
+        let collected = self.collect_by(|slot, bitmap| {
             let mut sink = sink.lock();
             sink.insert_bitmap(slot, bitmap).inspect_err(|_| sink.insert_all())
-        })
+        });
+        collected.inspect_err(|_| sink.lock().insert_all())
     }
 }
 

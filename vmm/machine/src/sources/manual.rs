@@ -40,14 +40,16 @@ impl ManualSource {
     }
 }
 
-/// Write-protects the frames whose bits are set in `bitmap`, the bitmap of a whole slot. After an
-/// error, only the bits of frames that were write-protected remain set.
+/// Write-protects the frames whose bits are set in `bitmap`, the bitmap of a whole slot, by calls
+/// that each lie in one part of `part_words` words. After an error, only the bits of frames that
+/// were write-protected remain set.
 fn clear(
     bitmap: &mut [u64],
+    part_words: usize,
     mut call: impl FnMut(u64, &[u64]) -> io::Result<()>,
 ) -> Result<(), SourceError> {
     let mut at = 0;
-    while let Some(range) = next_range(bitmap, at) {
+    while let Some(range) = next_range(bitmap, at, part_words) {
         at = range.end;
         if let Err(cause) = call(range.start as u64, &bitmap[range.clone()]) {
             bitmap[range.start..].fill(0);
@@ -58,10 +60,11 @@ fn clear(
 }
 
 /// Returns the words of the next call, starting at or after `at`. The first and the last word of
-/// the range have bits set.
-fn next_range(bitmap: &[u64], at: usize) -> Option<Range<usize>> {
+/// the range have bits set, and are in the same part of `part_words` words.
+fn next_range(bitmap: &[u64], at: usize, part_words: usize) -> Option<Range<usize>> {
     let start = at + bitmap.get(at..)?.iter().position(|word| *word != 0)?;
-    let most = &bitmap[start..bitmap.len().min(start + MAX_WORDS_PER_CALL)];
+    let part_end = (start + 1).next_multiple_of(part_words);
+    let most = &bitmap[start..bitmap.len().min(part_end).min(start + MAX_WORDS_PER_CALL)];
     let mut end = 1;
     for (i, word) in most.iter().enumerate() {
         if *word != 0 {
@@ -71,6 +74,11 @@ fn next_range(bitmap: &[u64], at: usize) -> Option<Range<usize>> {
         }
     }
     Some(start..start + end)
+}
+
+/// Returns the number of words of a bitmap that a part of a slot has.
+fn part_words(vm: &KvmVm) -> usize {
+    usize::try_from(vm.parts().frames() / 64).unwrap_or(usize::MAX)
 }
 
 impl DirtySource for ManualSource {
@@ -91,7 +99,8 @@ impl DirtySource for ManualSource {
         for slot in vm.memory().layout().slots() {
             let bitmap = self.log.room(slot);
             bitmap.fill(u64::MAX);
-            clear(bitmap, |word, bits| vm.clear_dirty_log(slot.id, word, bits))?;
+            let part_words = part_words(&vm);
+            clear(bitmap, part_words, |word, bits| vm.clear_dirty_log(slot.id, word, bits))?;
         }
         Ok(())
     }
@@ -105,11 +114,13 @@ impl DirtySource for ManualSource {
         let vm = self.log.vm().clone();
         for slot in vm.memory().layout().slots() {
             let mut at = Instant::now();
+            // Reading protects nothing and clears nothing, so nothing is lost if it fails.
             let bitmap = self.log.read(slot)?;
             out.harvest_ns += lap(&mut at);
             // I3: a frame that is written between the two calls is in `bitmap`, or stays in KVM's
             // bitmap.
-            let cleared = clear(bitmap, |word, bits| vm.clear_dirty_log(slot.id, word, bits));
+            let clear_words = |word, bits: &[u64]| vm.clear_dirty_log(slot.id, word, bits);
+            let cleared = clear(bitmap, part_words(&vm), clear_words);
             out.reprotect_ns += lap(&mut at);
             match tracker.absorb_bitmap(slot.id, bitmap) {
                 Ok(frames) => out.frames += frames,
@@ -147,9 +158,9 @@ mod tests {
     }
 
     /// Returns the calls that clearing `bitmap` takes. The call after the first `good` ones fails.
-    fn calls(bitmap: &mut [u64], good: usize) -> (Vec<Range<usize>>, bool) {
+    fn calls(bitmap: &mut [u64], part: usize, good: usize) -> (Vec<Range<usize>>, bool) {
         let mut calls = Vec::new();
-        let cleared = clear(bitmap, |word, bits| {
+        let cleared = clear(bitmap, part, |word, bits| {
             if calls.len() == good {
                 return Err(io::Error::other("no"));
             }
@@ -162,7 +173,7 @@ mod tests {
     #[test]
     #[allow(clippy::single_range_in_vec_init)] // Calls are ranges.
     fn only_near_words_share_a_call() {
-        let of = |words: &[usize]| calls(&mut bitmap_with(10_000, words), usize::MAX).0;
+        let of = |words: &[usize]| calls(&mut bitmap_with(10_000, words), 10_000, usize::MAX).0;
         assert!(of(&[]).is_empty());
         assert_eq!(of(&[0]), [0..1]);
         assert_eq!(of(&[9_999]), [9_999..10_000]);
@@ -179,13 +190,15 @@ mod tests {
         fn every_dirty_word_is_cleared_once(
             set in proptest::collection::btree_set(0usize..20_000, 0..60),
             good in 0usize..20,
+            part in 1usize..30_000,
         ) {
             let set: Vec<_> = set.into_iter().collect();
             let whole = bitmap_with(20_000, &set);
             let mut bitmap = whole.clone();
-            let (calls, done) = calls(&mut bitmap, good);
+            let (calls, done) = calls(&mut bitmap, part, good);
             prop_assert!(calls.windows(2).all(|w| w[0].end <= w[1].start));
             prop_assert!(calls.iter().all(|c| !c.is_empty() && c.len() <= MAX_WORDS_PER_CALL));
+            prop_assert!(calls.iter().all(|c| c.start / part == (c.end - 1) / part));
             let in_call = |at: &usize| calls.iter().any(|c| c.contains(at));
             prop_assert_eq!(done, set.iter().all(in_call));
             let left: Vec<_> = set.iter().copied().filter(in_call).collect();

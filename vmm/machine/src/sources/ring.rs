@@ -27,7 +27,7 @@ impl RingSource {
     /// [`DirtySource::start`].
     pub fn new(vm: Arc<KvmVm>, rings: Vec<RingMap>) -> Self {
         let entries = rings.iter().map(|r| r.entries().len()).max().unwrap_or(0);
-        let harvester = Harvester::new(rings.len(), entries);
+        let harvester = Harvester::new(rings.len(), entries).with_parts(vm.parts());
         Self { vm, rings, harvester, logging: false }
     }
 
