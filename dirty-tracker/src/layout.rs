@@ -1,7 +1,7 @@
 //! The guest's memory slots, and the position of each slot's bits in a tree.
 //!
 //! Every slot starts on a 64-bit word of the tree's leaf level. Its leaves are therefore identical
-//! to the bitmap that `KVM_GET_DIRTY_LOG` returns for it.
+//! to the bitmap that `KVM_GET_DIRTY_LOG` returns for it, or those for its parts, side by side.
 
 use std::ops::Range;
 

@@ -12,7 +12,9 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use driftline_dirty_tracker::ring::{ENTRY_DIRTY, Harvester, Inserted, RingFull};
+use driftline_dirty_tracker::ring::{
+    ENTRY_DIRTY, Harvester, Inserted, RingEntry, RingFull, SlotParts,
+};
 use driftline_dirty_tracker::{DirtySet, Gfn, Layout, Slot, SlotId, Subscription, Tracker};
 use kernel::{Kernel, KernelRing};
 use proptest::prelude::*;
@@ -302,4 +304,37 @@ fn invalid_rings_are_not_trusted() {
     let harvest = harvester.harvest([ring.entries.as_slice()]);
     let count = harvest.entries();
     assert!(!harvest.reprotected(count).is_trusted(), "the second vCPU's ring was not given");
+}
+
+#[test]
+fn entries_of_parts_reach_their_slots() {
+    let slot = |id, base, frames| Slot { id: SlotId(id), base: Gfn(base), frames };
+    let slots = [slot(0, 0, 200), slot(1, 1000, 130)];
+    let layout = Layout::new(slots).unwrap();
+    let parts = SlotParts::new(&layout, 64);
+    let tracker = Arc::new(Tracker::new(layout));
+    let subscription = tracker.subscribe("parts").unwrap();
+    // The first and the last frame of each part, by KVM's number.
+    let kvm_slots = || slots.iter().flat_map(|slot| parts.of(slot));
+    let frames: Vec<Slot> = kvm_slots().collect();
+    let ring: Vec<RingEntry> = (0..16).map(|_| RingEntry::default()).collect();
+    let publish = || {
+        let ends = frames.iter().flat_map(|part| [(part.id.0, 0), (part.id.0, part.frames - 1)]);
+        for (entry, (slot, offset)) in ring.iter().zip(ends) {
+            entry.slot.store(slot, Ordering::Relaxed);
+            entry.offset.store(offset, Ordering::Relaxed);
+            entry.flags.store(ENTRY_DIRTY, Ordering::Release);
+        }
+    };
+    let expected: BTreeSet<u64> =
+        frames.iter().flat_map(|part| [part.base.0, part.run().end().0 - 1]).collect();
+    let mut harvester = Harvester::new(1, 16).with_parts(parts);
+    publish();
+    let harvest = harvester.harvest([&ring[..]]);
+    let count = harvest.entries();
+    let inserted = harvest.reprotected(count).insert_into(&tracker);
+    assert_eq!((inserted.frames, inserted.foreign), (2 * frames.len() as u64, 0));
+    let marked = slots.iter().flat_map(|slot| slot.run().frames());
+    let marked = marked.filter(|frame| subscription.contains(*frame)).map(|frame| frame.0);
+    assert_eq!(marked.collect::<BTreeSet<_>>(), expected);
 }

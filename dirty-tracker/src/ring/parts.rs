@@ -15,9 +15,13 @@ const MAX_KVM_SLOT: u32 = 32_763;
 /// the calls.
 ///
 /// Part `n` of slot `id` is KVM slot `id + n * stride`, where the stride is one more than the
-/// highest slot number of the layout. KVM slots of an embedder that are not in the layout must have
-/// numbers above those of all parts. A slot has at most 64 parts, and fewer, down to one, if the
-/// numbers would be too high for KVM.
+/// highest slot number of the layout. So the layout must have every number that a slot will ever
+/// have (see [`Tracker::relayout`](crate::Tracker::relayout)), and KVM slots that are not in it
+/// must have numbers above those of all parts. A slot has at most 64 parts, and fewer, down to one,
+/// if the numbers would be too high for KVM.
+///
+/// The [`Harvester`](super::Harvester::with_parts) translates the entries of rings. The bitmaps of
+/// a slot's parts, side by side, are the bitmap of the slot.
 ///
 /// ```
 /// use driftline_dirty_tracker::ring::SlotParts;
@@ -94,7 +98,14 @@ mod tests {
         }
     }
 
+    fn config() -> ProptestConfig {
+        let cases = if cfg!(miri) { 4 } else { 256 };
+        ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(cases) }
+    }
+
     proptest! {
+        #![proptest_config(config())]
+
         /// The parts of all slots have different numbers, lie side by side in their slot, and each
         /// frame of a part is found again.
         #[test]

@@ -131,16 +131,17 @@ impl Drop for EarlyVm {
 
 #[cfg(test)]
 mod tests {
-    use driftline_dirty_tracker::{PAGE_SIZE, SlotId};
-
-    /// Register by which a guest asks KVM for the wall clock.
-    const MSR_KVM_WALL_CLOCK_NEW: u32 = 0x4b56_4d00;
+    use driftline_dirty_tracker::{PAGE_SIZE, Slot, SlotId};
 
     use super::*;
     use crate::config::BackendKind;
     use crate::memory::MemoryOptions;
+    use crate::sources::{BitmapSource, DirtySource};
     use crate::testing::{kvm_or_skip, payload_config};
     use crate::tracking::TrackingMode;
+
+    /// Register by which a guest asks KVM for the wall clock (`MSR_KVM_WALL_CLOCK_NEW`).
+    const WALL_CLOCK: u32 = 0x4b56_4d00;
 
     #[test]
     fn tracked_vm_logs_before_it_has_vcpus() {
@@ -170,46 +171,57 @@ mod tests {
         }
         let manual = TrackingMode::DirtyBitmapManual;
         let config = MachineConfig { tracking: manual, ..payload_config(BackendKind::Kvm) };
-        let memory = Memory::sparse(4 << 30, &MemoryOptions::default()).unwrap();
+        let memory = Memory::sparse(6 << 30, &MemoryOptions::default()).unwrap();
         let built = EmptyVm::new().unwrap().finish(&Arc::new(memory), &config, true).unwrap();
-        let vm = &built.vm;
-        let (words, part) = (1 << 14, vm.parts().frames());
-        let mut bitmap = vec![u64::MAX; words];
-        // KVM writes the wall clock to the address in this register, as a vCPU's write.
+        let (vm, parts) = (&built.vm, built.vm.parts());
+        let slots: Vec<Slot> = vm.memory().layout().slots().copied().collect();
         let vcpu = vm.fd().create_vcpu(0).unwrap();
-        let clear_all = |slot, words: usize| {
-            let chunk = usize::try_from(part / 64).unwrap();
-            let all = vec![u64::MAX; words];
-            for (nth, bits) in all.chunks(chunk).enumerate() {
-                vm.clear_dirty_log(slot, (nth * chunk) as u64, bits).unwrap();
+        let words = |frames: u64| usize::try_from(frames / 64).unwrap();
+        for slot in &slots {
+            let last_part = parts.of(slot).last().unwrap();
+            assert_ne!(last_part.base, slot.base, "the slot has several parts");
+            for frame in [slot.base.0 + 1, last_part.base.0 + 70, slot.run().end().0 - 1] {
+                for slot in &slots {
+                    let all = vec![u64::MAX; words(slot.frames)];
+                    for (nth, bits) in (0u64..).zip(all.chunks(words(parts.frames()))) {
+                        vm.clear_dirty_log(slot.id, nth * parts.frames() / 64, bits).unwrap();
+                    }
+                }
+                // KVM itself writes the wall clock to the address in this register, and logs it.
+                let data = frame * PAGE_SIZE;
+                let entry = kvm_msr_entry { index: WALL_CLOCK, data, ..Default::default() };
+                assert_eq!(vcpu.set_msrs(&Msrs::from_entries(&[entry]).unwrap()).unwrap(), 1);
+                let logged = slots.iter().flat_map(|slot| {
+                    let mut bitmap = vec![u64::MAX; words(slot.frames)];
+                    vm.get_dirty_log(slot.id, &mut bitmap).unwrap();
+                    let is_set = move |at: &u64| bitmap[words(*at)] >> (at % 64) & 1 == 1;
+                    (0..slot.frames).filter(is_set).map(|at| slot.base.0 + at)
+                });
+                assert_eq!(logged.collect::<Vec<_>>(), [frame], "{slot:?}");
             }
-        };
-        for (slot, words, base, frame) in [
-            (SlotId(0), 3 << 12, 0, 2 * part + 5),
-            (SlotId(0), 3 << 12, 0, (3 << 18) - 1),
-            (SlotId(1), 1 << 12, 1 << 20, 0),
-            (SlotId(1), 1 << 12, 1 << 20, 3 * part + 70),
-        ] {
-            clear_all(SlotId(0), 3 << 12);
-            clear_all(SlotId(1), 1 << 12);
-            let entry = kvm_bindings::kvm_msr_entry {
-                index: MSR_KVM_WALL_CLOCK_NEW,
-                data: (base + frame) * PAGE_SIZE,
-                ..Default::default()
-            };
-            let msrs = kvm_bindings::Msrs::from_entries(&[entry]).unwrap();
-            assert_eq!(vcpu.set_msrs(&msrs).unwrap(), 1);
-            vm.get_dirty_log(slot, &mut bitmap[..words]).unwrap();
-            let set: Vec<u64> = (0..words as u64 * 64)
-                .filter(|at| bitmap[(at / 64) as usize] >> (at % 64) & 1 == 1)
-                .collect();
-            assert_eq!(set, [frame], "slot {slot:?}");
-            let other = SlotId(1 - slot.0);
-            vm.get_dirty_log(other, &mut bitmap).unwrap();
-            let other_words = if other == SlotId(0) { 3 << 12 } else { 1 << 12 };
-            assert!(bitmap[..other_words].iter().all(|word| *word == 0));
         }
-        let across = vm.clear_dirty_log(SlotId(0), part / 64 - 1, &[1, 1]);
+        let across = vm.clear_dirty_log(slots[0].id, parts.frames() / 64 - 1, &[1, 1]);
         assert_eq!(across.unwrap_err().kind(), std::io::ErrorKind::InvalidInput);
+    }
+
+    #[test]
+    fn bitmap_that_cannot_be_read_marks_all_memory() {
+        if !kvm_or_skip("bitmap_that_cannot_be_read_marks_all_memory") {
+            return;
+        }
+        let tracking = TrackingMode::DirtyBitmap;
+        let config = MachineConfig { tracking, ..payload_config(BackendKind::Kvm) };
+        let memory = Arc::new(Memory::new(64 << 20, &MemoryOptions::default()).unwrap());
+        let built = EmptyVm::new().unwrap().finish(&memory, &config, true).unwrap();
+        let vm = Arc::new(built.vm);
+        let mut source = BitmapSource::new(vm.clone());
+        let mut subscription = memory.tracker().subscribe("test").unwrap();
+        source.start().unwrap();
+        source.collect(memory.tracker()).unwrap();
+        subscription.drain().commit();
+        // KVM has no log to read.
+        vm.set_dirty_logging(false).unwrap();
+        source.collect(memory.tracker()).unwrap_err();
+        assert_eq!(subscription.drain().frames(), memory.layout().frames());
     }
 }
