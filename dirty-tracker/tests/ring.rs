@@ -315,25 +315,21 @@ fn entries_of_parts_reach_their_slots() {
     let tracker = Arc::new(Tracker::new(layout));
     let subscription = tracker.subscribe("parts").unwrap();
     // The first and the last frame of each part, by KVM's number.
-    let kvm_slots = || slots.iter().flat_map(|slot| parts.of(slot));
-    let frames: Vec<Slot> = kvm_slots().collect();
+    let kvm_slots: Vec<Slot> = slots.iter().flat_map(|slot| parts.of(slot)).collect();
+    let ends = kvm_slots.iter().flat_map(|part| [(part.id.0, 0), (part.id.0, part.frames - 1)]);
     let ring: Vec<RingEntry> = (0..16).map(|_| RingEntry::default()).collect();
-    let publish = || {
-        let ends = frames.iter().flat_map(|part| [(part.id.0, 0), (part.id.0, part.frames - 1)]);
-        for (entry, (slot, offset)) in ring.iter().zip(ends) {
-            entry.slot.store(slot, Ordering::Relaxed);
-            entry.offset.store(offset, Ordering::Relaxed);
-            entry.flags.store(ENTRY_DIRTY, Ordering::Release);
-        }
-    };
+    for (entry, (slot, offset)) in ring.iter().zip(ends) {
+        entry.slot.store(slot, Ordering::Relaxed);
+        entry.offset.store(offset, Ordering::Relaxed);
+        entry.flags.store(ENTRY_DIRTY, Ordering::Release);
+    }
     let expected: BTreeSet<u64> =
-        frames.iter().flat_map(|part| [part.base.0, part.run().end().0 - 1]).collect();
+        kvm_slots.iter().flat_map(|part| [part.base.0, part.run().end().0 - 1]).collect();
     let mut harvester = Harvester::new(1, 16).with_parts(parts);
-    publish();
     let harvest = harvester.harvest([&ring[..]]);
     let count = harvest.entries();
     let inserted = harvest.reprotected(count).insert_into(&tracker);
-    assert_eq!((inserted.frames, inserted.foreign), (2 * frames.len() as u64, 0));
+    assert_eq!((inserted.frames, inserted.foreign), (2 * kvm_slots.len() as u64, 0));
     let marked = slots.iter().flat_map(|slot| slot.run().frames());
     let marked = marked.filter(|frame| subscription.contains(*frame)).map(|frame| frame.0);
     assert_eq!(marked.collect::<BTreeSet<_>>(), expected);

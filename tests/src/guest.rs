@@ -28,9 +28,18 @@ impl GuestConsole {
 
     /// Returns the complete lines so far.
     pub fn lines(&self) -> Vec<String> {
-        let text = self.text();
-        let whole = text.rfind('\n').map_or("", |end| &text[..end]);
-        whole.lines().map(str::to_owned).collect()
+        let text = self.whole_lines(0);
+        String::from_utf8_lossy(&text).lines().map(str::to_owned).collect()
+    }
+
+    /// Returns the complete lines from byte `start` on.
+    fn whole_lines(&self, start: u64) -> Vec<u8> {
+        let mut text = Vec::new();
+        let Ok(mut file) = File::open(&self.path) else { return text };
+        file.seek(SeekFrom::Start(start)).expect("a file");
+        file.read_to_end(&mut text).expect("a file");
+        text.truncate(text.iter().rposition(|byte| *byte == b'\n').map_or(0, |last| last + 1));
+        text
     }
 
     /// Returns the payload's reports so far, oldest first.
@@ -114,7 +123,9 @@ impl<'c> CleanReports<'c> {
     /// reported an error, a fault or that it cannot continue.
     fn update(&mut self) -> &[PayloadReport] {
         let path = self.console.path.display();
-        for line in self.new_lines().lines() {
+        let new = self.console.whole_lines(self.read);
+        self.read += new.len() as u64;
+        for line in String::from_utf8_lossy(&new).lines() {
             match PayloadMessage::parse(line) {
                 Some(PayloadMessage::Report(r)) => {
                     assert_eq!(r.errors, 0, "{path}: {r:?}");
@@ -125,17 +136,6 @@ impl<'c> CleanReports<'c> {
             }
         }
         &self.all
-    }
-
-    /// Returns the complete lines after those that were read.
-    fn new_lines(&mut self) -> String {
-        let mut new = Vec::new();
-        let Ok(mut file) = File::open(&self.console.path) else { return String::new() };
-        file.seek(SeekFrom::Start(self.read)).expect("a file");
-        file.read_to_end(&mut new).expect("a file");
-        new.truncate(new.iter().rposition(|byte| *byte == b'\n').map_or(0, |last| last + 1));
-        self.read += new.len() as u64;
-        String::from_utf8_lossy(&new).into_owned()
     }
 }
 

@@ -205,8 +205,8 @@ fn working_set_is_prefetched_at_the_next_restore() {
     tests::wait_for("the recorded working set", SOON, || working_set.exists().then_some(()));
     // Which other pages the guest touches before all have arrived depends on chance and on the
     // host, whose other load may also delay the prefetch: mostly 7 to 35 of some 150 waits are
-    // left, and once three of five restores had 150 of 187. So two must have at most half as many.
-    let mut waits_again: Vec<u64> = (2..=6)
+    // left, and once three restores in a row had 150 of 187.
+    let mut waits_again: Vec<u64> = (2..=10)
         .map(|number| {
             let [again, prefetched] = restored(&format!("restore-{number}"), &[]);
             println!("{waits} waits the first time, {again} in restore {number}");
@@ -215,7 +215,7 @@ fn working_set_is_prefetched_at_the_next_restore() {
         })
         .collect();
     waits_again.sort_unstable();
-    assert!(2 * waits_again[1] <= waits, "{waits} waits the first time, {waits_again:?} after");
+    assert!(4 * waits_again[4] <= 3 * waits, "{waits} waits the first time, {waits_again:?} after");
 
     let mut damaged = std::fs::read(&working_set).expect("readable");
     *damaged.last_mut().expect("bytes") ^= 1;

@@ -130,7 +130,7 @@ impl KvmVm {
             return Err(io::ErrorKind::InvalidInput.into());
         };
         // Parts begin at whole words, so the bitmap has a chunk for each.
-        let words = usize::try_from(self.parts.frames() / 64).map_err(io::Error::other)?;
+        let words = usize::try_from(self.parts.words()).map_err(io::Error::other)?;
         let mut parts = self.parts.of(slot).zip(bitmap.chunks_mut(words));
         parts.try_for_each(|(part, bitmap)| self.get_part_log(&part, bitmap))
     }
@@ -162,7 +162,7 @@ impl KvmVm {
     /// [parts](Self::parts).
     pub fn clear_dirty_log(&self, slot: SlotId, word: u64, bitmap: &[u64]) -> io::Result<()> {
         let found = self.memory.layout().slots().find(|s| s.id == slot);
-        let part_words = self.parts.frames() / 64;
+        let part_words = self.parts.words();
         let number = usize::try_from(word / part_words).unwrap_or(usize::MAX);
         let part = found.and_then(|s| self.parts.of(s).nth(number));
         let word = word % part_words;

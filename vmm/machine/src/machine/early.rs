@@ -143,24 +143,28 @@ mod tests {
     /// Register by which a guest asks KVM for the wall clock (`MSR_KVM_WALL_CLOCK_NEW`).
     const WALL_CLOCK: u32 = 0x4b56_4d00;
 
+    /// Returns a VM with sparse memory.
+    fn vm(bytes: u64, tracking: TrackingMode, tracked: bool) -> KvmVm {
+        let config = MachineConfig { tracking, ..payload_config(BackendKind::Kvm) };
+        let memory = Arc::new(Memory::sparse(bytes, &MemoryOptions::default()).unwrap());
+        EmptyVm::new().unwrap().finish(&memory, &config, tracked).unwrap().vm
+    }
+
     #[test]
     fn tracked_vm_logs_before_it_has_vcpus() {
         if !kvm_or_skip("tracked_vm_logs_before_it_has_vcpus") {
             return;
         }
-        let tracking = TrackingMode::DirtyBitmap;
-        let config = MachineConfig { tracking, ..payload_config(BackendKind::Kvm) };
         for tracked in [false, true] {
-            let memory = Arc::new(Memory::new(16 << 20, &MemoryOptions::default()).unwrap());
-            let built = EmptyVm::new().unwrap().finish(&memory, &config, tracked).unwrap();
+            let vm = vm(16 << 20, TrackingMode::DirtyBitmap, tracked);
             let mut bitmap = [0; 64];
             // KVM has no log of a slot that it does not log.
-            assert_eq!(built.vm.get_dirty_log(SlotId(0), &mut bitmap).is_ok(), tracked);
-            assert_eq!(built.vm.take_early_logging(), tracked);
-            assert!(!built.vm.take_early_logging(), "it is told once");
-            built.vm.log_early().unwrap();
-            built.vm.set_dirty_logging(false).unwrap();
-            assert!(!built.vm.take_early_logging(), "it was off meanwhile");
+            assert_eq!(vm.get_dirty_log(SlotId(0), &mut bitmap).is_ok(), tracked);
+            assert_eq!(vm.take_early_logging(), tracked);
+            assert!(!vm.take_early_logging(), "it is told once");
+            vm.log_early().unwrap();
+            vm.set_dirty_logging(false).unwrap();
+            assert!(!vm.take_early_logging(), "it was off meanwhile");
         }
     }
 
@@ -169,22 +173,19 @@ mod tests {
         if !kvm_or_skip("writes_are_logged_in_their_slot_and_part") {
             return;
         }
-        let manual = TrackingMode::DirtyBitmapManual;
-        let config = MachineConfig { tracking: manual, ..payload_config(BackendKind::Kvm) };
-        let memory = Memory::sparse(6 << 30, &MemoryOptions::default()).unwrap();
-        let built = EmptyVm::new().unwrap().finish(&Arc::new(memory), &config, true).unwrap();
-        let (vm, parts) = (&built.vm, built.vm.parts());
+        let vm = vm(6 << 30, TrackingMode::DirtyBitmapManual, true);
+        let part_words = vm.parts().words();
         let slots: Vec<Slot> = vm.memory().layout().slots().copied().collect();
         let vcpu = vm.fd().create_vcpu(0).unwrap();
         let words = |frames: u64| usize::try_from(frames / 64).unwrap();
         for slot in &slots {
-            let last_part = parts.of(slot).last().unwrap();
+            let last_part = vm.parts().of(slot).last().unwrap();
             assert_ne!(last_part.base, slot.base, "the slot has several parts");
             for frame in [slot.base.0 + 1, last_part.base.0 + 70, slot.run().end().0 - 1] {
                 for slot in &slots {
                     let all = vec![u64::MAX; words(slot.frames)];
-                    for (nth, bits) in (0u64..).zip(all.chunks(words(parts.frames()))) {
-                        vm.clear_dirty_log(slot.id, nth * parts.frames() / 64, bits).unwrap();
+                    for (nth, bits) in (0u64..).zip(all.chunks(words(64 * part_words))) {
+                        vm.clear_dirty_log(slot.id, nth * part_words, bits).unwrap();
                     }
                 }
                 // KVM itself writes the wall clock to the address in this register, and logs it.
@@ -200,7 +201,7 @@ mod tests {
                 assert_eq!(logged.collect::<Vec<_>>(), [frame], "{slot:?}");
             }
         }
-        let across = vm.clear_dirty_log(slots[0].id, parts.frames() / 64 - 1, &[1, 1]);
+        let across = vm.clear_dirty_log(slots[0].id, part_words - 1, &[1, 1]);
         assert_eq!(across.unwrap_err().kind(), std::io::ErrorKind::InvalidInput);
     }
 
@@ -209,11 +210,8 @@ mod tests {
         if !kvm_or_skip("bitmap_that_cannot_be_read_marks_all_memory") {
             return;
         }
-        let tracking = TrackingMode::DirtyBitmap;
-        let config = MachineConfig { tracking, ..payload_config(BackendKind::Kvm) };
-        let memory = Arc::new(Memory::new(64 << 20, &MemoryOptions::default()).unwrap());
-        let built = EmptyVm::new().unwrap().finish(&memory, &config, true).unwrap();
-        let vm = Arc::new(built.vm);
+        let vm = Arc::new(vm(64 << 20, TrackingMode::DirtyBitmap, true));
+        let memory = vm.memory();
         let mut source = BitmapSource::new(vm.clone());
         let mut subscription = memory.tracker().subscribe("test").unwrap();
         source.start().unwrap();

@@ -10,7 +10,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
-use driftline_dirty_tracker::Tracker;
+use driftline_dirty_tracker::{Slot, Tracker};
 use driftline_guest::CollectionReport;
 
 use super::lap::lap;
@@ -40,9 +40,14 @@ impl ManualSource {
     }
 }
 
-/// Write-protects the frames whose bits are set in `bitmap`, the bitmap of a whole slot, by calls
-/// that each lie in one part of `part_words` words. After an error, only the bits of frames that
-/// were write-protected remain set.
+/// Write-protects the frames of `slot` whose bits are set in `bitmap`. After an error, only the
+/// bits of frames that were write-protected remain set.
+fn clear_slot(vm: &KvmVm, slot: &Slot, bitmap: &mut [u64]) -> Result<(), SourceError> {
+    let part_words = usize::try_from(vm.parts().words()).unwrap_or(usize::MAX);
+    clear(bitmap, part_words, |word, bits| vm.clear_dirty_log(slot.id, word, bits))
+}
+
+/// As [`clear_slot`], by calls of `call` that each lie in one part of `part_words` words.
 fn clear(
     bitmap: &mut [u64],
     part_words: usize,
@@ -76,11 +81,6 @@ fn next_range(bitmap: &[u64], at: usize, part_words: usize) -> Option<Range<usiz
     Some(start..start + end)
 }
 
-/// Returns the number of words of a bitmap that a part of a slot has.
-fn part_words(vm: &KvmVm) -> usize {
-    usize::try_from(vm.parts().frames() / 64).unwrap_or(usize::MAX)
-}
-
 impl DirtySource for ManualSource {
     fn mode(&self) -> TrackingMode {
         TrackingMode::DirtyBitmapManual
@@ -99,8 +99,7 @@ impl DirtySource for ManualSource {
         for slot in vm.memory().layout().slots() {
             let bitmap = self.log.room(slot);
             bitmap.fill(u64::MAX);
-            let part_words = part_words(&vm);
-            clear(bitmap, part_words, |word, bits| vm.clear_dirty_log(slot.id, word, bits))?;
+            clear_slot(&vm, slot, bitmap)?;
         }
         Ok(())
     }
@@ -119,8 +118,7 @@ impl DirtySource for ManualSource {
             out.harvest_ns += lap(&mut at);
             // I3: a frame that is written between the two calls is in `bitmap`, or stays in KVM's
             // bitmap.
-            let clear_words = |word, bits: &[u64]| vm.clear_dirty_log(slot.id, word, bits);
-            let cleared = clear(bitmap, part_words(&vm), clear_words);
+            let cleared = clear_slot(&vm, slot, bitmap);
             out.reprotect_ns += lap(&mut at);
             match tracker.absorb_bitmap(slot.id, bitmap) {
                 Ok(frames) => out.frames += frames,
