@@ -77,7 +77,7 @@ pub use log_limit::LogLimit;
 pub use memory_claim::{ClaimState, MemoryRight, OfferedClaim};
 pub use page_source::{LazyRestoreProgress, PageSource, PageSourceError};
 pub use populate::{MemoryLoader, Populate};
-pub use section::{Section, SectionHead, SectionTag};
+pub use section::{MAX_SECTION_NAME, Section, SectionHead, SectionTag};
 pub use shared_guest::{
     DeviceFile, MAX_DEVICE_FILES, MAX_FILE_NAME, SharedGuest, SharedMemoryError,
 };

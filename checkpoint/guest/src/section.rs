@@ -26,11 +26,10 @@ impl SectionTag {
     pub const KEYBOARD: Self = Self(8);
     /// The configuration of the API over which the guest was configured. No machine needs it.
     pub const API: Self = Self(9);
-}
 
-impl fmt::Display for SectionTag {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = match *self {
+    /// Returns the name of a tag that this version of the program knows.
+    pub fn name(self) -> Option<&'static str> {
+        let name = match self {
             Self::CONFIG => "configuration",
             Self::KVM_VM => "VM state",
             Self::KVM_VCPU => "vCPU state",
@@ -40,9 +39,18 @@ impl fmt::Display for SectionTag {
             Self::PLATFORM => "platform state",
             Self::KEYBOARD => "keyboard controller",
             Self::API => "API's configuration",
-            Self(n) => return write!(f, "unknown section {n}"),
+            _ => return None,
         };
-        f.write_str(name)
+        Some(name)
+    }
+}
+
+impl fmt::Display for SectionTag {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.name() {
+            Some(name) => f.write_str(name),
+            None => write!(f, "unknown section {}", self.0),
+        }
     }
 }
 
@@ -59,11 +67,17 @@ pub struct Section {
     pub bytes: Vec<u8>,
 }
 
+/// Maximum length of [`SectionHead::name`], in bytes.
+pub const MAX_SECTION_NAME: usize = 24;
+
 /// What a reader learns of a section before its content.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Debug)]
 pub struct SectionHead {
     /// Kind of its content.
     pub tag: SectionTag,
+    /// The writer's name of the tag, for the errors of a reader that does not know the tag:
+    /// printable ASCII.
+    pub name: String,
     /// Which of several similar pieces.
     pub instance: u16,
     /// Whether a reader that does not know the tag must refuse the whole state.

@@ -1,7 +1,7 @@
 //! Tags of messages: numbers, names, and upper bounds on lengths.
 
 use driftline_dirty_tracker::PAGE_SIZE;
-use driftline_guest::{MAX_DEVICE_FILES, MAX_FILE_NAME};
+use driftline_guest::{MAX_DEVICE_FILES, MAX_FILE_NAME, MAX_SECTION_NAME};
 
 use super::ids::SECRET_BYTES;
 use super::limits::{
@@ -189,7 +189,7 @@ impl Tag {
             Self::Drives => 8 + MAX_DRIVES * (16 + MAX_DRIVE_ID as u32),
             Self::State => 8 + MAX_SECTION,
             Self::StateEnd => 24,
-            Self::StateHeads => 8 + MAX_SECTIONS * 8,
+            Self::StateHeads => 8 + MAX_SECTIONS * (8 + MAX_SECTION_NAME as u32),
             Self::Late => MAX_QUEUED_PACKET_BYTES as u32,
             Self::Frames => FRAMES_HEAD + MAX_PAGES as u32 * PAGE_SIZE as u32,
             Self::Prepared => 56,

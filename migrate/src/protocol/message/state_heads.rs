@@ -1,6 +1,6 @@
 //! STATE_HEADS: the sections that the guest's state will have, without their content.
 
-use driftline_guest::{SectionHead, SectionTag};
+use driftline_guest::{MAX_SECTION_NAME, SectionHead, SectionTag};
 use zerocopy::little_endian::U16;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
@@ -20,10 +20,12 @@ struct RawSectionHead {
     instance: U16,
     flags: U16,
     version: U16,
+    /// Followed by zeros.
+    name: [u8; MAX_SECTION_NAME],
 }
 
 // The limit of STATE_HEADS depends on this size.
-const _: () = assert!(size_of::<RawSectionHead>() == 8);
+const _: () = assert!(size_of::<RawSectionHead>() == 8 + MAX_SECTION_NAME);
 
 /// The heads of sections.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -39,26 +41,39 @@ impl StateHeads {
         }
         let heads = <[RawSectionHead]>::ref_from_bytes_with_elems(rest, count as usize)
             .map_err(|_| malformed(tag, "its table of sections is not as long as the message"))?;
-        let heads = heads.iter().map(|raw| SectionHead {
-            tag: SectionTag(raw.tag.get()),
-            instance: raw.instance.get(),
-            must_understand: raw.flags.get() & MUST_UNDERSTAND != 0,
-            version: raw.version.get(),
-        });
-        Ok(Self(heads.collect()))
+        heads.iter().map(decoded).collect::<Result<_, _>>().map(Self)
     }
 
+    /// Encodes the same. A name that is too long is cut.
     pub(super) fn to_bytes(&self) -> Vec<u8> {
         let mut bytes = runs_head(self.0.len()).as_bytes().to_vec();
         for head in &self.0 {
             let flags = if head.must_understand { MUST_UNDERSTAND } else { 0 };
             let (tag, instance) = (head.tag.0.into(), head.instance.into());
-            let raw =
-                RawSectionHead { tag, instance, flags: flags.into(), version: head.version.into() };
+            let (flags, version) = (flags.into(), head.version.into());
+            let mut name = [0; MAX_SECTION_NAME];
+            name.iter_mut().zip(head.name.bytes()).for_each(|(to, from)| *to = from);
+            let raw = RawSectionHead { tag, instance, flags, version, name };
             bytes.extend_from_slice(raw.as_bytes());
         }
         bytes
     }
+}
+
+fn decoded(raw: &RawSectionHead) -> Result<SectionHead, WireError> {
+    let length = raw.name.iter().position(|byte| *byte == 0).unwrap_or(MAX_SECTION_NAME);
+    let (name, rest) = raw.name.split_at(length);
+    let is_printable = |byte: &u8| byte.is_ascii_graphic() || *byte == b' ';
+    if name.is_empty() || !name.iter().all(is_printable) || rest.iter().any(|byte| *byte != 0) {
+        return Err(malformed(Tag::StateHeads, "a section's name is empty or not printable"));
+    }
+    Ok(SectionHead {
+        tag: SectionTag(raw.tag.get()),
+        name: String::from_utf8_lossy(name).into_owned(),
+        instance: raw.instance.get(),
+        must_understand: raw.flags.get() & MUST_UNDERSTAND != 0,
+        version: raw.version.get(),
+    })
 }
 
 #[cfg(test)]
@@ -69,6 +84,7 @@ mod tests {
     fn heads_survive_encoding() {
         let head = |n: u16| SectionHead {
             tag: SectionTag(n),
+            name: "n".repeat(usize::from(n - 5) * 8),
             instance: n + 1,
             must_understand: n.is_multiple_of(2),
             version: n + 2,
@@ -83,6 +99,26 @@ mod tests {
         ] {
             let error = StateHeads::parse(bytes).unwrap_err().to_string();
             assert!(error.contains(why), "{why}: {error}");
+        }
+    }
+
+    #[test]
+    fn invalid_section_names_are_refused() {
+        let name = "later state".to_owned();
+        let head = SectionHead {
+            tag: SectionTag(6),
+            name,
+            instance: 0,
+            must_understand: true,
+            version: 1,
+        };
+        let bytes = StateHeads(vec![head]).to_bytes();
+        let at = bytes.len() - MAX_SECTION_NAME;
+        for (offset, byte) in [(0, 0), (0, b'\n'), (0, 0xff), (MAX_SECTION_NAME - 1, b'x')] {
+            let mut bytes = bytes.clone();
+            bytes[at + offset] = byte;
+            let error = StateHeads::parse(&bytes).unwrap_err().to_string();
+            assert!(error.contains("name is empty or not printable"), "{offset}: {error}");
         }
     }
 }

@@ -260,7 +260,7 @@ fn checkpoint_run_stays_if_the_guest_does() {
     for _ in 0..3 {
         let before = taken();
         let said = vmm.refuse(4, &["upgrade"]);
-        assert!(said.contains("unknown section 32752"), "{said}");
+        assert!(said.contains("unknown section 32752, \"later state\""), "{said}");
         wait_for("two more checkpoints", || (taken() >= before + 2).then_some(()));
     }
     vmm.tell(&["checkpoint", "--stop"]);
@@ -270,39 +270,48 @@ fn checkpoint_run_stays_if_the_guest_does() {
     assert_eq!(all.iter().filter(|one| one["full"] == true).count(), 1);
 }
 
-/// A process with `DRIFTLINE_TEST_LATER_STATE` acts as a later version of the program, whose state
-/// has one more section.
+/// Upgrades a guest to a later version of the program, to that again, and back. A process with
+/// `DRIFTLINE_TEST_LATER_STATE` acts as the later version. The way back succeeds, or is refused for
+/// the given reason before the pause.
+fn later_version_and_back(change: &'static str, refusal: Option<&str>) {
+    let tmp = TestDir::new();
+    let vmm = Vmm::run(&tmp, change, &[KVM, GUEST].concat());
+    let latest = LatestProcess::of(&vmm);
+    let upgrade = |version: Option<&str>| {
+        let before = latest.pid();
+        let mut upgrade = driftline(&["upgrade", "--json", "--api-sock", &vmm.socket()]);
+        upgrade.envs(version.map(|change| ("DRIFTLINE_TEST_LATER_STATE", change)));
+        let out = upgrade.output().unwrap();
+        (out.status.code(), text(&out.stderr), latest.pid() != before)
+    };
+    for version in [Some(change), Some(change), None] {
+        let (code, said, is_replaced) = upgrade(version);
+        match refusal.filter(|_| version.is_none()) {
+            None => assert!(code == Some(0) && is_replaced, "{version:?}: {said}"),
+            Some(why) => {
+                assert!(code == Some(4) && !is_replaced, "{said}");
+                assert!(said.contains(why), "{said}");
+                assert!(!said.contains("switch-over"), "the guest was not paused: {said}");
+            }
+        }
+        vmm.await_progress(2, &vmm.reports());
+    }
+}
+
 #[test]
 fn later_state_is_refused_before_the_pause() {
     if !kvm_or_skip("later_state_is_refused_before_the_pause") {
         return;
     }
-    let tmp = TestDir::new();
-    let vmm = Vmm::run(&tmp, "first", &[KVM, GUEST].concat());
-    let latest = LatestProcess::of(&vmm);
-    let upgrade = |later: Option<&str>| {
-        let mut upgrade = driftline(&["upgrade", "--json", "--api-sock", &vmm.socket()]);
-        upgrade.envs(later.map(|kind| ("DRIFTLINE_TEST_LATER_STATE", kind)));
-        upgrade.output().unwrap()
-    };
-    let succeeds = |later| {
-        let (before, out) = (latest.pid(), upgrade(later));
-        assert!(out.status.success() && latest.pid() != before, "{}", text(&out.stderr));
-    };
-    // The added section can be skipped: upgrades succeed in both directions.
-    succeeds(Some("may"));
-    succeeds(None);
-    // The added section must be understood: upgrades to the later version succeed, and the way back
-    // is refused.
-    succeeds(Some("must"));
-    succeeds(Some("must"));
-    let (before, out) = (latest.pid(), upgrade(None));
-    let said = text(&out.stderr);
-    assert_eq!(out.status.code(), Some(4), "{said}");
-    assert!(said.contains("unknown section 32752 (instance 0)"), "{said}");
-    assert!(!said.contains("switch-over"), "the guest was not paused: {said}");
-    assert_eq!(latest.pid(), before);
-    vmm.await_progress(2, &vmm.reports());
+    let cases = [
+        // A section that an earlier version skips.
+        ("may", None),
+        // A section that it must understand.
+        ("must", Some("unknown section 32752, \"later state\" (instance 0)")),
+        // A section with another version. The later program reads both versions.
+        ("serial", Some("serial port (instance 0) cannot be used on this host: it has version 2")),
+    ];
+    side_by_side(cases, |(change, refusal)| later_version_and_back(change, refusal));
 }
 
 #[test]

@@ -30,6 +30,7 @@ pub(crate) mod fuzz;
 pub(crate) mod golden;
 mod hand_over;
 mod host_lack;
+mod later_state;
 #[cfg(test)]
 mod lazy_restore_tests;
 mod measured;

@@ -10,6 +10,7 @@ use kvm_bindings::*;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use super::later_state;
 use super::request_error::SupervisorError;
 use crate::devices::{GENERATION_EVENT, Keyboard, PowerState, SerialPortState, VirtioState};
 use crate::kvm::{KvmVm, ioapic_listens};
@@ -165,7 +166,7 @@ pub(super) fn encode(saved: &SavedMachine) -> Result<Vec<Section>, SupervisorErr
     if let Some(keyboard) = &saved.keyboard {
         sections.push(section(SectionTag::KEYBOARD, 0, keyboard)?);
     }
-    sections.extend(later::section());
+    later_state::change(&mut sections);
     Ok(sections)
 }
 
@@ -184,8 +185,10 @@ pub(super) fn decode(
     vcpus: u8,
     devices: usize,
 ) -> Result<SavedMachine, GuestError> {
+    let sections = &*later_state::changed_back(sections);
     for s in sections {
-        check_part(s.tag, s.instance, s.must_understand, vcpus, devices)?;
+        check_part(s.tag, s.instance, s.must_understand, vcpus, devices)
+            .map_err(|defect| GuestError::unsupported(name(s.tag, s.instance), defect))?;
     }
     let each = (0..u16::from(vcpus)).map(|i| read(sections, SectionTag::KVM_VCPU, i));
     let virtio = (0..devices as u16).map(|i| {
@@ -221,7 +224,7 @@ fn check_part(
     must_understand: bool,
     vcpus: u8,
     devices: usize,
-) -> Result<bool, GuestError> {
+) -> Result<bool, SectionDefect> {
     let has = match tag {
         SectionTag::KVM_VM | SectionTag::SERIAL | SectionTag::PLATFORM | SectionTag::KEYBOARD => {
             instance == 0
@@ -230,22 +233,20 @@ fn check_part(
         SectionTag::VIRTIO => usize::from(instance) < devices,
         // The configuration was used to build this machine.
         SectionTag::CONFIG => return Ok(false),
-        _ if !must_understand || later::knows(tag) => return Ok(false),
+        _ if !must_understand => return Ok(false),
         _ => false,
     };
     match has {
         true => Ok(true),
-        false => {
-            let defect = SectionDefect::NoPart { vcpus, devices };
-            Err(GuestError::unsupported(name(tag, instance), defect))
-        }
+        false => Err(SectionDefect::NoPart { vcpus, devices }),
     }
 }
 
 /// Returns the heads of the sections that [`encode`] returns.
 pub(super) fn heads(vcpus: u8, devices: usize, has_keyboard: bool) -> Vec<SectionHead> {
-    let head = |tag, instance| SectionHead {
+    let head = |tag: SectionTag, instance| SectionHead {
         tag,
+        name: tag.to_string(),
         instance,
         must_understand: true,
         version: codec::VERSION,
@@ -255,10 +256,7 @@ pub(super) fn heads(vcpus: u8, devices: usize, has_keyboard: bool) -> Vec<Sectio
     heads.extend([head(SectionTag::SERIAL, 0), head(SectionTag::PLATFORM, 0)]);
     heads.extend((0..devices as u16).map(|i| head(SectionTag::VIRTIO, i)));
     heads.extend(has_keyboard.then(|| head(SectionTag::KEYBOARD, 0)));
-    heads.extend(
-        later::section()
-            .map(|s| SectionHead { must_understand: s.must_understand, ..head(s.tag, s.instance) }),
-    );
+    later_state::change_heads(&mut heads);
     heads
 }
 
@@ -268,38 +266,21 @@ pub(super) fn check_heads(
     vcpus: u8,
     devices: usize,
 ) -> Result<(), GuestError> {
+    let heads = &*later_state::changed_back_heads(heads);
     heads.iter().try_for_each(|head| {
-        match check_part(head.tag, head.instance, head.must_understand, vcpus, devices)? {
-            true => codec::check_version(name(head.tag, head.instance), head.version),
-            false => Ok(()),
+        match check_part(head.tag, head.instance, head.must_understand, vcpus, devices) {
+            Ok(true) => codec::check_version(name(head.tag, head.instance), head.version),
+            Ok(false) => Ok(()),
+            Err(defect) => Err(GuestError::unsupported(name_of_head(head), defect)),
         }
     })
 }
 
-/// What a later version of the program would add to the state.
-mod later {
-    use driftline_guest::{Section, SectionTag};
-
-    /// The section of a test's later version.
-    #[cfg(feature = "testing")]
-    const SECTION: SectionTag = SectionTag(0x7ff0);
-
-    /// Returns the section, for tests of a process that has the environment variable
-    /// `DRIFTLINE_TEST_LATER_STATE`: `must` or `may` be understood.
-    #[cfg(feature = "testing")]
-    pub(super) fn section() -> Option<Section> {
-        let must_understand = std::env::var("DRIFTLINE_TEST_LATER_STATE").ok()? == "must";
-        Some(Section { must_understand, ..Section::new(SECTION, 0, vec![2]) })
-    }
-
-    #[cfg(not(feature = "testing"))]
-    pub(super) fn section() -> Option<Section> {
-        None
-    }
-
-    /// Returns whether this version understands the section.
-    pub(super) fn knows(tag: SectionTag) -> bool {
-        section().is_some_and(|section| section.tag == tag)
+/// Returns the name of a section in errors. An unknown tag has that of the section's writer.
+fn name_of_head(head: &SectionHead) -> String {
+    match head.tag.name() {
+        Some(_) => name(head.tag, head.instance),
+        None => format!("{}, {:?} (instance {})", head.tag, head.name, head.instance),
     }
 }
 
