@@ -2,15 +2,14 @@
 //! run: the guest is in one process or in none, never in two, and the run continues with it.
 
 use std::fs::File;
-use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixListener;
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Output, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use crate::common::latest_process::{LatestProcess, is_running, taken_by_first_run};
-use crate::common::upgrade_proxy::{StepAction, Then, UpgradeProxy, UpgradeStep};
-use crate::common::{TestDir, Vmm, driftline, output, request, side_by_side, text, wait_for};
+use crate::common::proxied_upgrade::ProxiedUpgrade;
+use crate::common::upgrade_proxy::{StepAction, Then, UpgradeStep};
+use crate::common::{TestDir, Vmm, driftline, output, side_by_side, text, wait_for};
 use driftline_machine::testing::{full, kvm_or_skip, only_child};
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -89,49 +88,22 @@ impl<'p> Upgraded<'p> {
     }
 }
 
-/// The next process of an upgrade through a proxy. Killed when dropped.
-struct KilledNextProcess(Child);
-
-impl Drop for KilledNextProcess {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
 fn signal(process: u32, signal: Signal) {
     // It may have ended already.
     let _ = kill_process(Pid::from_raw(process as i32).unwrap(), signal);
 }
 
 /// Replaces the process of `guest` through a proxy with the action that `plan` returns for the next
-/// process. Returns that process, the proxy and the API's answer.
-fn upgrade(
-    guest: &Upgraded<'_>,
-    plan: impl FnOnce(u32) -> Option<StepAction>,
-) -> (KilledNextProcess, UpgradeProxy, String) {
-    let (at, next_at) = (guest.tmp.path("proxy"), guest.tmp.path("next"));
-    let listener = UnixListener::bind(&next_at).unwrap();
-    // Another process that starts meanwhile must not get the listener.
-    let take_over = "exec \"$0\" take-over 3 3<&0 </dev/null";
-    let next = Command::new("sh")
-        .args(["-c", take_over, env!("CARGO_BIN_EXE_driftline")])
-        .env_remove("RUST_LOG")
-        .stdin(OwnedFd::from(listener))
-        .stderr(Stdio::null())
-        .spawn()
-        .unwrap();
-    let proxy = UpgradeProxy::start(&at, next_at, plan(next.id()));
-    let body = format!("{{\"socket\":{at:?}}}");
-    let answer = request(&guest.vmm.socket(), "POST", "/v1/upgrade", &body);
-    (KilledNextProcess(next), proxy, answer)
+/// process.
+fn upgrade(guest: &Upgraded<'_>, plan: impl FnOnce(u32) -> Option<StepAction>) -> ProxiedUpgrade {
+    ProxiedUpgrade::make(guest.tmp, &guest.vmm, 0, plan)
 }
 
 /// Returns the messages of an upgrade: the first and the last one of each name.
 fn steps(machine: &[&str]) -> Vec<UpgradeStep> {
     let tmp = TestDir::new();
     let guest = Upgraded::start(&tmp, machine);
-    let (next, proxy, answer) = upgrade(&guest, |_| None);
+    let ProxiedUpgrade { next, proxy, answer } = upgrade(&guest, |_| None);
     assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
     assert!(guest.has_guest(next.0.id()));
     let all = proxy.steps();
@@ -158,7 +130,7 @@ fn killed_at(machine: &[&str], victim: Victim, step: UpgradeStep, stays: bool) {
     let tmp = TestDir::new();
     let guest = Upgraded::start(&tmp, machine);
     let previous = guest.vmm.pid();
-    let (next, proxy, answer) = upgrade(&guest, |next| {
+    let ProxiedUpgrade { next, proxy, answer } = upgrade(&guest, |next| {
         let killed = if victim == Victim::Next { next } else { previous };
         let act = Box::new(move || signal(killed, Signal::KILL));
         Some(StepAction { at: step, act, then: Then::End })
@@ -181,7 +153,7 @@ fn hangs_at(machine: &[&str], step: UpgradeStep) {
     let guest = Upgraded::start(&tmp, machine);
     let previous = guest.vmm.pid();
     let began = Instant::now();
-    let (mut next, proxy, answer) = upgrade(&guest, |next| {
+    let ProxiedUpgrade { mut next, proxy, answer } = upgrade(&guest, |next| {
         let act = Box::new(move || signal(next, Signal::STOP));
         Some(StepAction { at: step, act, then: Then::Pass })
     });

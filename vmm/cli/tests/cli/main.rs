@@ -39,6 +39,7 @@ mod migration_stuck;
 mod net;
 mod notify;
 mod plan;
+mod proxied_upgrade;
 mod receiving;
 mod receiving_stuck;
 mod refusals;

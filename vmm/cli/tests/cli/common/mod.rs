@@ -3,6 +3,7 @@
 
 pub mod echo;
 pub mod latest_process;
+pub mod proxied_upgrade;
 pub mod pty;
 pub mod script;
 pub mod serving;

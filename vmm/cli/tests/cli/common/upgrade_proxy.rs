@@ -18,6 +18,9 @@ use parking_lot::Mutex;
 /// Maximum number of descriptors with one byte; more than either process sends.
 const SPACE: usize = rustix::cmsg_space!(ScmRights(64));
 
+/// Position of the features in HELLO.
+const FEATURES_AT: usize = 8;
+
 /// A message of an upgrade.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct UpgradeStep {
@@ -55,10 +58,11 @@ enum ProxySide {
 }
 
 /// The messages so far, and the planned action.
-#[derive(Default)]
 struct ProxyProgress {
     seen: Vec<UpgradeStep>,
     planned: Option<StepAction>,
+    /// Feature bits of the next process that the other one does not learn of.
+    hidden_features: u64,
 }
 
 type Shared = Arc<Mutex<ProxyProgress>>;
@@ -69,10 +73,15 @@ pub struct UpgradeProxy(Shared);
 impl UpgradeProxy {
     /// Listens at `at`. Passes the first connection on to `next` as that of the offer, and later
     /// ones as those of a hand-over.
-    pub fn start(at: &Path, next: PathBuf, planned: Option<StepAction>) -> Self {
+    pub fn start(
+        at: &Path,
+        next: PathBuf,
+        planned: Option<StepAction>,
+        hidden_features: u64,
+    ) -> Self {
         let listener = UnixListener::bind(at).unwrap();
-        let progress: Shared =
-            Arc::new(Mutex::new(ProxyProgress { planned, ..ProxyProgress::default() }));
+        let progress = ProxyProgress { seen: Vec::new(), planned, hidden_features };
+        let progress: Shared = Arc::new(Mutex::new(progress));
         let shared = progress.clone();
         spawn(move || {
             for (number, near) in listener.incoming().flatten().enumerate() {
@@ -106,7 +115,7 @@ impl UpgradeProxy {
 /// Passes messages on until the end, or the action that ends both connections.
 fn pass(mut from: UnixStream, mut to: UnixStream, side: ProxySide, shared: &Shared) {
     for number in 0.. {
-        let Ok(message) = Message::read(&mut from, side, number) else { break };
+        let Ok(mut message) = Message::read(&mut from, side, number) else { break };
         let planned = note(&message, side, shared);
         let then = planned.map(|planned| {
             (planned.act)();
@@ -115,6 +124,9 @@ fn pass(mut from: UnixStream, mut to: UnixStream, side: ProxySide, shared: &Shar
         if then == Some(Then::End) {
             let _ = from.shutdown(Shutdown::Both);
             break;
+        }
+        if message.name == "HELLO" && side == (ProxySide::HandOver { to_next: false }) {
+            message.hide_features(shared.lock().hidden_features);
         }
         if message.write(&mut to).is_err() {
             break;
@@ -174,6 +186,17 @@ impl Message {
         bytes.extend(read(from, head.length as usize - usize::from(carries))?);
         let descriptors = if carries { Some(receive(from)?) } else { None };
         Ok(Self { name: tag.name(), bytes, descriptors })
+    }
+
+    /// Removes feature bits from a HELLO, which is the first message after the header.
+    fn hide_features(&mut self, bits: u64) {
+        let (head, payload) = self.bytes.split_at_mut(RECORD_HEAD_LEN);
+        let mut read = RecordHead::read_from(&*head, 0).unwrap();
+        for (offered, hidden) in payload[FEATURES_AT..].iter_mut().zip(bits.to_le_bytes()) {
+            *offered &= !hidden;
+        }
+        read.payload_crc = crc32c::crc32c(payload);
+        head.copy_from_slice(&read.to_bytes());
     }
 
     fn write(&self, to: &mut UnixStream) -> io::Result<()> {

@@ -1,0 +1,113 @@
+//! Upgrades seen from between their two processes: what the next process is when it gets the guest,
+//! and what it gets if it offers fewer features.
+
+use std::fs::{self, File};
+use std::sync::Arc;
+
+use crate::common::latest_process::{LatestProcess, is_running};
+use crate::common::proxied_upgrade::ProxiedUpgrade;
+use crate::common::upgrade_proxy::{StepAction, Then, UpgradeStep};
+use crate::common::{TestDir, Vmm, status_field, thread_statuses};
+use driftline_machine::testing::kvm_or_skip;
+use parking_lot::Mutex;
+
+/// The features of `migrate/PROTOCOL.md` by which a hand-over differs.
+const EARLY_STATE: u64 = 32;
+const WHOLE_STATE: u64 = 64;
+const LOCAL: u64 = 128;
+const DEVICE_FILES: u64 = 256;
+const STATE_HEADS: u64 = 512;
+/// Those without which the state comes later or in other messages, and those of other migrations.
+const OPTIONAL: u64 = 1 | 2 | 4 | 8 | 16 | EARLY_STATE | WHOLE_STATE | STATE_HEADS;
+
+/// A guest whose process can be replaced. Its writes are checked, and it has a disk.
+fn guest(tmp: &TestDir) -> Vmm<'_> {
+    File::create(tmp.path("disk")).unwrap().set_len(1 << 20).unwrap();
+    let disk = format!("path={}", tmp.text("disk"));
+    let machine = ["--backend", "kvm", "--mem", "64M", "--vcpus", "2", "--disk", &disk];
+    let payload = ["--guest", "payload,ws=2M,rate=8M,burst=8,report=200"];
+    Vmm::run(tmp, "first", &[&machine[..], &["--memory-backing", "memfd"], &payload].concat())
+}
+
+/// Upgrades to a process that offers all features but `hidden`. Returns the API's answer and the
+/// names of the messages to the next process. The guest must go on, in the process that the answer
+/// tells.
+fn upgrade_without(hidden: u64) -> (String, Vec<&'static str>) {
+    let tmp = TestDir::new();
+    let vmm = guest(&tmp);
+    let upgraded = ProxiedUpgrade::make(&tmp, &vmm, hidden, |_| None);
+    let latest = LatestProcess::of(&vmm);
+    let is_replaced = upgraded.answer.starts_with("HTTP/1.1 200");
+    assert_eq!(latest.pid() == upgraded.next.0.id(), is_replaced, "{}", upgraded.answer);
+    vmm.await_progress(2, &vmm.reports());
+    let names = upgraded.proxy.steps().iter().filter(|s| s.to_next).map(|s| s.name).collect();
+    (upgraded.answer, names)
+}
+
+#[test]
+fn features_of_the_next_process_decide() {
+    if !kvm_or_skip("features_of_the_next_process_decide") {
+        return;
+    }
+    let last = |names: &[&str], name: &str| names.iter().rposition(|n| *n == name);
+    let (answer, all) = upgrade_without(0);
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    for name in ["FILES", "STATE_HEADS", "STATE_WHOLE"] {
+        assert!(last(&all, name).is_some(), "{name}: {all:?}");
+    }
+    assert!(last(&all, "STATE") < last(&all, "PASS_BEGIN"), "{all:?}");
+    // An earlier version, which cannot read the messages that have been added since. It opens the
+    // disk itself.
+    let (answer, few) = upgrade_without(OPTIONAL | DEVICE_FILES);
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    for name in ["FILES", "STATE_HEADS", "STATE_WHOLE"] {
+        assert_eq!(last(&few, name), None, "{name}: {few:?}");
+    }
+    assert!(last(&few, "STATE") > last(&few, "PASS_BEGIN"), "{few:?}");
+}
+
+#[test]
+fn next_process_without_hand_overs_is_refused() {
+    if !kvm_or_skip("next_process_without_hand_overs_is_refused") {
+        return;
+    }
+    let (answer, names) = upgrade_without(LOCAL);
+    let why = "does not offer a hand-over on one host";
+    assert!(answer.starts_with("HTTP/1.1 400") && answer.contains(why), "{answer}");
+    assert!(!names.contains(&"MEMORY"), "{names:?}");
+}
+
+/// What a process had when it was about to get the guest's memory.
+struct ProcessBefore {
+    threads: Vec<String>,
+    maps: String,
+}
+
+#[test]
+fn sandbox_is_on_before_memory_arrives() {
+    if !kvm_or_skip("sandbox_is_on_before_memory_arrives") {
+        return;
+    }
+    let tmp = TestDir::new();
+    let vmm = guest(&tmp);
+    let seen = Arc::new(Mutex::new(None));
+    let upgraded = ProxiedUpgrade::make(&tmp, &vmm, 0, |next| {
+        let seen = seen.clone();
+        let act = Box::new(move || {
+            let maps = fs::read_to_string(format!("/proc/{next}/maps")).unwrap();
+            *seen.lock() = Some(ProcessBefore { threads: thread_statuses(next), maps });
+        });
+        // The first message that has something of the guest.
+        let at = UpgradeStep { to_next: true, name: "MEMORY", nth: 0 };
+        Some(StepAction { at, act, then: Then::Pass })
+    });
+    let _latest = LatestProcess::of(&vmm);
+    assert!(upgraded.answer.starts_with("HTTP/1.1 200"), "{}", upgraded.answer);
+    let before = seen.lock().take().expect("MEMORY came");
+    for thread in &before.threads {
+        let filters = status_field(thread, "Seccomp_filters:").and_then(|n| n.parse::<u32>().ok());
+        assert!(filters.is_some_and(|n| n > 0), "no filter: {thread}");
+    }
+    assert!(!before.maps.contains("memfd:"), "the guest's memory was there: {}", before.maps);
+    assert!(is_running(upgraded.next.0.id()));
+}
