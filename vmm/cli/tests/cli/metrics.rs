@@ -19,7 +19,7 @@ const THREADS: &[&str] =
 const LISTEN: &[&str] = &["--metrics-listen", "127.0.0.1:0"];
 
 /// Returns the address at which a process answers `/metrics`, from its log.
-fn address(vmm: &Vmm<'_>) -> String {
+pub fn address(vmm: &Vmm<'_>) -> String {
     wait_for("the address of the metrics", || {
         let stderr = vmm.stderr();
         let (_, rest) = stderr.split_once("metrics on http://")?;

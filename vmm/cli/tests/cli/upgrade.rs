@@ -1,7 +1,10 @@
 //! `driftline upgrade`: another process continues with the guest, and no client notices.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::process::Stdio;
@@ -14,6 +17,7 @@ use crate::common::latest_process::{LatestProcess, is_running, taken_by_first_ru
 use crate::common::{
     TIMEOUT, TestDir, Vmm, driftline, echo, output, side_by_side, succeed, text, wait_for,
 };
+use crate::metrics;
 use driftline_machine::testing::{full, kvm_or_skip, most_in_upgrade, share_kib};
 use parking_lot::Mutex;
 use serde_json::Value;
@@ -32,12 +36,21 @@ struct KeptConnection(BufReader<UnixStream>);
 
 impl KeptConnection {
     fn open(socket: &str) -> Self {
-        let stream = UnixStream::connect(socket).unwrap();
+        Self::of(UnixStream::connect(socket).unwrap())
+    }
+
+    /// Has a connection of any stream socket: what is used of it works with all.
+    fn of(stream: impl Into<OwnedFd>) -> Self {
+        let stream = UnixStream::from(stream.into());
         stream.set_read_timeout(Some(TIMEOUT)).unwrap();
         Self(BufReader::new(stream))
     }
 
     fn get(&mut self, path: &str) -> Value {
+        serde_json::from_slice(&self.get_bytes(path)).unwrap()
+    }
+
+    fn get_bytes(&mut self, path: &str) -> Vec<u8> {
         let request = format!("GET {path} HTTP/1.1\r\nHost: x\r\n\r\n");
         self.0.get_mut().write_all(request.as_bytes()).unwrap();
         let mut length = 0;
@@ -57,7 +70,7 @@ impl KeptConnection {
         }
         let mut body = vec![0; length];
         self.0.read_exact(&mut body).unwrap();
-        serde_json::from_slice(&body).unwrap()
+        body
     }
 }
 
@@ -184,6 +197,34 @@ fn both_processes_have_one_guests_memory() {
     let most_kib = most_kib.expect("both processes were there");
     println!("{own_kib} KiB before, at most {most_kib} KiB together");
     assert!(most_kib < own_kib + (32 << 10), "{most_kib} KiB, and {own_kib} KiB before");
+}
+
+/// A collector of metrics scrapes all the time over one connection.
+#[test]
+fn collector_keeps_its_connection() {
+    let tmp = TestDir::new();
+    let listens = ["--metrics-listen", "127.0.0.1:0"];
+    let vmm = Vmm::run(&tmp, "first", &[THREADS, GUEST, &listens].concat());
+    let latest = LatestProcess::of(&vmm);
+    let mut collector = KeptConnection::of(TcpStream::connect(metrics::address(&vmm)).unwrap());
+    let (is_over, started) = (AtomicBool::new(false), Mutex::new(BTreeSet::new()));
+    scope(|scope| {
+        let scrapes = scope.spawn(|| {
+            while !is_over.load(Ordering::Relaxed) {
+                let page = text(&collector.get_bytes("/metrics"));
+                let line = page.lines().find(|line| line.starts_with("process_start_time_seconds"));
+                started.lock().insert(line.unwrap().to_owned());
+            }
+        });
+        for process in 2..5 {
+            latest.upgrade();
+            wait_for("the next process's answer", || {
+                (scrapes.is_finished() || started.lock().len() == process).then_some(())
+            });
+        }
+        is_over.store(true, Ordering::Relaxed);
+        scrapes.join().unwrap();
+    });
 }
 
 /// Replaces the process `times` times during a checkpoint run that a client follows. The run has

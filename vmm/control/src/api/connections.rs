@@ -22,13 +22,12 @@ use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
+use axum::Extension;
 use axum::body::Body;
 use axum::extract::Request;
-use axum::extract::connect_info::{ConnectInfo, Connected};
 use axum::http::{Method, StatusCode};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
-use axum::serve::{IncomingStream, Listener};
 use parking_lot::{Mutex, MutexGuard};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::Shutdown;
@@ -141,6 +140,26 @@ impl BoundedListener {
         Self { listener, silence_limit, relay, table: Arc::new(table) }
     }
 
+    /// Waits for a connection, and adds it.
+    pub(super) async fn accept(&self) -> (BoundedStream, ConnectionHandle) {
+        let mut relay = self.relay.clone();
+        loop {
+            relay.here().await;
+            let accepted = tokio::select! {
+                biased;
+                () = relay.not_here() => continue,
+                accepted = self.listener.accept() => accepted,
+            };
+            match accepted {
+                Ok(stream) => return self.add(stream),
+                Err(e) => {
+                    tracing::debug!("the API cannot accept a connection: {e}");
+                    tokio::time::sleep(ACCEPT_RETRY).await;
+                }
+            }
+        }
+    }
+
     /// Adds an open connection, which is idle.
     pub(super) fn add(&self, stream: ServerStream) -> (BoundedStream, ConnectionHandle) {
         let mut table = self.table.lock();
@@ -186,39 +205,6 @@ impl Connections {
                 reader.into_iter().chain(writer).for_each(Waker::wake);
             }
         }
-    }
-}
-
-impl Listener for BoundedListener {
-    type Io = BoundedStream;
-    type Addr = ConnectionHandle;
-
-    async fn accept(&mut self) -> (BoundedStream, ConnectionHandle) {
-        loop {
-            self.relay.here().await;
-            let accepted = tokio::select! {
-                biased;
-                () = self.relay.not_here() => continue,
-                accepted = self.listener.accept() => accepted,
-            };
-            match accepted {
-                Ok(stream) => return self.add(stream),
-                Err(e) => {
-                    tracing::debug!("the API cannot accept a connection: {e}");
-                    tokio::time::sleep(ACCEPT_RETRY).await;
-                }
-            }
-        }
-    }
-
-    fn local_addr(&self) -> io::Result<ConnectionHandle> {
-        Err(io::ErrorKind::Unsupported.into())
-    }
-}
-
-impl Connected<IncomingStream<'_, BoundedListener>> for ConnectionHandle {
-    fn connect_info(stream: IncomingStream<'_, BoundedListener>) -> Self {
-        stream.remote_addr().clone()
     }
 }
 
@@ -345,7 +331,7 @@ impl Drop for BusyGuard {
 
 /// Answers a request once its body has arrived, if the request's class is below its limit.
 pub(super) async fn admit(
-    ConnectInfo(connection): ConnectInfo<ConnectionHandle>,
+    Extension(connection): Extension<ConnectionHandle>,
     request: Request,
     next: Next,
 ) -> Response {

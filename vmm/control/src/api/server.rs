@@ -9,7 +9,7 @@ use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use axum::{Router, middleware};
+use axum::middleware;
 use driftline_machine::devices::was_ctrl_a_x;
 use driftline_machine::socket::ListeningSocket;
 use driftline_machine::{exit, signals};
@@ -19,10 +19,9 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::{oneshot, watch};
 
 use super::app::App;
-use super::connections::{self, BoundedListener, ConnectionHandle};
-use super::http;
+use super::connections::{self, BoundedListener};
+use super::http::{self, ApiService, ServedSocket, ServedSockets};
 use super::metrics;
-use super::relay::RelayGate;
 use super::routes;
 use super::transport::ServerSocket;
 
@@ -58,9 +57,9 @@ pub struct Listeners {
     pub api: Option<ListeningSocket>,
     /// A listener for `/metrics` alone. It must not block.
     pub metrics: Option<TcpListener>,
-    /// The other end of the channel of [`Relay::move_to`](super::Relay::move_to), over which the
-    /// API's connections arrive from the process that had the guest before. They are served like
-    /// accepted ones. Without [`api`](Self::api) the channel is closed.
+    /// The other end of the channel of [`Relay::move_to`](super::Relay::move_to), over which
+    /// connections to both sockets arrive from the process that had the guest before. They are
+    /// served like accepted ones. Those to a socket that is not served here are closed.
     pub adopted: Option<UnixStream>,
 }
 
@@ -221,24 +220,33 @@ async fn control(
         closing.close();
         drop(over);
     };
-    let routes = routes::all(app.clone()).layer(middleware::from_fn(connections::admit));
-    let service = http::ApiService::new(routes, app.clone());
-    let relay = app.relay();
-    let api = api.map(|on| {
-        let listener = BoundedListener::new(on, None, relay.gate());
-        http::serve(listener, adopted, service, is_over.clone(), SHUTDOWN_LIMIT)
-    });
-    let api = async {
-        if_any(api).await;
-        relay.end();
+    let sockets = served_sockets(&app, api, metrics);
+    let serve = async {
+        http::serve(sockets, adopted, app.clone(), is_over, SHUTDOWN_LIMIT).await;
+        app.relay().end();
     };
-    let routes = metrics::route().with_state(app.clone());
-    let metrics = metrics.map(|on| {
-        let listener = BoundedListener::new(on, Some(SILENCE_LIMIT), relay.gate());
-        serve_metrics(routes, listener, is_over, relay.gate())
-    });
-    tokio::join!(end, api, if_any(metrics));
+    tokio::join!(end, serve);
     socket
+}
+
+fn served_sockets(
+    app: &Arc<App>,
+    api: Option<ServerSocket>,
+    metrics: Option<ServerSocket>,
+) -> ServedSockets {
+    let listener = |on, silence_limit| BoundedListener::new(on, silence_limit, app.relay().gate());
+    let api = api.map(|on| {
+        let routes = routes::all(app.clone()).layer(middleware::from_fn(connections::admit));
+        let service = ApiService::new(routes, app.clone());
+        ServedSocket { listener: listener(on, None), service }
+    });
+    let metrics = metrics.map(|on| {
+        let routes = metrics::route().with_state(app.clone());
+        let routes = routes.layer(middleware::from_fn(connections::admit));
+        let service = ApiService::of_metrics(routes, app.clone());
+        ServedSocket { listener: listener(on, Some(SILENCE_LIMIT)), service }
+    });
+    ServedSockets { api, metrics }
 }
 
 /// Ends a checkpoint run that has come from another process, if the connection of the run's client
@@ -247,44 +255,6 @@ async fn expect_client(app: Arc<App>) {
     let Ok(jobs) = app.jobs() else { return };
     if let Some(run) = jobs.checkpoint_run() {
         jobs.expect_client(run).await;
-    }
-}
-
-async fn if_any(work: Option<impl Future<Output = ()>>) {
-    if let Some(work) = work {
-        work.await;
-    }
-}
-
-/// Answers the metrics' connections until the sender of `is_over` is dropped or the guest has
-/// changed its process, and then requests under way. These connections do not move: they end, and
-/// collectors connect again. Requests on them are not held.
-async fn serve_metrics(
-    routes: Router,
-    connections: BoundedListener,
-    mut is_over: watch::Receiver<()>,
-    mut relay: RelayGate,
-) {
-    let (shutdown, shutdown_begun) = oneshot::channel::<()>();
-    let service = routes.layer(middleware::from_fn(connections::admit));
-    let service = service.into_make_service_with_connect_info::<ConnectionHandle>();
-    let serving = axum::serve(connections, service).with_graceful_shutdown(async move {
-        tokio::select! {
-            _ = is_over.changed() => {}
-            () = relay.moved() => {}
-        }
-        drop(shutdown);
-    });
-    tokio::select! {
-        served = serving.into_future() => {
-            if let Err(e) = served {
-                tracing::error!("metrics are no longer served on --metrics-listen: {e}");
-            }
-        }
-        () = async {
-            let _ = shutdown_begun.await;
-            tokio::time::sleep(SHUTDOWN_LIMIT).await;
-        } => tracing::debug!("requests were still under way"),
     }
 }
 

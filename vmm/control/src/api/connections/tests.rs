@@ -27,7 +27,7 @@ fn listen_with(
 
 #[tokio::test]
 async fn displaced_connection_ends_while_it_writes() {
-    let (mut listener, connect) = listen();
+    let (listener, connect) = listen();
     let _never_reads = connect();
     let (mut stream, _) = listener.accept().await;
     let piece = [0; 1 << 16];
@@ -55,7 +55,7 @@ async fn displaced_connection_ends_while_it_writes() {
 
 #[tokio::test]
 async fn displaced_caller_begins_nothing() {
-    let (mut listener, connect) = listen();
+    let (listener, connect) = listen();
     let _first = connect();
     let (_stream, connection) = listener.accept().await;
     let mut others = Vec::new();
@@ -69,7 +69,7 @@ async fn displaced_caller_begins_nothing() {
 #[tokio::test]
 async fn released_requests_displace_no_connection() {
     let relay = Relay::default();
-    let (mut listener, connect) = listen_with(&relay);
+    let (listener, connect) = listen_with(&relay);
     let _first = connect();
     let (_stream, connection) = listener.accept().await;
     relay.hold();
@@ -84,7 +84,7 @@ async fn released_requests_displace_no_connection() {
 
 #[tokio::test]
 async fn requests_count_by_class_until_they_end() {
-    let (mut listener, connect) = listen();
+    let (listener, connect) = listen();
     let classes = [
         RequestClass::Other,
         RequestClass::Wait,
@@ -116,7 +116,7 @@ async fn silent_connection_ends() {
     let address = listener.local_addr().unwrap();
     let limit = Duration::from_millis(200);
     let gate = Relay::default().gate();
-    let mut listener = BoundedListener::new(ServerSocket::Tcp(listener), Some(limit), gate);
+    let listener = BoundedListener::new(ServerSocket::Tcp(listener), Some(limit), gate);
     let client = tokio::net::TcpStream::connect(address).await.unwrap();
     let mut last_read = Instant::now();
     let (mut stream, _) = listener.accept().await;
@@ -149,7 +149,7 @@ async fn silent_connection_ends_while_it_writes() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let gate = Relay::default().gate();
-    let mut listener =
+    let listener =
         BoundedListener::new(ServerSocket::Tcp(listener), Some(Duration::from_millis(100)), gate);
     let _never_reads = tokio::net::TcpStream::connect(address).await.unwrap();
     let (mut stream, _) = listener.accept().await;

@@ -1,7 +1,7 @@
-//! HTTP/1 as the API's unix socket speaks it.
+//! HTTP/1 as the API's unix socket and the metrics' address speak it.
 //!
-//! A codec of its own serves that socket because a client of Firecracker needs what a general HTTP
-//! server does not do: a connection of HTTP/1.0 stays open, each reply is one write in
+//! A codec of its own serves them because a client of Firecracker needs what a general HTTP server
+//! does not do: a connection of HTTP/1.0 stays open, each reply is one write in
 //! Firecracker's form, and errors in a request have Firecracker's texts. The grammar is also not
 //! that of a general parser: lines end in CRLF and have at most 1024 bytes, and a request line is
 //! refused before its headers arrive.
@@ -22,5 +22,5 @@ mod session;
 #[cfg(test)]
 mod tests;
 
-pub(super) use serve::serve;
+pub(super) use serve::{ServedSocket, ServedSockets, serve};
 pub(super) use session::ApiService;

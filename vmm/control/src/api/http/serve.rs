@@ -1,5 +1,6 @@
-//! Owns the sessions of the API's socket: begins them with connections that are accepted, or that
-//! another process has sent, and sends connections on once the guest has changed its process.
+//! Owns the sessions of the API's socket and of the metrics' address: begins them with connections
+//! that are accepted, or that another process has sent, and sends connections on once the guest has
+//! changed its process.
 
 use std::collections::VecDeque;
 use std::future::pending;
@@ -10,7 +11,6 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::serve::Listener;
 use tokio::sync::watch;
 use tokio::task::{JoinError, JoinSet, yield_now};
 use tokio::time::timeout;
@@ -24,30 +24,78 @@ use crate::api::transport::ServerStream;
 /// Number of parts into which the limit for requests under way at the end is divided.
 const SHUTDOWN_PARTS: u32 = 20;
 
-/// Serves the connections that `listener` accepts, and those that arrive over `adopted`, until the
+/// A listening socket, and what answers the requests on its connections.
+pub(in crate::api) struct ServedSocket {
+    pub(in crate::api) listener: BoundedListener,
+    pub(in crate::api) service: ApiService,
+}
+
+/// The sockets that are served.
+#[derive(Default)]
+pub(in crate::api) struct ServedSockets {
+    /// The API's, a unix socket.
+    pub(in crate::api) api: Option<ServedSocket>,
+    /// That of `/metrics` alone, a TCP socket.
+    pub(in crate::api) metrics: Option<ServedSocket>,
+}
+
+impl ServedSockets {
+    /// Waits for a connection to either socket.
+    async fn accept(&self) -> AcceptedConnection<'_> {
+        tokio::select! {
+            accepted = accept(&self.api) => accepted,
+            accepted = accept(&self.metrics) => accepted,
+        }
+    }
+
+    /// Returns the socket to which `stream` belongs, if it is served.
+    fn of(&self, stream: &ServerStream) -> Option<&ServedSocket> {
+        match stream {
+            ServerStream::Unix(_) => self.api.as_ref(),
+            ServerStream::Tcp(_) => self.metrics.as_ref(),
+        }
+    }
+
+    /// Returns the maximum number of bytes that come with a connection from another process.
+    fn unanswered_limit(&self) -> usize {
+        let served = self.api.iter().chain(&self.metrics);
+        served.map(|socket| socket.service.unanswered_limit()).max().unwrap_or(0)
+    }
+}
+
+/// A connection, and what answers the requests on it.
+type AcceptedConnection<'s> = ((BoundedStream, ConnectionHandle), &'s ApiService);
+
+async fn accept(socket: &Option<ServedSocket>) -> AcceptedConnection<'_> {
+    match socket {
+        Some(socket) => (socket.listener.accept().await, &socket.service),
+        None => pending().await,
+    }
+}
+
+/// Serves the connections that `sockets` accept, and those that arrive over `adopted`, until the
 /// sender of `is_over` is dropped, and then requests under way for at most `shutdown_limit`.
 pub(in crate::api) async fn serve(
-    mut listener: BoundedListener,
+    sockets: ServedSockets,
     adopted: Option<UnixStream>,
-    service: ApiService,
+    app: Arc<App>,
     mut is_over: watch::Receiver<()>,
     shutdown_limit: Duration,
 ) {
-    let app = service.app().clone();
     let departures = Departures { app: app.clone(), channel: None, queue: VecDeque::new() };
     let arrivals = adopted.and_then(|channel| {
         app.relay().note_arrival();
-        let arrivals = RelayReceiver::new(channel, service.unanswered_limit());
+        let arrivals = RelayReceiver::new(channel, sockets.unanswered_limit());
         arrivals.inspect_err(|e| tracing::warn!("no connection can be adopted: {e}")).ok()
     });
     let is_over_too = is_over.clone();
     let sessions = JoinSet::new();
-    let mut all = Sessions { sessions, service, is_over: is_over_too, arrivals, departures };
+    let mut all = Sessions { sessions, is_over: is_over_too, arrivals, departures };
     tokio::select! {
         _ = is_over.changed() => {}
-        () = all.serve(&mut listener) => {}
+        () = all.serve(&sockets) => {}
     }
-    drop(listener);
+    drop(sockets);
     if !ends_within(shutdown_limit, all.end()).await {
         app.span().in_scope(|| tracing::debug!("requests were still under way"));
     }
@@ -71,7 +119,6 @@ async fn ends_within(limit: Duration, work: impl Future<Output = ()>) -> bool {
 /// The sessions, and the channels on which connections arrive and leave.
 struct Sessions {
     sessions: JoinSet<SessionEnd>,
-    service: ApiService,
     is_over: watch::Receiver<()>,
     /// The channel from the process that had the guest before, until its end.
     arrivals: Option<RelayReceiver>,
@@ -80,7 +127,7 @@ struct Sessions {
 
 impl Sessions {
     /// Serves connections until the caller drops the future, which loses none of them.
-    async fn serve(&mut self, listener: &mut BoundedListener) {
+    async fn serve(&mut self, sockets: &ServedSockets) {
         let mut relay = self.departures.app.relay().gate();
         let mut has_moved = false;
         loop {
@@ -88,7 +135,7 @@ impl Sessions {
             if has_moved && self.sessions.is_empty() && self.arrivals.is_none() {
                 self.departures.channel = None;
             }
-            let (stream, connection, bytes) = tokio::select! {
+            let (accepted, bytes) = tokio::select! {
                 Some(ended) = self.sessions.join_next() => {
                     self.departures.add(ended);
                     continue;
@@ -97,25 +144,26 @@ impl Sessions {
                     has_moved = true;
                     continue;
                 }
-                (stream, connection) = listener.accept() => (stream, connection, Vec::new()),
+                accepted = sockets.accept() => (accepted, Vec::new()),
                 arrived = arrival(&self.arrivals) => {
                     let Some(RelayedConnection { stream, bytes }) = arrived else {
                         self.arrivals = None;
                         continue;
                     };
                     self.departures.app.relay().note_arrival();
-                    let (stream, connection) = listener.add(ServerStream::Unix(stream));
-                    (stream, connection, bytes)
+                    let Some(socket) = sockets.of(&stream) else { continue };
+                    ((socket.listener.add(stream), &socket.service), bytes)
                 }
             };
-            self.begin(stream, connection, &bytes);
+            self.begin(accepted, &bytes);
             // Lets the session find its request before the next connection may displace it as idle.
             yield_now().await;
         }
     }
 
-    fn begin(&mut self, stream: BoundedStream, connection: ConnectionHandle, bytes: &[u8]) {
-        let session = ApiSession::new(stream, connection, bytes, self.service.clone());
+    fn begin(&mut self, accepted: AcceptedConnection<'_>, bytes: &[u8]) {
+        let ((stream, connection), service) = accepted;
+        let session = ApiSession::new(stream, connection, bytes, service.clone());
         self.sessions.spawn(session.run(self.is_over.clone()));
     }
 

@@ -1,5 +1,6 @@
-//! Serves one connection of the API's socket. It has one request at a time: requests that arrive
-//! together are answered one after the other, and each reply is one write.
+//! Serves one connection of the API's socket or of the metrics' address. It has one request at a
+//! time: requests that arrive together are answered one after the other, and each reply is one
+//! write.
 //!
 //! | wait | limit | afterwards |
 //! | --- | --- | --- |
@@ -18,7 +19,6 @@ use std::time::Duration;
 use axum::Router;
 use axum::body::{Body, to_bytes};
 use axum::extract::Request;
-use axum::extract::connect_info::ConnectInfo;
 use axum::http::{Method, StatusCode, Uri};
 use axum::response::{IntoResponse, Response};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
@@ -52,7 +52,7 @@ impl Default for ClientLimits {
     }
 }
 
-/// What answers the requests on the API's socket.
+/// What answers the requests on a socket.
 #[derive(Clone)]
 pub(in crate::api) struct ApiService {
     router: Router,
@@ -73,8 +73,10 @@ impl ApiService {
         Self { router: router.with_state(()), app, dialect, limits: ClientLimits::default() }
     }
 
-    pub(super) fn app(&self) -> &Arc<App> {
-        &self.app
+    /// Creates a service that answers the requests to the metrics' address with `router`, in
+    /// Driftline's dialect.
+    pub(in crate::api) fn of_metrics(router: Router, app: Arc<App>) -> Self {
+        Self { dialect: HttpDialect::Driftline, ..Self::new(router, app) }
     }
 
     /// Returns the maximum number of bytes that come with a connection from another process.
@@ -112,7 +114,7 @@ impl ApiService {
         *routed.method_mut() = method;
         *routed.uri_mut() = uri;
         *routed.headers_mut() = headers;
-        routed.extensions_mut().insert(ConnectInfo(connection.clone()));
+        routed.extensions_mut().insert(connection.clone());
         match self.router.clone().call(routed).await {
             Ok(response) => collect(response).await,
             Err(never) => match never {},

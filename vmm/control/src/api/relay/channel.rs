@@ -2,18 +2,20 @@
 
 use std::fs::File;
 use std::io::{self, Write};
+use std::net::TcpStream as StdTcpStream;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream as StdUnixStream;
 use std::time::Duration;
 
 use rustix::fs::{MemfdFlags, fcntl_get_seals, memfd_create};
-use rustix::net::sockopt::{socket_acceptconn, socket_domain, socket_type};
-use rustix::net::{AddressFamily, SocketType};
+use rustix::net::sockopt::{socket_acceptconn, socket_domain, socket_protocol, socket_type};
+use rustix::net::{AddressFamily, SocketType, ipproto};
 use tokio::io::Interest;
-use tokio::net::UnixStream;
+use tokio::net::{TcpStream, UnixStream};
 use tokio::time::timeout;
 
+use crate::api::transport::ServerStream;
 use crate::descriptors::{self, ReceivedDescriptors};
 
 /// Limit for the receiver to take one connection.
@@ -59,7 +61,7 @@ fn memory_file(bytes: &[u8]) -> io::Result<File> {
 /// A connection that another process has sent.
 #[derive(Debug)]
 pub(in crate::api) struct RelayedConnection {
-    pub(in crate::api) stream: UnixStream,
+    pub(in crate::api) stream: ServerStream,
     /// Bytes that were read from the connection already.
     pub(in crate::api) bytes: Vec<u8>,
 }
@@ -108,7 +110,7 @@ enum RelayError {
     Count(usize),
     #[error("there were too many descriptors, or this process may not have more")]
     Truncated,
-    #[error("the first descriptor is not a connection of a unix stream socket")]
+    #[error("the first descriptor is not a connection of a unix or TCP socket")]
     NotAConnection,
     #[error("the second descriptor is not a memory file")]
     NotMemory,
@@ -132,24 +134,39 @@ fn connection_of(
         (Some(stream), bytes, None) => (stream, bytes),
         _ => return Err(RelayError::Count(count)),
     };
-    if !is_connection(&stream) {
-        return Err(RelayError::NotAConnection);
-    }
+    let stream = connected_stream(stream)?;
     let bytes = bytes.map_or(Ok(Vec::new()), |file| contents_of(file, max_bytes))?;
-    let stream = StdUnixStream::from(stream);
-    stream.set_nonblocking(true)?;
-    Ok(RelayedConnection { stream: UnixStream::from_std(stream)?, bytes })
+    Ok(RelayedConnection { stream, bytes })
 }
 
-fn is_connection(stream: &OwnedFd) -> bool {
+/// Returns the stream of a descriptor, which must be a connection.
+fn connected_stream(stream: OwnedFd) -> Result<ServerStream, RelayError> {
     let kind = || {
         rustix::io::Result::Ok((
-            socket_domain(stream)?,
-            socket_type(stream)?,
-            socket_acceptconn(stream)?,
+            socket_domain(&stream)?,
+            socket_type(&stream)?,
+            socket_acceptconn(&stream)?,
+            socket_protocol(&stream)?,
         ))
     };
-    kind().is_ok_and(|kind| kind == (AddressFamily::UNIX, SocketType::STREAM, false))
+    match kind() {
+        Ok((AddressFamily::UNIX, SocketType::STREAM, false, None)) => {
+            let stream = StdUnixStream::from(stream);
+            stream.set_nonblocking(true)?;
+            Ok(ServerStream::Unix(UnixStream::from_std(stream)?))
+        }
+        Ok((
+            AddressFamily::INET | AddressFamily::INET6,
+            SocketType::STREAM,
+            false,
+            Some(ipproto::TCP),
+        )) => {
+            let stream = StdTcpStream::from(stream);
+            stream.set_nonblocking(true)?;
+            Ok(ServerStream::Tcp(TcpStream::from_std(stream)?))
+        }
+        _ => Err(RelayError::NotAConnection),
+    }
 }
 
 /// Returns what a memory file contains. Reading any other file may block.

@@ -1,4 +1,5 @@
-//! Moves the API to another process while its guest changes its process.
+//! Moves the API and the metrics' address to another process while their guest changes its
+//! process.
 //!
 //! ```text
 //! job of the upgrade        this process                       the new process
@@ -13,7 +14,7 @@
 //!
 //! | descriptor | is |
 //! | --- | --- |
-//! | first | the connection, a unix stream socket |
+//! | first | the connection: to the API a unix stream socket, to the metrics' address a TCP socket |
 //! | second, if bytes were read that are not answered | a memory file (memfd) with these bytes |
 //!
 //! The bytes are those of the request that has begun to arrive, and those behind it. Of a request

@@ -16,7 +16,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tempfile::TempDir;
 use tokio::sync::watch;
 
-use super::super::serve::serve;
+use super::super::serve::{ServedSocket, ServedSockets, serve};
 use super::super::session::{ApiService, ClientLimits};
 use crate::api::connections::{self, BoundedListener};
 use crate::api::transport::ServerSocket;
@@ -54,14 +54,16 @@ impl TestApi {
             .route("/v1/info", get(async || "hello"))
             .route("/long", get(async || "x".repeat(LONG)))
             .layer(middleware::from_fn(connections::admit));
-        let mut service = ApiService::new(routes, app);
+        let mut service = ApiService::new(routes, app.clone());
         service.limits = limits;
         let thread = std::thread::spawn(move || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
             runtime.unwrap().block_on(async {
                 let listener = tokio::net::UnixListener::from_std(listener).unwrap();
                 let listener = BoundedListener::new(ServerSocket::Unix(listener), None, relay);
-                serve(listener, None, service, is_over, TIMEOUT).await;
+                let api = Some(ServedSocket { listener, service });
+                let sockets = ServedSockets { api, ..ServedSockets::default() };
+                serve(sockets, None, app, is_over, TIMEOUT).await;
             });
         });
         Self { dir, over: Some(over), threads: vec![thread] }

@@ -135,23 +135,3 @@ fn held_request_ends_with_its_server() {
     drop(first);
     client.assert_ends();
 }
-
-#[test]
-fn metrics_connections_end() {
-    let metrics = TcpListener::bind("127.0.0.1:0").unwrap();
-    let address = metrics.local_addr().unwrap();
-    metrics.set_nonblocking(true).unwrap();
-    let app = waiting("first");
-    let listeners = Listeners { metrics: Some(metrics), ..Listeners::default() };
-    let _server = Server::start(listeners, app.clone()).unwrap();
-    let mut stream = TcpStream::connect(address).unwrap();
-    stream.set_read_timeout(Some(TIMEOUT)).unwrap();
-    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n").unwrap();
-    let mut head = [0; 15];
-    stream.read_exact(&mut head).unwrap();
-    assert_eq!(&head, b"HTTP/1.1 200 OK");
-    let (channel, mut receiver) = UnixStream::pair().unwrap();
-    app.relay().move_to(channel);
-    stream.read_to_end(&mut Vec::new()).unwrap();
-    assert_eq!(receiver.read(&mut [0]).unwrap(), 0);
-}

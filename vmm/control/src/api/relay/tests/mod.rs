@@ -1,9 +1,11 @@
 //! Two servers in one process, and a guest's API that moves from one to the other.
 
 mod channels;
+mod metrics;
 mod moves;
 
 use std::io::{Read, Write};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
@@ -81,7 +83,12 @@ struct KeptClient(UnixStream);
 
 impl KeptClient {
     fn connect(dir: &TempDir) -> Self {
-        let stream = UnixStream::connect(dir.path().join("api")).unwrap();
+        Self::of(UnixStream::connect(dir.path().join("api")).unwrap())
+    }
+
+    /// Has a connection of any stream socket: what is used of it works with all.
+    fn of(stream: impl Into<OwnedFd>) -> Self {
+        let stream = UnixStream::from(stream.into());
         stream.set_read_timeout(Some(TIMEOUT)).unwrap();
         Self(stream)
     }
