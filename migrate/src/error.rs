@@ -249,8 +249,8 @@ pub enum LocalConflict {
     },
     /// The receiver's process belongs to another user, who would get access to the guest's memory.
     #[error(
-        "the receiver is a process of user {theirs}, and memory is handed over only to user \
-         {ours} and root: run the receiver as one of them, or this process as root"
+        "the receiver is a process of user {theirs}, and a process of user {ours} hands memory \
+         over only to its own user: run both as one user, or this process as root"
     )]
     Receiver {
         /// The receiver's user id.

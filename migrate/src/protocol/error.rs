@@ -112,8 +112,9 @@ pub enum WireError {
     },
     /// A process of another user hands guest memory over.
     #[error(
-        "a process of user {theirs} hands over the memory of its guest, and only user {ours} and \
-         root may: run the source and the receiver as one user"
+        "a process of user {theirs} hands over the memory of its guest, and this receiver of user \
+         {ours} takes it only from its own user and from root: run both as one user, or the source \
+         as root"
     )]
     ForeignUser {
         /// The peer's user id.

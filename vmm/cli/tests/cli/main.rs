@@ -28,6 +28,7 @@ mod jail;
 mod killed_upgrade;
 mod large_disk;
 mod local;
+mod local_users;
 mod log;
 mod lost;
 mod messages;
