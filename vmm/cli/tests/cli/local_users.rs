@@ -8,7 +8,7 @@ use std::process::Command;
 use driftline_machine::testing::{kvm_or_skip, skip};
 use serde_json::Value;
 
-use crate::common::{TestDir, Vmm, status_field, wait_for};
+use crate::common::{TestDir, Vmm, address_of, status_field, wait_for};
 
 const THREADS: &[&str] = &["--backend", "threads", "--mem", "64M", "--vcpus", "2"];
 const KVM: &[&str] = &["--backend", "kvm", "--mem", "64M", "--vcpus", "2"];
@@ -17,7 +17,7 @@ const IN_FILES: &[&str] =
     &["--memory-backing", "memfd", "--guest", "payload,ws=16M,rate=64M,burst=32,report=200"];
 
 /// Users without any rights: `nobody`, and one that no process has.
-const NOBODY: u32 = 65534;
+pub const NOBODY: u32 = 65534;
 const STRANGER: u32 = 65533;
 
 /// Enters the cgroup, and executes the arguments as the user. `$NODE`, if any, is a device for all
@@ -69,7 +69,7 @@ impl Drop for TestCgroup {
 }
 
 /// What processes of other users need: the program where all can read it, and a cgroup.
-struct OtherUsers {
+pub struct OtherUsers {
     tmp: TestDir,
     cgroup: TestCgroup,
     /// A device for KVM that all users can open.
@@ -78,7 +78,7 @@ struct OtherUsers {
 
 impl OtherUsers {
     /// Returns `None`, and says so, if this process cannot start others as another user.
-    fn or_skip(test: &str, with_kvm: bool) -> Option<Self> {
+    pub fn or_skip(test: &str, with_kvm: bool) -> Option<Self> {
         if !rustix::process::geteuid().is_root() {
             skip(test, "no process can be started as another user: that needs root");
             return None;
@@ -110,7 +110,7 @@ impl OtherUsers {
     }
 
     /// Returns a command that starts `program` as a user, in the cgroup.
-    fn command(&self, user: u32, program: &Path) -> Command {
+    pub fn command(&self, user: u32, program: &Path) -> Command {
         let mut command = match self.kvm {
             None => Command::new("sh"),
             Some(_) => {
@@ -127,7 +127,13 @@ impl OtherUsers {
     }
 
     /// Starts the program as a user who owns the directory `tmp`.
-    fn start<'p>(&self, user: u32, tmp: &'p TestDir, name: &'static str, args: &[&str]) -> Vmm<'p> {
+    pub fn start<'p>(
+        &self,
+        user: u32,
+        tmp: &'p TestDir,
+        name: &'static str,
+        args: &[&str],
+    ) -> Vmm<'p> {
         let mut command = self.command(user, &self.tmp.path("driftline"));
         command.args(args);
         Vmm::start_by(tmp, name, command)
@@ -144,7 +150,7 @@ impl OtherUsers {
 }
 
 /// Makes a directory of a user, in which others can reach files.
-fn directory_of(user: u32) -> TestDir {
+pub fn directory_of(user: u32) -> TestDir {
     let tmp = TestDir::new();
     fs::set_permissions(tmp.text(""), Permissions::from_mode(0o755)).unwrap();
     chown(tmp.text(""), Some(user), Some(user)).unwrap();
@@ -255,9 +261,7 @@ fn memory_of_other_users_is_refused() {
     assert!(stranger.is_alive(), "{}", stranger.stderr());
     let tmp = TestDir::new();
     let roots = Vmm::run(&tmp, "other", &[THREADS, IN_FILES].concat());
-    let to = root.stderr();
-    let to = to.split_once("waiting for a migration on ").unwrap().1.lines().next().unwrap();
-    roots.tell(&["send-migration", to, "--local"]);
+    roots.tell(&["send-migration", &address_of(&root), "--local"]);
     root.await_api();
     root.await_progress(2, &[]);
 }

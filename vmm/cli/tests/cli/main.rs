@@ -56,6 +56,7 @@ mod serve_snapshot_refusals;
 mod shadow;
 mod stuck;
 mod terminal;
+mod tls_refusals;
 mod top;
 mod upgrade;
 mod waiting;

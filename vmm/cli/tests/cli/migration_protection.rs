@@ -5,7 +5,7 @@ use certificates::{NOW, TestCa};
 
 #[allow(dead_code, reason = "only `migrate` tests dates")]
 #[path = "../../../../migrate/tests/migrations/tls/certificates.rs"]
-mod certificates;
+pub mod certificates;
 
 #[test]
 fn other_hosts_are_refused_without_protection() {

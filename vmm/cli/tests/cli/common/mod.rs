@@ -359,12 +359,17 @@ impl<'p> Vmm<'p> {
 /// Starts a process that waits for a guest. Returns it with its address.
 pub fn receiver<'p>(tmp: &'p TestDir, name: &'static str, more: &[&str]) -> (Vmm<'p>, String) {
     let vmm = Vmm::start(tmp, name, &[&["receive-migration", "tcp:127.0.0.1:0"], more].concat());
-    let address = wait_for("the receiver to listen", || {
-        let stderr = vmm.stderr();
+    let address = address_of(&vmm);
+    (vmm, address)
+}
+
+/// Waits until a receiver listens. Returns its address.
+pub fn address_of(receiver: &Vmm<'_>) -> String {
+    wait_for("the receiver to listen", || {
+        let stderr = receiver.stderr();
         let (_, rest) = stderr.split_once("waiting for a migration on ")?;
         Some(rest.split_once('\n')?.0.to_owned())
-    });
-    (vmm, address)
+    })
 }
 
 impl Drop for Vmm<'_> {
