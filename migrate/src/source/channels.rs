@@ -22,7 +22,7 @@ impl Channels {
     }
 
     /// Makes new keys for TLS on channels that have sent many records. Keys last for 2^24 records,
-    /// so none change in a pause that follows.
+    /// so none change in a pause that follows, unless more than a quarter of that is sent in it.
     pub(super) fn refresh_keys(&mut self) -> io::Result<()> {
         std::iter::once(&mut self.first)
             .chain(&mut self.joined)

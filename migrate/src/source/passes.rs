@@ -35,6 +35,7 @@ pub(super) struct Passes<'a> {
     first: FrameSender<'a>,
     /// Senders of the joined channels, in their order.
     joined: Vec<FrameSender<'a>>,
+    is_paused: bool,
     /// Frames of all passes.
     pub(super) totals: Counts,
 }
@@ -100,7 +101,7 @@ impl PassSent {
 
 impl<'a> Passes<'a> {
     /// Makes the senders of `ram` for `channels`, to a destination that offers `features`. `rate`
-    /// is the limit in bytes/s until [`lift_rate_limit`](Self::lift_rate_limit).
+    /// is the limit in bytes/s until [`pause`](Self::pause).
     pub(super) fn new(
         ram: &'a GuestRam,
         control: &'a SendControl,
@@ -116,11 +117,19 @@ impl<'a> Passes<'a> {
         };
         let first = sender()?;
         let joined = channels.joined.iter().map(|_| sender()).collect::<Result<_, Cause>>()?;
-        Ok(Self { control, rate_limiter, first, joined, totals: Counts::default() })
+        Ok(Self {
+            control,
+            rate_limiter,
+            first,
+            joined,
+            is_paused: false,
+            totals: Counts::default(),
+        })
     }
 
-    /// Lifts the bandwidth limit, because the guest is paused.
-    pub(super) fn lift_rate_limit(&mut self) {
+    /// Lifts the bandwidth limit, and keeps the keys of TLS, because the guest is paused.
+    pub(super) fn pause(&mut self) {
+        self.is_paused = true;
         self.rate_limiter.lift();
     }
 
@@ -153,7 +162,12 @@ impl<'a> Passes<'a> {
         let (first, control) = (&mut self.first, self.control);
         drives
             .send(wire, pass, control, limit, |wire, before| first.after_message(wire, before))?;
-        wire.send(&WireMessage::PassEnd { pass, counts })?;
+        if !self.is_paused {
+            // Before PASS_END, because the destination changes its own keys with its next message.
+            // If that were not the acknowledgement, it would be one in the pause.
+            channels.refresh_keys().map_err(WireError::from)?;
+        }
+        channels.first.send(&WireMessage::PassEnd { pass, counts })?;
         self.totals += counts;
         let bytes = channels.sent_bytes() - before;
         let connections = channels.count();

@@ -92,7 +92,6 @@ impl<'a, G: Migratable + ?Sized> SendJob<'a, G> {
         channels: &mut Channels,
         precopy: PrecopyResult<'a, G>,
     ) -> Result<PreparedMigration<'a, G>, SendFailed> {
-        channels.refresh_keys().map_err(|e| Cause::from(WireError::from(e)))?;
         // Every failure below resumes the guest (`give_up`) before the record is dropped.
         // `record` is bound first, so that it is dropped last.
         let PauseStart { record, mut paused, mut transfer, mut stats } = self.pause(precopy)?;
@@ -246,7 +245,7 @@ impl<'a, G: Migratable + ?Sized> PauseTransfer<'_, 'a, G> {
         self.timings.end("drained");
         // The devices are paused, so no write is in flight.
         self.drives.drain();
-        self.passes.lift_rate_limit();
+        self.passes.pause();
         if let Some(verifier) = &mut self.verifier {
             verifier.sends(epoch.iter().flat_map(DirtySet::runs))?;
         }

@@ -22,6 +22,7 @@ use super::error::TlsError;
 use super::files::{self, CA, TlsFileError};
 use super::kernel::NEW_KEYS_EXPECTED;
 use super::names::PeerName;
+use super::records::keys_are_short_lived;
 use super::session::TlsSession;
 
 /// Bytes of memory and disks above which a source offers [`NEW_KEYS_EXPECTED`]. A kernel session
@@ -55,7 +56,7 @@ pub(in super::super) fn client(
         .with_client_cert_resolver(Arc::new(SingleCertAndKey::from(identity)));
     config.resumption = Resumption::disabled();
     config.enable_secret_extraction = true;
-    let new_keys = bytes > NEW_KEYS_FROM;
+    let new_keys = bytes > NEW_KEYS_FROM || keys_are_short_lived();
     if new_keys {
         config.alpn_protocols = vec![NEW_KEYS_EXPECTED.to_vec()];
     }

@@ -33,8 +33,6 @@ const INCOMING: usize = 128 << 10;
 const MAX_RECORD: usize = 17 << 10;
 /// Upper bound on ciphertext to which more is added before it is written.
 const SMALL: usize = 4096;
-/// Upper bound on the steps that yield the alert of a failure.
-const ALERT_STEPS: usize = 4;
 /// The first byte of a TLS record with a handshake message, and with an alert.
 const RECORD_TYPES: [u8; 2] = [22, 21];
 
@@ -57,6 +55,8 @@ pub(crate) struct TlsSession {
     new_keys: bool,
     has_begun: bool,
     peer_has_ended: bool,
+    /// Why the session has failed, after which rustls gets nothing to process.
+    failure: Option<rustls::Error>,
 }
 
 enum TlsConnection {
@@ -100,6 +100,7 @@ impl TlsSession {
             new_keys: false,
             has_begun: false,
             peer_has_ended: false,
+            failure: None,
         }
     }
 
@@ -216,15 +217,20 @@ impl TlsSession {
         plaintext: Option<usize>,
         sink: &mut dyn FnMut(&[u8]) -> usize,
     ) -> Result<TlsStep, TlsError> {
+        if let Some(e) = &self.failure {
+            return Err(self.explained(e.clone()));
+        }
         let step = self.process(plaintext, sink);
         self.peer_has_ended |= step == Ok(TlsStep::Ended);
         step.map_err(|e| {
-            // rustls yields the alert of the failure before it processes anything else.
-            for _ in 0..ALERT_STEPS {
+            // rustls yields the alert of the failure before it processes anything else. Afterwards
+            // it would process the bad record again, and fail again.
+            while self.state().wants_write() {
                 if self.process(None, &mut |_| 0) != Ok(TlsStep::More) {
                     break;
                 }
             }
+            self.failure = Some(e.clone());
             self.explained(e)
         })
     }
@@ -451,6 +457,9 @@ impl TlsSession {
 
     /// Ends this side of the session. The message waits for [`flush`](Self::flush).
     pub(in super::super) fn end(&mut self) {
+        if self.failure.is_some() {
+            return;
+        }
         let incoming = &mut self.incoming[self.unprocessed.clone()];
         let outgoing = &mut self.outgoing;
         self.unprocessed.start += match &mut self.connection {

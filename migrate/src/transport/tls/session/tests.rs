@@ -1,3 +1,5 @@
+mod key_changes;
+
 use std::path::Path;
 
 use super::super::config::{client, server};
@@ -41,6 +43,17 @@ fn is_done(step: io::Result<()>) -> bool {
     }
 }
 
+/// Reads what has arrived, or waits for it.
+fn next_bytes(end: &mut (TlsSession, Socket)) -> io::Result<Vec<u8>> {
+    let mut data = [0; 64];
+    loop {
+        match end.0.read(&mut end.1, &mut data) {
+            Err(e) if waits(&e) => {}
+            read => return read.map(|length| data[..length].to_vec()),
+        }
+    }
+}
+
 #[test]
 fn bytes_behind_the_handshake_stay_unread() {
     let dir = certificates();
@@ -49,14 +62,7 @@ fn bytes_behind_the_handshake_stay_unread() {
     client.0.flush(&mut client.1).unwrap();
     while !is_done(server.0.handshake(&mut server.1)) {}
     assert!(server.0.unprocessed.is_empty() && server.0.plain.is_empty());
-    let mut data = [0; 8];
-    let read = loop {
-        match server.0.read(&mut server.1, &mut data) {
-            Err(e) if waits(&e) => {}
-            read => break read.unwrap(),
-        }
-    };
-    assert_eq!(&data[..read], b"data");
+    assert_eq!(next_bytes(&mut server).unwrap(), b"data");
 }
 
 #[test]
