@@ -1,6 +1,9 @@
 //! Boundaries of TLS records in the bytes of a connection, and the number of records that were sent
 //! with the same keys.
 
+#[cfg(test)]
+use std::cell::Cell;
+
 /// Bytes of a record's head: type, version, and length of the rest.
 const HEAD: usize = 5;
 
@@ -19,7 +22,7 @@ const MOST_IN_THE_KERNEL: u64 = 7 << 21;
 #[cfg(test)]
 thread_local! {
     /// Whether keys of sessions that this thread begins and uses change at each opportunity.
-    pub(super) static SHORT_LIVED_KEYS: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
+    pub(super) static SHORT_LIVED_KEYS: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Whether a test needs keys that change at each opportunity. A transfer after which they change
