@@ -12,9 +12,9 @@ use crate::common::{TestDir, Vmm, address_of, status_field, wait_for};
 
 const THREADS: &[&str] = &["--backend", "threads", "--mem", "64M", "--vcpus", "2"];
 const KVM: &[&str] = &["--backend", "kvm", "--mem", "64M", "--vcpus", "2"];
-/// Guests that write 32 MiB.
+/// Guests that write 48 MiB.
 const IN_FILES: &[&str] =
-    &["--memory-backing", "memfd", "--guest", "payload,ws=16M,rate=64M,burst=32,report=200"];
+    &["--memory-backing", "memfd", "--guest", "payload,ws=48M,rate=256M,burst=32,report=200"];
 
 /// Users without any rights: `nobody`, and one that no process has.
 pub const NOBODY: u32 = 65534;
