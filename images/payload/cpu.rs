@@ -10,12 +10,15 @@ use crate::clock::KvmClock;
 use crate::console::Console;
 use crate::heap;
 use crate::pvh::MAX_VCPUS;
+use crate::virtio::Devices;
 
 /// The private data of one vCPU. The loop uses all of it, also in ring 3.
 pub struct Cpu {
     pub index: u32,
     pub clock: KvmClock,
     pub console: Console,
+    /// The devices that this vCPU uses.
+    pub devices: Option<Devices>,
     pub user_stack: u64,
 }
 
@@ -41,6 +44,7 @@ impl Cpu {
             index,
             clock: KvmClock::start(heap::take(4096)),
             console: Console::new(index, heap::take(crate::console::QUEUE as u64)),
+            devices: None,
             user_stack: heap::take(STACK) + STACK - 16,
         };
         let place = heap::take(size_of::<Cpu>() as u64) as *mut Cpu;

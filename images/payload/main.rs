@@ -15,6 +15,7 @@ mod fault;
 mod heap;
 mod memory;
 mod pvh;
+mod virtio;
 #[allow(dead_code, unused_imports)] // The host uses more of it.
 #[path = "../src/workload/mod.rs"]
 mod workload;
@@ -69,6 +70,9 @@ extern "C" fn boot_main(start_info: u64) -> ! {
         end_with(line.text("payload fatal: the working set has fewer pages than there are vCPUs"));
     }
     heap::clear_table(&setup.spec);
+    if let Some(io_ms) = setup.spec.io_ms {
+        cpu.devices = Some(virtio::Devices::start(io_ms, setup.spec.report_ms));
+    }
     if apic::start_timer(&cpu.clock).is_none() {
         end_with(line.text("payload fatal: the APIC timer does not count"));
     }
@@ -129,6 +133,9 @@ extern "C" fn run(cpu: &'static mut Cpu) -> ! {
     loop {
         let now = cpu.clock.now();
         let (console, clock) = (&mut cpu.console, &cpu.clock);
+        if let Some(devices) = &mut cpu.devices {
+            devices.poll(now, &mut |line| console.print(line));
+        }
         match runner.tick(now, &mut memory, table, &mut |line| console.print(line)) {
             TickOutcome::TickAgain => {
                 console.pump(console::BUSY_BYTES, || runner.progress(clock.now()));

@@ -47,6 +47,6 @@ pub mod workload;
 /// The payload guest: an ELF file for x86-64 with a PVH entry.
 pub static PAYLOAD_ELF: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/payload.elf"));
 
-pub use report::{PayloadMessage, PayloadReport};
+pub use report::{PayloadIo, PayloadMessage, PayloadReport};
 pub use spec::PayloadSpecError;
 pub use workload::PayloadSpec;

@@ -9,6 +9,7 @@
 //! payload vcpu=0 t_ms=1000 passes=2 pages=40960 errors=0 max_gap_us=640 gap_us=640
 //! payload vcpu=0 done t_ms=5000 passes=12 pages=204800 errors=0 max_gap_us=640 gap_us=212
 //! payload vcpu=0 error gfn=0x1000 kind=stale expected_generation=7 found_generation=6 word=1 expected=0x7 found=0x6
+//! payload io blocks=120 frames=240
 //! payload fault vcpu=0 vector=14 code=0x2 rip=0x101234 cr2=0xdeadbeef cs=0x2b rsp=0x123450
 //! payload fatal: this host offers no kvmclock, and the payload has no other clock
 //! ```
@@ -23,7 +24,8 @@
 //! | `gap_us` | the same since its last line |
 //!
 //! vCPU 0 prints `ready` before any page is written. Each vCPU prints a report about once a second,
-//! or each `report=` milliseconds, and `done` once at its end. `fault` and `fatal` mean that it
+//! or each `report=` milliseconds, and `done` once at its end. With `io=`, vCPU 0 prints `io` in the
+//! same interval. `fault` and `fatal` mean that it
 //! cannot continue.
 
 use crate::workload::{Mismatch, MismatchKind};
@@ -87,6 +89,15 @@ impl PayloadReport {
     }
 }
 
+/// Requests that the devices have finished so far.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct PayloadIo {
+    /// Blocks of the disk that were written and read back, with the same content.
+    pub blocks: u64,
+    /// Frames that the interface has sent.
+    pub frames: u64,
+}
+
 /// A line of the payload.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PayloadMessage {
@@ -105,6 +116,8 @@ pub enum PayloadMessage {
     },
     /// The report of one vCPU.
     Report(PayloadReport),
+    /// What vCPU 0 has done with the devices.
+    Io(PayloadIo),
     /// A page with wrong content.
     Error {
         /// vCPU that found the page.
@@ -131,7 +144,15 @@ impl PayloadMessage {
         if line.starts_with("payload fault ") {
             return Some(PayloadMessage::Fault(line.to_owned()));
         }
-        PayloadMessage::parse_ready(line).or_else(|| PayloadMessage::parse_error(line))
+        PayloadMessage::parse_ready(line)
+            .or_else(|| PayloadMessage::parse_io(line))
+            .or_else(|| PayloadMessage::parse_error(line))
+    }
+
+    fn parse_io(line: &str) -> Option<PayloadMessage> {
+        let mut fields = Fields::after(line, "payload io ")?;
+        let io = PayloadIo { blocks: fields.number("blocks")?, frames: fields.number("frames")? };
+        fields.end(PayloadMessage::Io(io))
     }
 
     fn parse_ready(line: &str) -> Option<PayloadMessage> {
@@ -259,7 +280,7 @@ mod tests {
             assert!(PayloadMessage::parse(&line).is_some(), "{line}");
             count += 1;
         }
-        assert_eq!(count, 6);
+        assert_eq!(count, 7);
     }
 
     #[test]

@@ -23,7 +23,7 @@ impl FromStr for PayloadSpec {
     /// Parses
     /// `payload[,ws=64M][,rate=320M|max][,pattern=seq|random|zipf|stride[:K]|once][,seed=N]`
     /// `[,ring=0|3][,fill=zero|random][,seconds=N][,passes=N][,writers=N][,idle=halt|spin]`
-    /// `[,burst=N][,check=always|end][,report=MS]`.
+    /// `[,burst=N][,check=always|end][,report=MS][,io=MS]`.
     fn from_str(text: &str) -> Result<Self, PayloadSpecError> {
         let mut items = text.split(',');
         if items.next() != Some("payload") {
@@ -113,10 +113,11 @@ mod tests {
         let idle = prop_oneof![Just(IdleMode::Halt), Just(IdleMode::Spin)];
         let check = prop_oneof![Just(CheckMode::Always), Just(CheckMode::AtEnd)];
         let report = prop_oneof![Just(1000), 10u64..=60_000];
-        let loops = (end(), end(), end(), idle, 1u64..=65_536, check, report);
+        let io = option::of(1u64..=60_000);
+        let loops = (end(), end(), end(), idle, 1u64..=65_536, check, report, io);
         (1u64..1 << 26, rate, pattern, any::<u64>(), ring, fill, loops).prop_map(
             |(pages, rate, pattern, seed, ring, fill, loops)| {
-                let (seconds, passes, writers, idle, burst, check, report_ms) = loops;
+                let (seconds, passes, writers, idle, burst, check, report_ms, io_ms) = loops;
                 PayloadSpec {
                     ws_bytes: pages * 4096,
                     rate,
@@ -131,6 +132,7 @@ mod tests {
                     burst,
                     check,
                     report_ms,
+                    io_ms,
                 }
             },
         )
@@ -212,6 +214,7 @@ mod tests {
             ("payload,burst=0", "is not a number of pages from 1 to 65536"),
             ("payload,check=never", "is not a check mode (always or end)"),
             ("payload,report=1", "is not an interval from 10 to 60000 ms"),
+            ("payload,io=0", "is not an interval from 1 to 60000 ms"),
             (
                 "payload,colour=red",
                 "\"colour=red\" in \"payload,colour=red\" is not a setting of the payload",

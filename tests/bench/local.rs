@@ -8,11 +8,12 @@
 //! | baseline gap | the longest gap in an equally long time without a hand-over |
 //! | both | the most memory that both processes had together, above what one had before |
 //!
-//! The guests have 2 vCPUs, which write 32 MiB/s. Those of `upgrade` have a disk and a tap. Linux
-//! has checkers that use them all the time; its gap is not known, because its own scheduler makes
-//! longer ones. The figures are medians of 50 hand-overs, and their maximum; a number as an
-//! argument is the number of hand-overs, and words select the rows whose name contains one of them.
-//! The Linux guest needs what `images/linux/README.md` describes.
+//! The guests have 2 vCPUs, which write 32 MiB/s. Those of `upgrade` have a disk and a tap, and use
+//! both every 5 ms; each upgrade is followed by more blocks and frames. Linux has checkers that use
+//! them all the time; its gap is not known, because its own scheduler makes longer ones. The
+//! figures are medians of 50 hand-overs, and their maximum; a number as an argument is the number
+//! of hand-overs, and words select the rows whose name contains one of them. The Linux guest needs
+//! what `images/linux/README.md` describes.
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a bench")]
 
 use std::process::Command;
@@ -189,7 +190,7 @@ fn upgrade_payload(network: &Network, guest: &[&str], count: usize) -> HandOverF
     let scratch = ScratchDir::new();
     let devices = devices(&scratch);
     let own: Vec<&str> = devices.iter().map(String::as_str).collect();
-    let spec = format!("{SPEC},report=100");
+    let spec = format!("{SPEC},report=100,io=5");
     let args = [&["run", "--guest", &spec], guest, &own].concat();
     let vm = Driftline::start_at(&network.hosts[0], &scratch, "0", &args);
     let _stops = StopsLatest(vm.socket().to_owned());
@@ -198,6 +199,7 @@ fn upgrade_payload(network: &Network, guest: &[&str], count: usize) -> HandOverF
     for _ in 0..count {
         let before = vm.console().reports().len();
         samples.downtime_ms.push(upgrade(&vm));
+        vm.console().wait_io(SOON);
         vm.console().wait_reports(VCPUS, 2, SOON);
         let after = vm.console().reports().len();
         samples.gap_ms.push(most_gap_ms(&vm.console().reports()[before..after]));

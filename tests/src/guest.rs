@@ -5,7 +5,7 @@ use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use driftline_images::{PayloadMessage, PayloadReport};
+use driftline_images::{PayloadIo, PayloadMessage, PayloadReport};
 
 use crate::wait_for;
 
@@ -50,6 +50,23 @@ impl GuestConsole {
             _ => None,
         });
         reports.collect()
+    }
+
+    /// Returns what the payload has last reported of its devices.
+    pub fn io(&self) -> Option<PayloadIo> {
+        self.lines().iter().rev().find_map(|line| match PayloadMessage::parse(line) {
+            Some(PayloadMessage::Io(io)) => Some(io),
+            _ => None,
+        })
+    }
+
+    /// Waits until the payload has used its disk and its interface again.
+    pub fn wait_io(&self, limit: Duration) {
+        let before = self.io();
+        wait_for("more blocks and frames", limit, || {
+            let (before, now) = (before?, self.io()?);
+            (now.blocks > before.blocks && now.frames > before.frames).then_some(())
+        });
     }
 
     /// Returns the last report of each of `vcpus` vCPUs; `None` until all have reported.
@@ -131,7 +148,7 @@ impl<'c> CleanReports<'c> {
                     assert_eq!(r.errors, 0, "{path}: {r:?}");
                     self.all.push(r);
                 }
-                Some(PayloadMessage::Ready { .. }) | None => {}
+                Some(PayloadMessage::Ready { .. } | PayloadMessage::Io(_)) | None => {}
                 Some(bad) => panic!("{path}: the guest reports {bad:?}"),
             }
         }

@@ -86,6 +86,9 @@ pub struct PayloadSpec {
     pub check: CheckMode,
     /// Interval between two reports of a vCPU, in milliseconds.
     pub report_ms: u64,
+    /// Interval between two requests of a kind to the first virtio disk and the first virtio
+    /// interface, in milliseconds; `None` if they are not used.
+    pub io_ms: Option<u64>,
 }
 
 impl Default for PayloadSpec {
@@ -104,6 +107,7 @@ impl Default for PayloadSpec {
             burst: 1,
             check: CheckMode::Always,
             report_ms: REPORT_MS,
+            io_ms: None,
         }
     }
 }
@@ -153,10 +157,11 @@ impl PayloadSpec {
             b"burst" => self.burst = parse_burst(value)?,
             b"check" => self.check = parse_check(value)?,
             b"report" => self.report_ms = parse_report(value)?,
+            b"io" => self.io_ms = Some(parse_io(value)?),
             _ => {
                 return Err(SettingRefusal(
                     "is not a setting of the payload (ws, rate, pattern, seed, ring, fill, \
-                     seconds, passes, writers, idle, burst, check, report)",
+                     seconds, passes, writers, idle, burst, check, report, io)",
                 ));
             }
         }
@@ -207,6 +212,9 @@ impl PayloadSpec {
         }
         if self.report_ms != REPORT_MS {
             number(line, "report", self.report_ms);
+        }
+        if let Some(interval) = self.io_ms {
+            number(line, "io", interval);
         }
     }
 }
@@ -311,6 +319,13 @@ fn parse_report(value: &[u8]) -> Result<u64, SettingRefusal> {
     match parse_number(value) {
         Some(interval @ 10..=60_000) => Ok(interval),
         _ => Err(SettingRefusal("is not an interval from 10 to 60000 ms")),
+    }
+}
+
+fn parse_io(value: &[u8]) -> Result<u64, SettingRefusal> {
+    match parse_number(value) {
+        Some(interval @ 1..=60_000) => Ok(interval),
+        _ => Err(SettingRefusal("is not an interval from 1 to 60000 ms")),
     }
 }
 

@@ -61,6 +61,9 @@ pub(super) enum WorkloadError {
     /// The guest has machine code.
     #[error("the threads backend runs only the payload's workload, no machine code")]
     Kernel,
+    /// The payload uses devices.
+    #[error("io= needs a disk or an interface, and the threads backend has none")]
+    Devices,
     /// The specification of the payload is invalid.
     #[error(transparent)]
     Spec(#[from] PayloadSpecError),

@@ -463,9 +463,13 @@ impl Vm for ThreadMachine {
 /// Returns the workers' workload. Only the payload runs on threads.
 fn payload_spec(config: &MachineConfig) -> Result<PayloadSpec, GuestError> {
     let spec = match &config.boot {
-        Boot::Payload(spec) => spec.parse().map_err(WorkloadError::from),
+        Boot::Payload(spec) => spec.parse::<PayloadSpec>().map_err(WorkloadError::from),
         Boot::Kernel { .. } => Err(WorkloadError::Kernel),
     };
+    let spec = spec.and_then(|spec| match spec.io_ms {
+        Some(_) => Err(WorkloadError::Devices),
+        None => Ok(spec),
+    });
     spec.map_err(|e| e.of(&config.boot))
 }
 

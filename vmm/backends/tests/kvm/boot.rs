@@ -33,6 +33,20 @@ fn the_payload_boots_in_every_shape_of_memory() {
     }
 }
 
+#[test]
+fn payload_that_lacks_devices_says_so() {
+    if !kvm_or_skip("payload_that_lacks_devices_says_so") {
+        return;
+    }
+    let console = SerialLog::new();
+    let machine = launch(payload("payload,ws=1M,io=5"), &console);
+    machine.resume().unwrap();
+    assert_eq!(machine.wait_end(Some(LONG)), Some(EndReason::Panicked));
+    drop(machine);
+    let why = "payload fatal: io= needs a virtio disk or interface\n";
+    assert_eq!(console.text(), why);
+}
+
 /// Prints "ok\n", reads the command line's first byte back, and powers off.
 fn prints_ok() -> Vec<u8> {
     let mut code = vec![0x66, 0xba, 0xf8, 0x03]; // mov dx, 0x3f8

@@ -323,7 +323,7 @@ fn loss_is_found(
     // it.
     let finds = |line: &str| match PayloadMessage::parse(line) {
         Some(PayloadMessage::Report(report)) => report.errors > 0,
-        Some(PayloadMessage::Ready { .. }) | None => false,
+        Some(PayloadMessage::Ready { .. } | PayloadMessage::Io(_)) | None => false,
         Some(_) => true,
     };
     let (mut length, mut since) = (0, Instant::now());

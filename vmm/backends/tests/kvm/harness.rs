@@ -166,7 +166,7 @@ impl SerialLog {
         for line in text.lines() {
             let bad = match PayloadMessage::parse(line) {
                 Some(PayloadMessage::Report(report)) => report.errors > 0,
-                Some(PayloadMessage::Ready { .. }) => false,
+                Some(PayloadMessage::Ready { .. } | PayloadMessage::Io(_)) => false,
                 Some(_) => true,
                 None => false,
             };

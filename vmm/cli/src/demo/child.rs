@@ -168,7 +168,7 @@ fn last_reports(log: &str) -> Result<Vec<PayloadReport>, StepError> {
                 last.retain(|l| l.vcpu != r.vcpu);
                 last.push(r);
             }
-            Some(PayloadMessage::Ready { .. }) | None => {}
+            Some(PayloadMessage::Ready { .. } | PayloadMessage::Io(_)) | None => {}
             Some(
                 PayloadMessage::Error { .. } | PayloadMessage::Fault(_) | PayloadMessage::Fatal(_),
             ) => {

@@ -153,6 +153,8 @@ fn impossible_guest_is_refused_with_the_reason() {
     assert!(stderr.contains("its working set takes 16384 pages"), "{stderr}");
     let stderr = fail(1, &["run", "--backend", "threads", "--kernel", "vmlinux"]);
     assert!(stderr.contains("the threads backend runs only the payload"), "{stderr}");
+    let stderr = fail(1, &["run", "--backend", "threads", "--guest", "payload,io=5"]);
+    assert!(stderr.contains("io= needs a disk or an interface, and the threads"), "{stderr}");
 }
 
 #[test]

@@ -18,6 +18,7 @@ use crate::common::{
     TIMEOUT, TestDir, Vmm, driftline, echo, output, side_by_side, succeed, text, wait_for,
 };
 use crate::metrics;
+use driftline_images::PayloadMessage;
 use driftline_machine::testing::{full, kvm_or_skip, most_in_upgrade, share_kib};
 use parking_lot::Mutex;
 use serde_json::Value;
@@ -117,11 +118,10 @@ fn piped_input_reaches_the_guest_once() {
     assert!(echoed.lock().iter().copied().eq((0..sent).map(nth)), "lost, or in another order");
 }
 
-/// Replaces the process `times` times, while clients ask over connections that they keep, and over
-/// new ones.
-fn upgrades(machine: &[&str], times: u32) {
-    let tmp = TestDir::new();
-    let vmm = Vmm::run(&tmp, "first", &[machine, GUEST].concat());
+/// Starts `guest` and replaces its process `times` times, while clients ask over connections that
+/// they keep, and over new ones.
+fn upgrades(tmp: &TestDir, guest: &[&str], times: u32) {
+    let vmm = Vmm::run(tmp, "first", guest);
     let latest = LatestProcess::of(&vmm);
     let id = vmm.info().unwrap()["vm_id"].clone();
     let before = vmm.await_progress(2, &[]);
@@ -163,20 +163,36 @@ fn upgrades(machine: &[&str], times: u32) {
 
 #[test]
 fn guest_of_threads_outlives_its_processes() {
-    upgrades(THREADS, if full() { 1000 } else { 5 });
+    upgrades(&TestDir::new(), &[THREADS, GUEST].concat(), if full() { 1000 } else { 5 });
 }
 
 #[test]
 fn kvm_guest_outlives_its_processes() {
-    if kvm_or_skip("kvm_guest_outlives_its_processes") {
-        upgrades(KVM, if full() { 1000 } else { 10 });
+    if !kvm_or_skip("kvm_guest_outlives_its_processes") {
+        return;
     }
+    let tmp = TestDir::new();
+    let disk = format!("path={}", tmp.text("disk"));
+    fs::File::create(tmp.path("disk")).unwrap().set_len(1 << 20).unwrap();
+    let spec = format!("{},io=5", GUEST[3]);
+    let guest = ["--memory-backing", "memfd", "--guest", &spec, "--disk", &disk];
+    upgrades(&tmp, &[KVM, &guest].concat(), if full() { 1000 } else { 10 });
+    let console = fs::read_to_string(tmp.path("first.serial")).unwrap();
+    let blocks: Vec<u64> = console
+        .lines()
+        .filter_map(|line| match PayloadMessage::parse(line) {
+            Some(PayloadMessage::Io(io)) => Some(io.blocks),
+            _ => None,
+        })
+        .collect();
+    assert!(blocks.is_sorted() && blocks.last() > blocks.first(), "{blocks:?}");
 }
 
 #[test]
 fn untracked_guest_outlives_its_processes() {
     if kvm_or_skip("untracked_guest_outlives_its_processes") {
-        upgrades(&[KVM, &["--tracking", "none"]].concat(), 2);
+        let guest = [KVM, GUEST, &["--tracking", "none"]].concat();
+        upgrades(&TestDir::new(), &guest, 2);
     }
 }
 

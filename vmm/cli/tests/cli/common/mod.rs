@@ -393,7 +393,7 @@ pub fn last_reports(serial: &Path) -> Vec<PayloadReport> {
                 last.retain(|l| l.vcpu != r.vcpu);
                 last.push(r);
             }
-            Some(PayloadMessage::Ready { .. }) | None => {}
+            Some(PayloadMessage::Ready { .. } | PayloadMessage::Io(_)) | None => {}
             Some(bad) => panic!("the guest says {bad:?}"),
         }
     }
