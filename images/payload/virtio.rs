@@ -72,7 +72,7 @@ struct Part {
 }
 
 /// A queue, with at most one request under way.
-struct Queue {
+struct PayloadQueue {
     registers: u64,
     index: u32,
     page: u64,
@@ -80,7 +80,7 @@ struct Queue {
     sent: u16,
 }
 
-impl Queue {
+impl PayloadQueue {
     /// Gives a queue to the device at `registers`.
     fn start(registers: u64, index: u32) -> Self {
         let page = heap::take(4096);
@@ -97,7 +97,7 @@ impl Queue {
         // The device need not interrupt.
         store::<u16>(page + AVAILABLE, 1);
         write_register(registers, QUEUE_READY, 1);
-        Queue { registers, index, page, sent: 0 }
+        PayloadQueue { registers, index, page, sent: 0 }
     }
 
     /// Returns whether the device has finished all requests.
@@ -135,8 +135,8 @@ enum DiskStep {
     Read,
 }
 
-struct Disk {
-    queue: Queue,
+struct PayloadDisk {
+    queue: PayloadQueue,
     /// The header, 16 bytes, and the status.
     head: u64,
     block: u64,
@@ -146,9 +146,9 @@ struct Disk {
     step: DiskStep,
 }
 
-impl Disk {
+impl PayloadDisk {
     fn start(registers: u64) -> Self {
-        let queue = begin_device(registers, |registers| Queue::start(registers, 0));
+        let queue = begin_device(registers, |registers| PayloadQueue::start(registers, 0));
         let sectors = u64::from(read_register(registers, CAPACITY))
             | u64::from(read_register(registers, CAPACITY + 4)) << 32;
         let blocks = (sectors / SECTORS).min(BLOCKS);
@@ -156,7 +156,7 @@ impl Disk {
             refuse("io= needs a disk of at least 4K");
         }
         let (head, block) = (heap::take(4096), heap::take(BLOCK));
-        Disk { queue, head, block, blocks, checked: 0, step: DiskStep::Read }
+        PayloadDisk { queue, head, block, blocks, checked: 0, step: DiskStep::Read }
     }
 
     /// Returns the content of a word of the block that is in use.
@@ -210,19 +210,19 @@ impl Disk {
     }
 }
 
-struct Net {
-    arriving: Queue,
-    sending: Queue,
+struct PayloadNet {
+    arriving: PayloadQueue,
+    sending: PayloadQueue,
     arriving_at: u64,
     sending_at: u64,
     /// Frames that were sent.
     sent: u64,
 }
 
-impl Net {
+impl PayloadNet {
     fn start(registers: u64) -> Self {
         let [arriving, sending] = begin_device(registers, |registers| {
-            [Queue::start(registers, 0), Queue::start(registers, 1)]
+            [PayloadQueue::start(registers, 0), PayloadQueue::start(registers, 1)]
         });
         let (arriving_at, sending_at) = (heap::take(4096), heap::take(4096));
         // To all, from a local address, of a kind for experiments.
@@ -231,7 +231,7 @@ impl Net {
             store(at, *byte);
         }
         store(sending_at + u64::from(FRAME_HEAD) + 12, 0xb588u16);
-        Net { arriving, sending, arriving_at, sending_at, sent: 0 }
+        PayloadNet { arriving, sending, arriving_at, sending_at, sent: 0 }
     }
 
     fn poll(&mut self) {
@@ -249,8 +249,8 @@ impl Net {
 
 /// The devices that are in use.
 pub struct Devices {
-    disk: Option<Disk>,
-    net: Option<Net>,
+    disk: Option<PayloadDisk>,
+    net: Option<PayloadNet>,
     interval_ns: u64,
     next_ns: u64,
     report_ns: u64,
@@ -267,7 +267,8 @@ impl Devices {
                 .filter(|at| read_register(*at, MAGIC_VALUE) == MAGIC)
                 .find(|at| read_register(*at, DEVICE_ID) == id)
         };
-        let (disk, net) = (device(DISK).map(Disk::start), device(NET).map(Net::start));
+        let (disk, net) =
+            (device(DISK).map(PayloadDisk::start), device(NET).map(PayloadNet::start));
         if disk.is_none() && net.is_none() {
             refuse("io= needs a virtio disk or interface");
         }

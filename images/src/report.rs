@@ -24,9 +24,8 @@
 //! | `gap_us` | the same since its last line |
 //!
 //! vCPU 0 prints `ready` before any page is written. Each vCPU prints a report about once a second,
-//! or each `report=` milliseconds, and `done` once at its end. With `io=`, vCPU 0 prints `io` in the
-//! same interval. `fault` and `fatal` mean that it
-//! cannot continue.
+//! or each `report=` milliseconds, and `done` once at its end. With `io=`, vCPU 0 prints `io` in
+//! the same interval. `fault` and `fatal` mean that it cannot continue.
 
 use crate::workload::{Mismatch, MismatchKind};
 

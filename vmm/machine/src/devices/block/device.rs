@@ -142,7 +142,7 @@ impl Device for BlockDevice {
     }
 
     fn hand_over(&self) -> HandOverNeeds {
-        HandOverNeeds { acquire: true, release: true, detach: false }
+        HandOverNeeds { acquire: true, may_refuse_here: false, release: true, detach: false }
     }
 
     fn acquire(&mut self, from: NextHost) -> Result<(), DeviceError> {

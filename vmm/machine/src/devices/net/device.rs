@@ -181,6 +181,10 @@ impl Device for Net {
         if self.tap.is_none()
             && let Err(e) = self.attach_tap()
         {
+            // Nobody waits for an acquire that follows a hand-over with the tap's files.
+            if self.keeps_place {
+                return Err(e.into());
+            }
             tracing::debug!("tap \"{}\" is not attached yet: {e}", self.config.tap);
         }
         self.try_configure_tap();
@@ -204,7 +208,7 @@ impl Device for Net {
     fn hand_over(&self) -> HandOverNeeds {
         // A release leaves the tap attached. Frames that arrive wait in it for the host that has
         // the guest then.
-        HandOverNeeds { acquire: true, release: false, detach: true }
+        HandOverNeeds { acquire: true, may_refuse_here: false, release: false, detach: true }
     }
 
     fn detach(&mut self, room: usize, next: NextHost) -> Vec<u8> {

@@ -153,6 +153,7 @@ impl Net {
         let cannot = |cause| TapError::System { name: name.clone(), what: "making a timer", cause };
         let announcements = Announcements::new().map_err(cannot)?;
         let metadata = MmdsPort::open(config, metadata).map_err(cannot)?;
+        let keeps_place = opened.is_some_and(|tap| tap.is_handed_over);
         let (opener, mut opened) = (opener.clone(), opened.cloned());
         let open = move |enabled| {
             let failed = |what, cause| TapError::System { name: name.clone(), what, cause };
@@ -164,7 +165,7 @@ impl Net {
             let opened = opener.run(move || Tap::open(&tap, queues, holder));
             opened.map_err(|e| failed("asking the opener", e))?
         };
-        Ok(Self { metadata, ..Self::new(config, announcements, Box::new(open)) })
+        Ok(Self { metadata, keeps_place, ..Self::new(config, announcements, Box::new(open)) })
     }
 
     /// Returns an interface over datagram sockets instead of a tap's queues.

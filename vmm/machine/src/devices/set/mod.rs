@@ -298,15 +298,24 @@ impl DeviceSet {
     /// its resources as soon as its backend responds; this function does not wait for it.
     ///
     /// From [`NextHost::This`], another process of this host may still run the guest with the same
-    /// open files: their locks stay as they are, also if this fails.
+    /// open files: their locks stay as they are, also if this fails. A device that cannot refuse
+    /// then is not waited for. It acquires before it resumes.
     pub(crate) fn acquire(&self, from: NextHost) -> Result<(), RequestError> {
         let deadline = Instant::now() + self.limits.release;
+        let is_awaited =
+            |device: &Transport| from == NextHost::Another || device.hand_over().may_refuse_here;
         // In parallel, because each device may wait for its storage.
-        let requests: Vec<_> =
-            self.acquiring().map(|device| device.begin_acquire(deadline, from)).collect();
+        let begin = |device: &Transport| match is_awaited(device) {
+            true => Some(device.begin_acquire(deadline, from)),
+            false => {
+                device.acquire_here();
+                None
+            }
+        };
+        let requests: Vec<_> = self.acquiring().map(begin).collect();
         let (mut result, mut answered) = (Ok(()), Vec::with_capacity(requests.len()));
         for request in requests {
-            let answer = request.wait();
+            let answer = request.map_or(Ok(()), PendingRequest::wait);
             answered.push(answer.as_ref().err().is_none_or(RequestError::is_answer));
             result = result.and(answer);
         }

@@ -280,6 +280,23 @@ fn device_that_holds_nothing_is_not_asked() {
 }
 
 #[test]
+fn acquire_that_cannot_fail_is_not_awaited() {
+    let (memory, limit) = (memory(), Duration::from_millis(20));
+    for cannot_fail in [true, false] {
+        let script = Arc::<Script>::default();
+        Script::set(&script.refuses_nothing_here, cannot_fail);
+        let device = spawn("stuck", Box::new(FakeDevice(script.clone())), &memory);
+        let limits = DeviceLimits { stall: limit, release: limit, ask: limit };
+        let set = DeviceSet::of(vec![device], limits);
+        Script::set(&script.stuck, true);
+        assert_eq!(set.acquire(NextHost::This).is_ok(), cannot_fail);
+        let why = set.acquire(NextHost::Another).unwrap_err().to_string();
+        assert!(why.contains("\"stuck\" did not acquire its files"), "{why}");
+        Script::set(&script.stuck, false);
+    }
+}
+
+#[test]
 fn device_that_acquires_late_releases_again() {
     let memory = memory();
     let (mut set, script) = stuck_set(&memory);

@@ -210,6 +210,9 @@ pub(crate) trait Device: Send {
 pub(crate) struct HandOverNeeds {
     /// [`Device::acquire`] and [`Device::undo_acquire`].
     pub(crate) acquire: bool,
+    /// Whether [`Device::acquire`] may fail from [`NextHost::This`]. The caller waits for no others
+    /// then.
+    pub(crate) may_refuse_here: bool,
     /// [`Device::release`].
     pub(crate) release: bool,
     /// [`Device::detach`] and [`Device::attach`]. Needs `acquire`, too: what is attached is undone

@@ -26,6 +26,8 @@ pub(crate) struct Script {
     pub(crate) quiescing: AtomicBool,
     /// Whether the device refuses to be released.
     pub(crate) refuses_release: AtomicBool,
+    /// Whether no acquire from [`NextHost::This`] fails.
+    pub(crate) refuses_nothing_here: AtomicBool,
     /// Whether the thread gets stuck in the next request, or in the next look at the queue.
     pub(crate) stuck: AtomicBool,
     /// Whether the thread has been stuck.
@@ -136,7 +138,8 @@ impl Device for FakeDevice {
 
     fn hand_over(&self) -> HandOverNeeds {
         let needs = !Script::is(&self.0.holds_nothing);
-        HandOverNeeds { acquire: needs, release: needs, detach: needs }
+        let may_refuse_here = needs && !Script::is(&self.0.refuses_nothing_here);
+        HandOverNeeds { acquire: needs, may_refuse_here, release: needs, detach: needs }
     }
 
     fn detach(&mut self, _: usize, _: NextHost) -> Vec<u8> {

@@ -237,6 +237,16 @@ impl Transport {
         self.ask("acquire its files", deadline, move |worker| worker.acquire(from))
     }
 
+    /// Acquires what only one host may have from another process of this host, where that cannot be
+    /// refused. The device does this before it resumes.
+    pub(crate) fn acquire_here(&self) {
+        self.thread.worker.tell(|worker| {
+            if let Err(e) = worker.acquire(NextHost::This) {
+                tracing::error!("{e}");
+            }
+        });
+    }
+
     /// Returns duplicates of the files through which the guest is connected to this host.
     pub(crate) fn share_by(&self, by: Instant) -> Result<Vec<OwnedFd>, RequestError> {
         self.ask("share its files", by, |worker| worker.share()).wait()

@@ -135,7 +135,7 @@ impl Device for Vsock {
     }
 
     fn hand_over(&self) -> HandOverNeeds {
-        HandOverNeeds { acquire: true, release: true, detach: false }
+        HandOverNeeds { acquire: true, may_refuse_here: true, release: true, detach: false }
     }
 
     fn acquire(&mut self, _: NextHost) -> Result<(), DeviceError> {
