@@ -181,7 +181,7 @@ impl Device for Net {
         if self.tap.is_none()
             && let Err(e) = self.attach_tap()
         {
-            // Nobody waits for an acquire that follows a hand-over with the tap's files.
+            // The tap's files were handed over, and `acquire` cannot refuse the guest then.
             if self.keeps_place {
                 return Err(e.into());
             }

@@ -306,17 +306,15 @@ impl DeviceSet {
             |device: &Transport| from == NextHost::Another || device.hand_over().may_refuse_here;
         // In parallel, because each device may wait for its storage.
         let begin = |device: &Transport| match is_awaited(device) {
-            true => Some(device.begin_acquire(deadline, from)),
-            false => {
-                device.acquire_here();
-                None
-            }
+            true => Ok(Some(device.begin_acquire(deadline, from))),
+            false => device.acquire_here().map(|()| None),
         };
         let requests: Vec<_> = self.acquiring().map(begin).collect();
         let (mut result, mut answered) = (Ok(()), Vec::with_capacity(requests.len()));
         for request in requests {
-            let answer = request.map_or(Ok(()), PendingRequest::wait);
-            answered.push(answer.as_ref().err().is_none_or(RequestError::is_answer));
+            let is_awaited = matches!(request, Ok(Some(_)));
+            let answer = request.and_then(|pending| pending.map_or(Ok(()), PendingRequest::wait));
+            answered.push(is_awaited && answer.as_ref().err().is_none_or(RequestError::is_answer));
             result = result.and(answer);
         }
         if result.is_err() {

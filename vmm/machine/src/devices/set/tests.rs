@@ -279,21 +279,73 @@ fn device_that_holds_nothing_is_not_asked() {
     Script::set(&script.stuck, false);
 }
 
+/// Returns a device that refuses no acquire from this host, and its script.
+fn unrefusing(memory: &Memory) -> (Transport, Arc<Script>) {
+    let script = Arc::<Script>::default();
+    Script::set(&script.refuses_nothing_here, true);
+    (spawn("stuck", Box::new(FakeDevice(script.clone())), memory), script)
+}
+
 #[test]
 fn acquire_that_cannot_fail_is_not_awaited() {
-    let (memory, limit) = (memory(), Duration::from_millis(20));
-    for cannot_fail in [true, false] {
-        let script = Arc::<Script>::default();
-        Script::set(&script.refuses_nothing_here, cannot_fail);
-        let device = spawn("stuck", Box::new(FakeDevice(script.clone())), &memory);
-        let limits = DeviceLimits { stall: limit, release: limit, ask: limit };
-        let set = DeviceSet::of(vec![device], limits);
-        Script::set(&script.stuck, true);
-        assert_eq!(set.acquire(NextHost::This).is_ok(), cannot_fail);
-        let why = set.acquire(NextHost::Another).unwrap_err().to_string();
-        assert!(why.contains("\"stuck\" did not acquire its files"), "{why}");
-        Script::set(&script.stuck, false);
-    }
+    let (device, script) = unrefusing(&memory());
+    let limit = Duration::from_millis(20);
+    let set =
+        DeviceSet::of(vec![device], DeviceLimits { stall: limit, release: limit, ask: limit });
+    Script::set(&script.stuck, true);
+    set.acquire(NextHost::This).unwrap();
+    set.resume();
+    assert!(!Script::is(&script.acquired), "it is stuck");
+    let why = set.acquire(NextHost::Another).unwrap_err().to_string();
+    assert!(why.contains("\"stuck\" did not acquire its files"), "{why}");
+    Script::set(&script.stuck, false);
+    // Queued behind them in the channel.
+    set.devices[0].begin_quiesce(soon()).wait().unwrap();
+    assert!(Script::is(&script.resumed_acquired), "the acquire precedes the resume");
+}
+
+#[test]
+fn acquire_that_may_fail_here_is_awaited() {
+    let (set, script) = stuck_set(&memory());
+    let why = set.acquire(NextHost::This).unwrap_err().to_string();
+    assert!(why.contains("\"stuck\" did not acquire its files"), "{why}");
+    Script::set(&script.stuck, false);
+}
+
+#[test]
+fn device_without_a_thread_cannot_be_acquired() {
+    let (device, _) = unrefusing(&memory());
+    device.quit();
+    let set = DeviceSet::of(vec![device], DeviceLimits::default());
+    let end = soon();
+    // The thread takes its time to end.
+    let why = loop {
+        assert!(Instant::now() < end, "it is acquired");
+        match set.acquire(NextHost::This) {
+            Ok(()) => std::thread::sleep(Duration::from_millis(1)),
+            Err(why) => break why.to_string(),
+        }
+    };
+    assert_eq!(why, "virtio-rng \"stuck\"'s thread has ended");
+}
+
+/// The refusal is answered although the other device is stuck: the guest waits for this answer.
+#[test]
+fn refusal_does_not_wait_for_an_unawaited_device() {
+    let memory = memory();
+    let (device, stuck) = unrefusing(&memory);
+    let refuses = Arc::<Script>::default();
+    Script::set(&refuses.refuses_acquire, true);
+    let other = spawn("other", Box::new(FakeDevice(refuses)), &memory);
+    // Longer than this test takes.
+    let limit = Duration::from_secs(60);
+    let limits = DeviceLimits { stall: limit, release: limit, ask: limit };
+    let set = DeviceSet::of(vec![device, other], limits);
+    Script::set(&stuck.stuck, true);
+    let began = Instant::now();
+    set.acquire(NextHost::This).unwrap_err();
+    assert!(began.elapsed() < Duration::from_secs(30), "{:?}", began.elapsed());
+    Script::set(&stuck.stuck, false);
 }
 
 #[test]

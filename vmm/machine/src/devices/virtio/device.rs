@@ -210,8 +210,8 @@ pub(crate) trait Device: Send {
 pub(crate) struct HandOverNeeds {
     /// [`Device::acquire`] and [`Device::undo_acquire`].
     pub(crate) acquire: bool,
-    /// Whether [`Device::acquire`] may fail from [`NextHost::This`]. The caller waits for no others
-    /// then.
+    /// Whether [`Device::acquire`] may fail from [`NextHost::This`]. If it may not, the caller does
+    /// not wait for it.
     pub(crate) may_refuse_here: bool,
     /// [`Device::release`].
     pub(crate) release: bool,

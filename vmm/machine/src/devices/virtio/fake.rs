@@ -26,12 +26,18 @@ pub(crate) struct Script {
     pub(crate) quiescing: AtomicBool,
     /// Whether the device refuses to be released.
     pub(crate) refuses_release: AtomicBool,
+    /// Whether the device refuses to be acquired.
+    pub(crate) refuses_acquire: AtomicBool,
     /// Whether no acquire from [`NextHost::This`] fails.
     pub(crate) refuses_nothing_here: AtomicBool,
     /// Whether the thread gets stuck in the next request, or in the next look at the queue.
     pub(crate) stuck: AtomicBool,
     /// Whether the thread has been stuck.
     pub(crate) got_stuck: AtomicBool,
+    /// Whether the device was acquired.
+    pub(crate) acquired: AtomicBool,
+    /// Whether the device was acquired when it was resumed last.
+    pub(crate) resumed_acquired: AtomicBool,
     /// Whether the device was released.
     pub(crate) released: AtomicBool,
     /// Whether the device's peers are attached.
@@ -123,6 +129,7 @@ impl Device for FakeDevice {
     }
 
     fn resume(&mut self, _: bool, _: &mut DeviceIo<'_>) -> Result<(), Violation> {
+        Script::set(&self.0.resumed_acquired, Script::is(&self.0.acquired));
         Ok(())
     }
 
@@ -156,18 +163,23 @@ impl Device for FakeDevice {
 
     fn acquire(&mut self, _: NextHost) -> Result<(), DeviceError> {
         self.0.wait_while_stuck();
+        if Script::is(&self.0.refuses_acquire) {
+            return refusal();
+        }
+        Script::set(&self.0.acquired, true);
         Ok(())
     }
 
     fn release(&mut self, _: Instant, _: NextHost) -> Result<(), DeviceError> {
         self.0.wait_while_stuck();
         Script::set(&self.0.released, true);
-        if Script::is(&self.0.refuses_release) {
-            Err(StateError::from(DeviceMisfit::DiskExchanged { id: "fake".to_owned() }).into())
-        } else {
-            Ok(())
-        }
+        if Script::is(&self.0.refuses_release) { refusal() } else { Ok(()) }
     }
+}
+
+/// Any refusal of a device.
+fn refusal() -> Result<(), DeviceError> {
+    Err(StateError::from(DeviceMisfit::DiskExchanged { id: "fake".to_owned() }).into())
 }
 
 /// Starts the device on a thread of its own, like any device.

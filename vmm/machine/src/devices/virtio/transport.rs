@@ -22,7 +22,7 @@ use super::rate_limit_control::RateLimitControl;
 use super::request::RequestError;
 use super::worker::DeviceWorker;
 use super::{BackendCaller, Completion, Device, HandOverNeeds, VirtioState};
-use crate::actor::{self, Handle, PendingCall};
+use crate::actor::{self, CallError, Handle, PendingCall};
 use crate::devices::latched_event::LatchedEvent;
 use crate::devices::stats::Counter;
 use crate::sandbox;
@@ -238,13 +238,18 @@ impl Transport {
     }
 
     /// Acquires what only one host may have from another process of this host, where that cannot be
-    /// refused. The device does this before it resumes.
-    pub(crate) fn acquire_here(&self) {
-        self.thread.worker.tell(|worker| {
+    /// refused. The device does this before it resumes. Fails only if the device's thread has
+    /// ended.
+    pub(crate) fn acquire_here(&self) -> Result<(), RequestError> {
+        let acquire = |worker: &mut DeviceWorker| {
             if let Err(e) = worker.acquire(NextHost::This) {
                 tracing::error!("{e}");
             }
-        });
+        };
+        match self.thread.worker.tell(acquire) {
+            true => Ok(()),
+            false => Err(CallError::Ended { thread: self.label().into() }.into()),
+        }
     }
 
     /// Returns duplicates of the files through which the guest is connected to this host.
