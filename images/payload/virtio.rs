@@ -83,9 +83,7 @@ struct PayloadQueue {
 impl PayloadQueue {
     /// Gives a queue to the device at `registers`.
     fn start(registers: u64, index: u32) -> Self {
-        let page = heap::take(4096);
-        // The memory of a restarted machine is not zero.
-        (page..page + 4096).step_by(8).for_each(|at| store(at, 0u64));
+        let page = take_cleared();
         write_register(registers, QUEUE_SEL, index);
         write_register(registers, QUEUE_NUM, u32::from(SIZE));
         for (register, at) in
@@ -143,7 +141,8 @@ struct PayloadDisk {
     blocks: u64,
     /// Blocks that were written and read back.
     checked: u64,
-    step: DiskStep,
+    /// `None` before the first request.
+    step: Option<DiskStep>,
 }
 
 impl PayloadDisk {
@@ -155,8 +154,8 @@ impl PayloadDisk {
         if blocks == 0 {
             refuse("io= needs a disk of at least 4K");
         }
-        let (head, block) = (heap::take(4096), heap::take(BLOCK));
-        PayloadDisk { queue, head, block, blocks, checked: 0, step: DiskStep::Read }
+        let (head, block) = (take_cleared(), heap::take(BLOCK));
+        PayloadDisk { queue, head, block, blocks, checked: 0, step: None }
     }
 
     /// Returns the content of a word of the block that is in use.
@@ -181,19 +180,22 @@ impl PayloadDisk {
         if status != 0 {
             refuse("the disk has failed a request");
         }
-        if self.step == DiskStep::Written {
-            self.words().for_each(|(at, _)| store::<u64>(at, 0));
-            self.step = DiskStep::Read;
-            return self.send(0);
-        }
-        if self.queue.sent != 0 {
-            if self.words().any(|(at, expected)| load::<u64>(at) != expected) {
-                refuse("the disk has returned other bytes than were written");
+        match self.step {
+            Some(DiskStep::Written) => {
+                self.words().for_each(|(at, _)| store::<u64>(at, 0));
+                self.step = Some(DiskStep::Read);
+                return self.send(0);
             }
-            self.checked += 1;
+            Some(DiskStep::Read) => {
+                if self.words().any(|(at, expected)| load::<u64>(at) != expected) {
+                    refuse("the disk has returned other bytes than were written");
+                }
+                self.checked += 1;
+            }
+            None => {}
         }
         self.words().for_each(|(at, word)| store(at, word));
-        self.step = DiskStep::Written;
+        self.step = Some(DiskStep::Written);
         self.send(1);
     }
 
@@ -215,6 +217,7 @@ struct PayloadNet {
     sending: PayloadQueue,
     arriving_at: u64,
     sending_at: u64,
+    is_sending: bool,
     /// Frames that were sent.
     sent: u64,
 }
@@ -224,14 +227,14 @@ impl PayloadNet {
         let [arriving, sending] = begin_device(registers, |registers| {
             [PayloadQueue::start(registers, 0), PayloadQueue::start(registers, 1)]
         });
-        let (arriving_at, sending_at) = (heap::take(4096), heap::take(4096));
+        let (arriving_at, sending_at) = (heap::take(4096), take_cleared());
         // To all, from a local address, of a kind for experiments.
         let frame = [[0xff; 6], [2, 0, 0, 0, 0, 1]];
         for (at, byte) in (sending_at + u64::from(FRAME_HEAD)..).zip(frame.as_flattened()) {
             store(at, *byte);
         }
         store(sending_at + u64::from(FRAME_HEAD) + 12, 0xb588u16);
-        PayloadNet { arriving, sending, arriving_at, sending_at, sent: 0 }
+        PayloadNet { arriving, sending, arriving_at, sending_at, is_sending: false, sent: 0 }
     }
 
     fn poll(&mut self) {
@@ -240,7 +243,8 @@ impl PayloadNet {
             self.arriving.send(&[room]);
         }
         if self.sending.is_idle() {
-            self.sent += u64::from(self.sending.sent != 0);
+            self.sent += u64::from(self.is_sending);
+            self.is_sending = true;
             let frame = Part { at: self.sending_at, bytes: FRAME_HEAD + FRAME, writes: false };
             self.sending.send(&[frame]);
         }
@@ -303,6 +307,13 @@ impl Devices {
             print(line.as_bytes());
         }
     }
+}
+
+/// Returns a page of zeros. The memory of a restarted machine has its old content.
+fn take_cleared() -> u64 {
+    let page = heap::take(4096);
+    (page..page + 4096).step_by(8).for_each(|at| store(at, 0u64));
+    page
 }
 
 /// Resets a device, accepts none of its optional features, and starts it with the queues that

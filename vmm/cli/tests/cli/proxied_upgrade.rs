@@ -7,7 +7,7 @@ use std::sync::Arc;
 use crate::common::latest_process::{LatestProcess, is_running};
 use crate::common::proxied_upgrade::ProxiedUpgrade;
 use crate::common::upgrade_proxy::{StepAction, Then, UpgradeStep};
-use crate::common::{TestDir, Vmm, status_field, thread_statuses};
+use crate::common::{TestDir, Vmm, driftline, has_landlock, status_field, text, thread_statuses};
 use driftline_machine::testing::kvm_or_skip;
 use parking_lot::Mutex;
 
@@ -77,10 +77,35 @@ fn next_process_without_hand_overs_is_refused() {
     assert!(!names.contains(&"MEMORY"), "{names:?}");
 }
 
+/// The state that the guest's process sends has a section that the next one does not know.
+#[test]
+fn later_state_is_refused_before_the_pause() {
+    if !kvm_or_skip("later_state_is_refused_before_the_pause") {
+        return;
+    }
+    let tmp = TestDir::new();
+    let vmm = guest(&tmp);
+    let mut later = driftline(&["upgrade", "--api-sock", &vmm.socket()]);
+    let later = later.env("DRIFTLINE_TEST_LATER_STATE", "must").output().unwrap();
+    assert!(later.status.success(), "{}", text(&later.stderr));
+    let latest = LatestProcess::of(&vmm);
+    let before = latest.pid();
+    let upgraded = ProxiedUpgrade::make(&tmp, &vmm, 0, |_| None);
+    let why = "unknown section 32752, \\\"later state\\\" (instance 0)";
+    assert!(upgraded.answer.contains(why), "{}", upgraded.answer);
+    assert_eq!(latest.pid(), before);
+    vmm.await_progress(2, &vmm.reports());
+    // The state is saved and sent as soon as the guest is paused, and then comes a second pass.
+    let steps = upgraded.proxy.steps();
+    let sent: Vec<_> = steps.iter().filter(|step| step.to_next).map(|step| step.name).collect();
+    assert!(sent.ends_with(&["STATE_HEADS", "PASS_BEGIN", "PASS_END"]), "{sent:?}");
+}
+
 /// What a process had when it was about to get the guest's memory.
 struct ProcessBefore {
     threads: Vec<String>,
     maps: String,
+    log: String,
 }
 
 #[test]
@@ -93,9 +118,12 @@ fn sandbox_is_on_before_memory_arrives() {
     let seen = Arc::new(Mutex::new(None));
     let upgraded = ProxiedUpgrade::make(&tmp, &vmm, 0, |next| {
         let seen = seen.clone();
+        // It writes to the files of the process that offers its guest.
+        let log = tmp.path("first.err");
         let act = Box::new(move || {
             let maps = fs::read_to_string(format!("/proc/{next}/maps")).unwrap();
-            *seen.lock() = Some(ProcessBefore { threads: thread_statuses(next), maps });
+            let log = fs::read_to_string(log).unwrap();
+            *seen.lock() = Some(ProcessBefore { threads: thread_statuses(next), maps, log });
         });
         // The first message that has something of the guest.
         let at = UpgradeStep { to_next: true, name: "MEMORY", nth: 0 };
@@ -108,6 +136,10 @@ fn sandbox_is_on_before_memory_arrives() {
         let filters = status_field(thread, "Seccomp_filters:").and_then(|n| n.parse::<u32>().ok());
         assert!(filters.is_some_and(|n| n > 0), "no filter: {thread}");
     }
+    // Other processes cannot see a landlock domain. Older kernels enforce a part.
+    let is_enforced = before.log.contains("landlock: FullyEnforced")
+        || before.log.contains("landlock: PartiallyEnforced");
+    assert_eq!(is_enforced, has_landlock(), "{}", before.log);
     assert!(!before.maps.contains("memfd:"), "the guest's memory was there: {}", before.maps);
     assert!(is_running(upgraded.next.0.id()));
 }

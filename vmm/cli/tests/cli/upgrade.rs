@@ -40,7 +40,7 @@ impl KeptConnection {
         Self::of(UnixStream::connect(socket).unwrap())
     }
 
-    /// Has a connection of any stream socket: what is used of it works with all.
+    /// Takes a connection of any kind of stream socket. Reads, writes and timeouts are the same.
     fn of(stream: impl Into<OwnedFd>) -> Self {
         let stream = UnixStream::from(stream.into());
         stream.set_read_timeout(Some(TIMEOUT)).unwrap();
@@ -118,6 +118,16 @@ fn piped_input_reaches_the_guest_once() {
     assert!(echoed.lock().iter().copied().eq((0..sent).map(nth)), "lost, or in another order");
 }
 
+/// Returns the numbers of blocks that the guest has reported, in order.
+fn blocks(tmp: &TestDir) -> Vec<u64> {
+    let reported = |line: &str| match PayloadMessage::parse(line) {
+        Some(PayloadMessage::Io(io)) => Some(io.blocks),
+        _ => None,
+    };
+    let console = fs::read_to_string(tmp.path("first.serial")).unwrap();
+    console.lines().filter_map(reported).collect()
+}
+
 /// Starts `guest` and replaces its process `times` times, while clients ask over connections that
 /// they keep, and over new ones.
 fn upgrades(tmp: &TestDir, guest: &[&str], times: u32) {
@@ -153,6 +163,12 @@ fn upgrades(tmp: &TestDir, guest: &[&str], times: u32) {
     });
     assert_eq!(idle.get("/v1/info")["pid"], latest.pid(), "the next process serves the connection");
     vmm.await_progress(2, &before);
+    for _ in 0..2 {
+        // The first later report may count blocks from before the last upgrade. There is none if
+        // the guest uses no disk.
+        let Some(before) = blocks(tmp).pop() else { break };
+        wait_for("more blocks of the disk", || (*blocks(tmp).last()? > before).then_some(()));
+    }
     latest.await_usage(usage);
     // It waits for the process that has the guest, not for the one that has bound the socket.
     let last = latest.pid();
@@ -177,15 +193,8 @@ fn kvm_guest_outlives_its_processes() {
     let spec = format!("{},io=5", GUEST[3]);
     let guest = ["--memory-backing", "memfd", "--guest", &spec, "--disk", &disk];
     upgrades(&tmp, &[KVM, &guest].concat(), if full() { 1000 } else { 10 });
-    let console = fs::read_to_string(tmp.path("first.serial")).unwrap();
-    let blocks: Vec<u64> = console
-        .lines()
-        .filter_map(|line| match PayloadMessage::parse(line) {
-            Some(PayloadMessage::Io(io)) => Some(io.blocks),
-            _ => None,
-        })
-        .collect();
-    assert!(blocks.is_sorted() && blocks.last() > blocks.first(), "{blocks:?}");
+    let blocks = blocks(&tmp);
+    assert!(blocks.is_sorted() && !blocks.is_empty(), "{blocks:?}");
 }
 
 #[test]
@@ -232,11 +241,15 @@ fn collector_keeps_its_connection() {
                 started.lock().insert(line.unwrap().to_owned());
             }
         });
-        for process in 2..5 {
-            latest.upgrade();
-            wait_for("the next process's answer", || {
-                (scrapes.is_finished() || started.lock().len() == process).then_some(())
+        let await_answers_of = |processes| {
+            wait_for("the latest process's answer", || {
+                (scrapes.is_finished() || started.lock().len() >= processes).then_some(())
             });
+        };
+        await_answers_of(1);
+        for processes in 2..5 {
+            latest.upgrade();
+            await_answers_of(processes);
         }
         is_over.store(true, Ordering::Relaxed);
         scrapes.join().unwrap();
@@ -348,7 +361,6 @@ fn later_version_and_back(change: &'static str, refusal: Option<&str>) {
             Some(why) => {
                 assert!(code == Some(4) && !is_replaced, "{said}");
                 assert!(said.contains(why), "{said}");
-                assert!(!said.contains("switch-over"), "the guest was not paused: {said}");
             }
         }
         vmm.await_progress(2, &vmm.reports());
@@ -356,8 +368,8 @@ fn later_version_and_back(change: &'static str, refusal: Option<&str>) {
 }
 
 #[test]
-fn later_state_is_refused_before_the_pause() {
-    if !kvm_or_skip("later_state_is_refused_before_the_pause") {
+fn later_state_is_refused_by_name() {
+    if !kvm_or_skip("later_state_is_refused_by_name") {
         return;
     }
     let cases = [

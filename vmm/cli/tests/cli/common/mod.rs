@@ -110,6 +110,11 @@ pub fn thread_statuses(pid: u32) -> Vec<String> {
     tasks.filter_map(status).collect()
 }
 
+/// Returns whether the host's kernel has landlock.
+pub fn has_landlock() -> bool {
+    text(&output(&["doctor"]).stdout).contains("ABI ")
+}
+
 /// Returns the value of a field in a `status` of `/proc`. The name ends in a colon.
 pub fn status_field<'s>(status: &'s str, name: &str) -> Option<&'s str> {
     status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim)
