@@ -153,7 +153,7 @@ impl BoundedListener {
             match accepted {
                 Ok(stream) => return self.add(stream),
                 Err(e) => {
-                    tracing::debug!("the API cannot accept a connection: {e}");
+                    tracing::debug!("a connection of a client cannot be accepted: {e}");
                     tokio::time::sleep(ACCEPT_RETRY).await;
                 }
             }

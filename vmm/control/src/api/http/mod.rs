@@ -1,10 +1,11 @@
 //! HTTP/1 as the API's unix socket and the metrics' address speak it.
 //!
 //! A codec of its own serves them because a client of Firecracker needs what a general HTTP server
-//! does not do: a connection of HTTP/1.0 stays open, each reply is one write in
-//! Firecracker's form, and errors in a request have Firecracker's texts. The grammar is also not
-//! that of a general parser: lines end in CRLF and have at most 1024 bytes, and a request line is
-//! refused before its headers arrive.
+//! does not do. In Firecracker's dialect, a connection of HTTP/1.0 stays open, each reply is one
+//! write in Firecracker's form, errors in a request have Firecracker's texts, and a line has at
+//! most 1024 bytes. The grammar is also not that of a general parser: lines end in CRLF, and a
+//! request line is refused before its headers arrive. And a connection can move to another process
+//! between two requests, with the bytes of the next one that have arrived.
 //!
 //! | module | does |
 //! | --- | --- |

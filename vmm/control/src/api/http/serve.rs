@@ -41,7 +41,7 @@ pub(in crate::api) struct ServedSockets {
 
 impl ServedSockets {
     /// Waits for a connection to either socket.
-    async fn accept(&self) -> AcceptedConnection<'_> {
+    async fn accept(&self) -> ServedConnection<'_> {
         tokio::select! {
             accepted = accept(&self.api) => accepted,
             accepted = accept(&self.metrics) => accepted,
@@ -64,13 +64,16 @@ impl ServedSockets {
 }
 
 /// A connection, and what answers the requests on it.
-type AcceptedConnection<'s> = ((BoundedStream, ConnectionHandle), &'s ApiService);
+struct ServedConnection<'s> {
+    stream: BoundedStream,
+    handle: ConnectionHandle,
+    service: &'s ApiService,
+}
 
-async fn accept(socket: &Option<ServedSocket>) -> AcceptedConnection<'_> {
-    match socket {
-        Some(socket) => (socket.listener.accept().await, &socket.service),
-        None => pending().await,
-    }
+async fn accept(socket: &Option<ServedSocket>) -> ServedConnection<'_> {
+    let Some(ServedSocket { listener, service }) = socket else { return pending().await };
+    let (stream, handle) = listener.accept().await;
+    ServedConnection { stream, handle, service }
 }
 
 /// Serves the connections that `sockets` accept, and those that arrive over `adopted`, until the
@@ -152,7 +155,8 @@ impl Sessions {
                     };
                     self.departures.app.relay().note_arrival();
                     let Some(socket) = sockets.of(&stream) else { continue };
-                    ((socket.listener.add(stream), &socket.service), bytes)
+                    let (stream, handle) = socket.listener.add(stream);
+                    (ServedConnection { stream, handle, service: &socket.service }, bytes)
                 }
             };
             self.begin(accepted, &bytes);
@@ -161,9 +165,9 @@ impl Sessions {
         }
     }
 
-    fn begin(&mut self, accepted: AcceptedConnection<'_>, bytes: &[u8]) {
-        let ((stream, connection), service) = accepted;
-        let session = ApiSession::new(stream, connection, bytes, service.clone());
+    fn begin(&mut self, connection: ServedConnection<'_>, bytes: &[u8]) {
+        let ServedConnection { stream, handle, service } = connection;
+        let session = ApiSession::new(stream, handle, bytes, service.clone());
         self.sessions.spawn(session.run(self.is_over.clone()));
     }
 
@@ -229,7 +233,7 @@ impl Departures {
 
     fn warn(&self, what: &str, e: &io::Error) {
         let warn = || {
-            tracing::warn!("the API closes {what}: cannot send to the guest's new process: {e}");
+            tracing::warn!("closing {what}: cannot send to the guest's new process: {e}");
         };
         self.app.span().in_scope(warn);
     }

@@ -181,7 +181,7 @@ impl ApiSession {
             Ok(false) => SessionEnd::Closed,
             Ok(true) => SessionEnd::Moves(self.stream, self.decoder.unanswered()),
             Err(e) => {
-                let ended = || tracing::debug!("a connection to the API has ended: {e}");
+                let ended = || tracing::debug!("a connection of a client has ended: {e}");
                 self.service.app.span().in_scope(ended);
                 SessionEnd::Closed
             }

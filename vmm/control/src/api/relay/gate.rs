@@ -12,8 +12,8 @@ use driftline_machine::socket::ListeningSocket;
 use parking_lot::Mutex;
 use tokio::sync::watch;
 
-/// Holds the API's requests, and moves its connections to another process. The request that asks
-/// for the upgrade has begun before, so it is answered here.
+/// Holds requests on the API's socket and the metrics' address, and moves their connections to
+/// another process. The request that asks for the upgrade has begun before, so it is answered here.
 pub struct Relay {
     phase: watch::Sender<RelayPhase>,
     ends: Mutex<RelayEnds>,
@@ -81,9 +81,9 @@ impl Relay {
         });
     }
 
-    /// Moves the API to the process at the other end of `channel`, which has the guest, and leaves
-    /// the API's socket file to it. Connections without a request, and held ones, are sent at once.
-    /// Others are sent after the answer, or end if the client asked for that.
+    /// Moves all connections to the process at the other end of `channel`, which has the guest, and
+    /// leaves the API's socket file to it. Connections without a request, and held ones, are sent
+    /// at once. Others are sent after the answer, or end if the client asked for that.
     ///
     /// The channel closes once no connection is left, or the [`Server`](crate::api::Server) ends.
     /// If the other process does not take a connection within 5 s, or closes the channel, the

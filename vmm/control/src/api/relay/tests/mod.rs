@@ -86,7 +86,7 @@ impl KeptClient {
         Self::of(UnixStream::connect(dir.path().join("api")).unwrap())
     }
 
-    /// Has a connection of any stream socket: what is used of it works with all.
+    /// Takes a connection of any kind of stream socket. Reads, writes and timeouts are the same.
     fn of(stream: impl Into<OwnedFd>) -> Self {
         let stream = UnixStream::from(stream.into());
         stream.set_read_timeout(Some(TIMEOUT)).unwrap();
