@@ -16,23 +16,27 @@ pub(super) use unchanged::{change, change_heads, changed_back, changed_back_head
 /// Without tests there is no later version.
 #[cfg(not(feature = "testing"))]
 mod unchanged {
+    use std::borrow::Cow;
+
     use driftline_guest::{Section, SectionHead};
 
     pub(crate) fn change(_: &mut Vec<Section>) {}
 
     pub(crate) fn change_heads(_: &mut Vec<SectionHead>) {}
 
-    pub(crate) fn changed_back(sections: &[Section]) -> &[Section] {
-        sections
+    pub(crate) fn changed_back(sections: &[Section]) -> Cow<'_, [Section]> {
+        Cow::Borrowed(sections)
     }
 
-    pub(crate) fn changed_back_heads(heads: &[SectionHead]) -> &[SectionHead] {
-        heads
+    pub(crate) fn changed_back_heads(heads: &[SectionHead]) -> Cow<'_, [SectionHead]> {
+        Cow::Borrowed(heads)
     }
 }
 
 #[cfg(feature = "testing")]
 mod testing {
+    use std::borrow::Cow;
+
     use driftline_guest::{Section, SectionHead, SectionTag};
 
     use crate::codec;
@@ -96,7 +100,7 @@ mod testing {
 
     /// Returns the sections that this version would have written, if this process is of the later
     /// version, which reads both.
-    pub(crate) fn changed_back(sections: &[Section]) -> Vec<Section> {
+    pub(crate) fn changed_back(sections: &[Section]) -> Cow<'_, [Section]> {
         let mut sections = sections.to_vec();
         match StateChange::of_this_process() {
             Some(StateChange::Added { .. }) => sections.retain(|section| section.tag != ADDED.0),
@@ -111,11 +115,11 @@ mod testing {
             }
             None => {}
         }
-        sections
+        Cow::Owned(sections)
     }
 
     /// Returns the heads that this version would have written, in the same way.
-    pub(crate) fn changed_back_heads(heads: &[SectionHead]) -> Vec<SectionHead> {
+    pub(crate) fn changed_back_heads(heads: &[SectionHead]) -> Cow<'_, [SectionHead]> {
         let mut heads = heads.to_vec();
         match StateChange::of_this_process() {
             Some(StateChange::Added { .. }) => heads.retain(|head| head.tag != ADDED.0),
@@ -125,6 +129,6 @@ mod testing {
             }
             None => {}
         }
-        heads
+        Cow::Owned(heads)
     }
 }
