@@ -312,9 +312,9 @@ impl DeviceSet {
         let requests: Vec<_> = self.acquiring().map(begin).collect();
         let (mut result, mut answered) = (Ok(()), Vec::with_capacity(requests.len()));
         for request in requests {
-            let is_awaited = matches!(request, Ok(Some(_)));
+            let was_awaited = matches!(request, Ok(Some(_)));
             let answer = request.and_then(|pending| pending.map_or(Ok(()), PendingRequest::wait));
-            answered.push(is_awaited && answer.as_ref().err().is_none_or(RequestError::is_answer));
+            answered.push(was_awaited && answer.as_ref().err().is_none_or(RequestError::is_answer));
             result = result.and(answer);
         }
         if result.is_err() {

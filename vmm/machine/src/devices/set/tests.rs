@@ -299,7 +299,7 @@ fn acquire_that_cannot_fail_is_not_awaited() {
     let why = set.acquire(NextHost::Another).unwrap_err().to_string();
     assert!(why.contains("\"stuck\" did not acquire its files"), "{why}");
     Script::set(&script.stuck, false);
-    // Queued behind them in the channel.
+    // Queued behind the acquires and the resume.
     set.devices[0].begin_quiesce(soon()).wait().unwrap();
     assert!(Script::is(&script.resumed_acquired), "the acquire precedes the resume");
 }
@@ -329,7 +329,7 @@ fn device_without_a_thread_cannot_be_acquired() {
     assert_eq!(why, "virtio-rng \"stuck\"'s thread has ended");
 }
 
-/// The refusal is answered although the other device is stuck: the guest waits for this answer.
+/// The paused guest waits for the refusal, so the device that is stuck must not delay it.
 #[test]
 fn refusal_does_not_wait_for_an_unawaited_device() {
     let memory = memory();
@@ -343,7 +343,8 @@ fn refusal_does_not_wait_for_an_unawaited_device() {
     let set = DeviceSet::of(vec![device, other], limits);
     Script::set(&stuck.stuck, true);
     let began = Instant::now();
-    set.acquire(NextHost::This).unwrap_err();
+    let why = set.acquire(NextHost::This).unwrap_err().to_string();
+    assert!(why.contains("\"fake\""), "{why}");
     assert!(began.elapsed() < Duration::from_secs(30), "{:?}", began.elapsed());
     Script::set(&stuck.stuck, false);
 }
