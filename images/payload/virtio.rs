@@ -127,7 +127,6 @@ impl PayloadQueue {
 }
 
 /// The request to the disk that is under way, or the last one.
-#[derive(Clone, Copy, PartialEq, Eq)]
 enum DiskStep {
     Written,
     Read,
@@ -217,7 +216,8 @@ struct PayloadNet {
     sending: PayloadQueue,
     arriving_at: u64,
     sending_at: u64,
-    is_sending: bool,
+    /// Whether a frame was given to the device.
+    has_begun: bool,
     /// Frames that were sent.
     sent: u64,
 }
@@ -234,7 +234,7 @@ impl PayloadNet {
             store(at, *byte);
         }
         store(sending_at + u64::from(FRAME_HEAD) + 12, 0xb588u16);
-        PayloadNet { arriving, sending, arriving_at, sending_at, is_sending: false, sent: 0 }
+        PayloadNet { arriving, sending, arriving_at, sending_at, has_begun: false, sent: 0 }
     }
 
     fn poll(&mut self) {
@@ -243,8 +243,8 @@ impl PayloadNet {
             self.arriving.send(&[room]);
         }
         if self.sending.is_idle() {
-            self.sent += u64::from(self.is_sending);
-            self.is_sending = true;
+            self.sent += u64::from(self.has_begun);
+            self.has_begun = true;
             let frame = Part { at: self.sending_at, bytes: FRAME_HEAD + FRAME, writes: false };
             self.sending.send(&[frame]);
         }

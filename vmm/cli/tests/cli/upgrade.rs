@@ -118,6 +118,15 @@ fn piped_input_reaches_the_guest_once() {
     assert!(echoed.lock().iter().copied().eq((0..sent).map(nth)), "lost, or in another order");
 }
 
+/// Ends the clients of a test when dropped, also by a panic: a scope waits for its threads.
+struct ClientsEnd<'t>(&'t AtomicBool);
+
+impl Drop for ClientsEnd<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
 /// Returns the numbers of blocks that the guest has reported, in order.
 fn blocks(tmp: &TestDir) -> Vec<u64> {
     let reported = |line: &str| match PayloadMessage::parse(line) {
@@ -144,6 +153,7 @@ fn upgrades(tmp: &TestDir, guest: &[&str], times: u32) {
         sleep(Duration::from_millis(1));
     };
     scope(|scope| {
+        let end = ClientsEnd(&is_over);
         let keeps = || {
             let mut kept = KeptConnection::open(&vmm.socket());
             while !is_over.load(Ordering::Relaxed) {
@@ -157,7 +167,7 @@ fn upgrades(tmp: &TestDir, guest: &[&str], times: u32) {
         };
         let clients = [scope.spawn(keeps), scope.spawn(renews)];
         let reports: Vec<Value> = (0..times).map(|_| latest.upgrade()).collect();
-        is_over.store(true, Ordering::Relaxed);
+        drop(end);
         clients.into_iter().for_each(|client| client.join().unwrap());
         println!("{}", reports.last().unwrap());
     });
@@ -234,6 +244,7 @@ fn collector_keeps_its_connection() {
     let mut collector = KeptConnection::of(TcpStream::connect(metrics::address(&vmm)).unwrap());
     let (is_over, started) = (AtomicBool::new(false), Mutex::new(BTreeSet::new()));
     scope(|scope| {
+        let end = ClientsEnd(&is_over);
         let scrapes = scope.spawn(|| {
             while !is_over.load(Ordering::Relaxed) {
                 let page = text(&collector.get_bytes("/metrics"));
@@ -251,7 +262,7 @@ fn collector_keeps_its_connection() {
             latest.upgrade();
             await_answers_of(processes);
         }
-        is_over.store(true, Ordering::Relaxed);
+        drop(end);
         scrapes.join().unwrap();
     });
 }
@@ -342,7 +353,7 @@ fn checkpoint_run_stays_if_the_guest_does() {
 
 /// Upgrades a guest to a later version of the program, to that again, and back. A process with
 /// `DRIFTLINE_TEST_LATER_STATE` acts as the later version. The way back succeeds, or is refused for
-/// the given reason before the pause.
+/// the given reason.
 fn later_version_and_back(change: &'static str, refusal: Option<&str>) {
     let tmp = TestDir::new();
     let vmm = Vmm::run(&tmp, change, &[KVM, GUEST].concat());

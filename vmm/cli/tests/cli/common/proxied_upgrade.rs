@@ -27,8 +27,8 @@ pub struct ProxiedUpgrade {
 
 impl ProxiedUpgrade {
     /// Replaces the process of `vmm`. The next process seems not to offer `hidden_features`; the
-    /// proxy takes the action that `plan` returns for that process, which logs its sandbox to
-    /// the guest's log.
+    /// proxy takes the action that `plan` returns for that process. The next process logs its
+    /// sandbox to the guest's log.
     pub fn make(
         tmp: &TestDir,
         vmm: &Vmm<'_>,
@@ -41,7 +41,7 @@ impl ProxiedUpgrade {
         let take_over = "exec \"$0\" take-over 3 3<&0 </dev/null";
         let next = Command::new("sh")
             .args(["-c", take_over, env!("CARGO_BIN_EXE_driftline")])
-            .env("RUST_LOG", "driftline_machine::sandbox=debug")
+            .env("RUST_LOG", "warn,driftline_machine::sandbox=debug")
             .stdin(OwnedFd::from(listener))
             .stderr(Stdio::null())
             .spawn()

@@ -4,8 +4,8 @@
 //! does not do. In Firecracker's dialect, a connection of HTTP/1.0 stays open, each reply is one
 //! write in Firecracker's form, errors in a request have Firecracker's texts, and a line has at
 //! most 1024 bytes. The grammar is also not that of a general parser: lines end in CRLF, and a
-//! request line is refused before its headers arrive. And a connection can move to another process
-//! between two requests, with the bytes of the next one that have arrived.
+//! request line is refused before its headers arrive. A second reason: a connection can move to
+//! another process between two requests, with the bytes of the next one that have arrived.
 //!
 //! | module | does |
 //! | --- | --- |

@@ -138,7 +138,7 @@ impl Sessions {
             if has_moved && self.sessions.is_empty() && self.arrivals.is_none() {
                 self.departures.channel = None;
             }
-            let (accepted, bytes) = tokio::select! {
+            let (connection, bytes) = tokio::select! {
                 Some(ended) = self.sessions.join_next() => {
                     self.departures.add(ended);
                     continue;
@@ -159,7 +159,7 @@ impl Sessions {
                     (ServedConnection { stream, handle, service: &socket.service }, bytes)
                 }
             };
-            self.begin(accepted, &bytes);
+            self.begin(connection, &bytes);
             // Lets the session find its request before the next connection may displace it as idle.
             yield_now().await;
         }
