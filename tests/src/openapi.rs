@@ -1,8 +1,11 @@
 //! `docs/openapi.yaml`: what it says about requests and replies.
 
+use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
+use jsonschema::Validator;
+use parking_lot::Mutex;
 use serde_json::{Value, json};
 
 /// The methods that an operation of the document can have.
@@ -10,7 +13,11 @@ const METHODS: [&str; 5] = ["get", "put", "post", "patch", "delete"];
 
 /// The description of the API.
 #[derive(Debug)]
-pub struct ApiDocument(Value);
+pub struct ApiDocument {
+    root: Value,
+    /// By schema. To make one takes 10 ms, because it gets all components.
+    validators: Mutex<BTreeMap<String, Arc<Validator>>>,
+}
 
 /// An operation of the document.
 #[derive(Clone, Copy, Debug)]
@@ -30,24 +37,25 @@ impl ApiDocument {
         DOCUMENT.get_or_init(|| {
             let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/openapi.yaml");
             let text = std::fs::read_to_string(&path).expect("docs/openapi.yaml");
-            Self(serde_saphyr::from_str(&text).expect("YAML"))
+            let root = serde_saphyr::from_str(&text).expect("YAML");
+            Self { root, validators: Mutex::default() }
         })
     }
 
     /// Returns the whole document.
     pub fn root(&self) -> &Value {
-        &self.0
+        &self.root
     }
 
     /// Returns the schemas of the components, with their names.
     pub fn schemas(&self) -> impl Iterator<Item = (&str, &Value)> {
-        let schemas = self.0["components"]["schemas"].as_object().expect("schemas");
+        let schemas = self.root["components"]["schemas"].as_object().expect("schemas");
         schemas.iter().map(|(name, schema)| (name.as_str(), schema))
     }
 
     /// Returns all operations.
     pub fn operations(&self) -> impl Iterator<Item = DocumentedOperation<'_>> {
-        let paths = self.0["paths"].as_object().expect("paths");
+        let paths = self.root["paths"].as_object().expect("paths");
         paths.iter().flat_map(move |(path, item)| {
             METHODS.iter().filter_map(move |method| {
                 let value = item.get(method)?;
@@ -74,7 +82,7 @@ impl ApiDocument {
         match value.get("$ref").and_then(Value::as_str) {
             None => value,
             Some(reference) => {
-                let found = reference.strip_prefix('#').and_then(|at| self.0.pointer(at));
+                let found = reference.strip_prefix('#').and_then(|at| self.root.pointer(at));
                 self.resolved(found.unwrap_or_else(|| panic!("{reference} is nothing")))
             }
         }
@@ -82,12 +90,20 @@ impl ApiDocument {
 
     /// Returns why `instance` is not what a schema describes; `None` if it is.
     pub fn violation(&self, schema: &Value, instance: &Value) -> Option<String> {
-        let components = &self.0["components"];
-        let whole = json!({ "allOf": [schema], "components": components });
-        let validator = jsonschema::draft202012::new(&whole);
-        let validator = validator.unwrap_or_else(|e| panic!("{schema}: {e}"));
+        let validator = self.validator(schema);
         let error = validator.iter_errors(instance).next()?;
         Some(format!("{} at {:?}", error, error.instance_path().to_string()))
+    }
+
+    fn validator(&self, schema: &Value) -> Arc<Validator> {
+        let mut validators = self.validators.lock();
+        let make = || {
+            let components = &self.root["components"];
+            let whole = json!({ "allOf": [schema], "components": components });
+            let validator = jsonschema::draft202012::new(&whole);
+            Arc::new(validator.unwrap_or_else(|e| panic!("{schema}: {e}")))
+        };
+        validators.entry(schema.to_string()).or_insert_with(make).clone()
     }
 }
 
@@ -126,7 +142,7 @@ impl<'d> DocumentedOperation<'d> {
     /// Returns the parameters of a place, `path` or `query`. One of the operation replaces one of
     /// its path that has the same name.
     pub fn parameters(&self, place: &str) -> Vec<&'d Value> {
-        let of_path = &self.document.0["paths"][self.path]["parameters"];
+        let of_path = &self.document.root["paths"][self.path]["parameters"];
         let listed = [&self.value["parameters"], of_path].into_iter().filter_map(Value::as_array);
         let mut parameters: Vec<&Value> = Vec::new();
         for parameter in listed.flatten().map(|parameter| self.document.resolved(parameter)) {
