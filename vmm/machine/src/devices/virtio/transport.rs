@@ -239,7 +239,7 @@ impl Transport {
 
     /// Acquires what only one host may have from another process of this host, where that cannot be
     /// refused. The device does this before it resumes. Fails only if the device's thread has
-    /// ended. A thread that ends before it reaches this is found by the next request.
+    /// ended. If it ends later without having acquired them, the next request to it fails.
     pub(crate) fn acquire_here(&self) -> Result<(), RequestError> {
         let acquire = |worker: &mut DeviceWorker| {
             if let Err(e) = worker.acquire(NextHost::This) {
